@@ -13,8 +13,8 @@ DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 # Checked one by one, as two folders may well hold a test_config.py each.
 TYPED_TESTS := "tests/*.py" $(wildcard tests/*/)
 # Where the helpers beside the tests are imported from, as pyproject.toml tells pytest.
-TESTS := tests/admission:tests/engine:tests/engine/http:tests/measure:tests/memory:tests/transfer
-SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/scheduler/group:tests/scheduler/runtime
+TESTS := tests/admission:tests/benchmarks/sim:tests/engine:tests/engine/http:tests/measure:tests/memory:tests/transfer
+SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/scheduler/gpu:tests/scheduler/group:tests/scheduler/runtime
 
 .PHONY: help setup wheels demo test test-fast lint style formatting cxx types contracts names docs format bench cuda clean
 

@@ -10,7 +10,9 @@ and must give the new bits exactly. GB/s count the bucket's bytes, changed or no
 
 Per density: `bytes_per_changed_element` (frame header included), `wire_over_entropy` (wire bytes over the
 bound for independent places and differences), `encode_gbps` and `apply_gbps` (decode and apply), both also
-over memcpy of the same repeat. All times are CPU seconds.
+over memcpy of the same repeat. `exchange_over_memcpy` is an engine's part: comparing the changed elements of
+a live parameter with their old bits and writing the new ones, beside torch in two passes. All times are CPU
+seconds.
 
     python benchmarks/bench_codec.py --json codec.json
 """
@@ -29,6 +31,8 @@ import torch
 from lib.harness import median_figure, run_benchmark
 from lib.transfer.codec_peers import PEERS, Bits, PeerFormat, adam_step
 
+from rose import _delta
+from rose.engine.weights.in_place import replace_on_device
 from rose.errors import RoseError
 from rose.measure.figures import Figure
 from rose.transfer.format.codec import Codec, decode, encode
@@ -55,6 +59,7 @@ class _Case:
     wire_bytes: dict[str, int] = field(default_factory=dict)
     encode_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     apply_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    exchange_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
@@ -67,6 +72,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         case = _Case(int(np.count_nonzero(old != new)), entropy_bytes(old, new))
         for _ in range(repeats):
             _repeat(case, formats, old, new)
+            _repeat_exchange(case, old, new)
         figures += _figures(case, label)
     return figures
 
@@ -100,6 +106,28 @@ def _repeat(case: _Case, formats: list[PeerFormat], old: Bits, new: Bits) -> Non
         )
         if not np.array_equal(base, new):
             raise RoseError(f"format {each.name} did not give the new bits")
+
+
+def _repeat_exchange(case: _Case, old: Bits, new: Bits) -> None:
+    live = old.copy()
+    places = np.flatnonzero(old != new).astype(np.int32)
+    before, after = old[places], new[places]
+    case.exchange_s[MEMCPY].append(_seconds(lambda: np.copyto(live, old)))
+
+    def in_one_pass() -> None:
+        if not _delta.exchange(live, places, 0, before, after):
+            raise RoseError("the live weights are not the old ones")
+
+    def with_torch() -> None:
+        target = torch.from_numpy(live.view(np.int16))
+        if not replace_on_device(target, places, 0, before.view(np.uint16), after.view(np.uint16)):
+            raise RoseError("the live weights are not the old ones")
+
+    for name, exchange in (("one pass", in_one_pass), ("torch", with_torch)):
+        case.exchange_s[name].append(_seconds(exchange))
+        if not np.array_equal(live, new):
+            raise RoseError(f"{name} did not give the new bits")
+        live[:] = old
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -151,6 +179,7 @@ def _figures(case: _Case, label: str) -> list[Figure]:
             peers={name: per_change[name] / bound for name in ("exponent", "gap16_zstd", "xor_zstd", "coo")},
         ),
     ]
+    figures.append(_exchange_figure(case, label))
     speeds = (("encode", case.encode_s, ">= 6", ">= 0.6"), ("apply", case.apply_s, ">= 10", ">= 0.9"))
     for name, seconds, target, over_memcpy in speeds:
         rates = {each: [_gbps(value) for value in values] for each, values in seconds.items()}
@@ -169,6 +198,16 @@ def _figures(case: _Case, label: str) -> list[Figure]:
             ),
         ]
     return figures
+
+
+def _exchange_figure(case: _Case, label: str) -> Figure:
+    copies = case.exchange_s[MEMCPY]
+    ratios = {
+        name: [copy / each for copy, each in zip(copies, seconds, strict=True)]
+        for name, seconds in case.exchange_s.items()
+    }
+    peers: dict[str, float | None] = {"torch": statistics.median(ratios["torch"])}
+    return median_figure(f"exchange_over_memcpy[{label}]", ratios["one pass"], "ratio", peers=peers)
 
 
 def _gbps(seconds: float) -> float:

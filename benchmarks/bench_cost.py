@@ -9,6 +9,9 @@ grouping under round-robin and a per-iteration SLO, regrouped for free. Policies
 come below 1: `-multirate` gives jobs periods of their own, `-bank` holds the SLO over the lifetime (a looser
 promise than WEAVE's). attainment[POLICY,CASE]: jobs whose SLO was kept, in the worst seed.
 cheaper_than_weave[POLICY,CASE]: 1 - dollars over those of our own Algorithm 1.
+over_weave[verl,CASE], [solo,CASE] (Figure 14): dollars over our Algorithm 1's of jobs that run both phases on
+their own H800 nodes, as fast as on both kinds, and of jobs on their own nodes of both kinds. Beside it over
+`lifetime`.
 dollars_over_opt[POLICY,CASE]: total dollars where slowed jobs stay longer, the optimum's as well.
 cost_over_opt_live[CASE]: the same ratio as cost_over_opt with the trace played through the scheduler itself
 (scheduler/sim/live.py): every submission, certificate, permit, iteration and move. CASE is mixed or
@@ -75,6 +78,7 @@ LIVE: dict[str, tuple[Workload, SloKind, str]] = {
     "banking": (Workload.MIXED, SloKind.LIFETIME, "<= 0.95"),
 }
 PAPER = {("weave", "mixed"): 1.06, ("random", "mixed"): 1.97, ("greedy", "mixed"): 1.66}
+PAPER_OVER_WEAVE = {"verl": 1.38, "solo": 1.84}
 PAPER_DRIFT = {"increasing": 1.11, "decreasing": 1.10, "mixed": 1.08}
 
 
@@ -159,6 +163,28 @@ def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int], limit_
             ]
             target = CHEAPER.get((name, case.name))
             figures.append(_figure(f"cheaper_than_weave[{name},{case.name}]", saved, "share", target, {}))
+    return figures + (_over_weave(case, trace, seeds, results) if "solo" in results else [])
+
+
+def _over_weave(
+    case: _Case, trace: Sequence[Arrival], seeds: Sequence[int], results: dict[str, list[Result]]
+) -> list[Figure]:
+    """What jobs cost that share nothing: veRL on training nodes alone, and a pair of nodes for each job."""
+    node = Pools().train.dollars_per_node_hour
+    jobs = [submissions(trace, case.workload, seed, slo=case.slo) for seed in seeds]
+    verl = [sum(one.job.num_train_nodes * one.work_s for one in each) * node / 3600 for each in jobs]
+    solo = [run.dollars for run in results["solo"]]
+    figures = []
+    for name, dollars in (("verl", verl), ("solo", solo)):
+        over = {
+            policy: [paid / run.dollars for paid, run in zip(dollars, results[policy], strict=True)]
+            for policy in ("weave", "lifetime")
+        }
+        peers: dict[str, float | None] = {
+            "over lifetime": statistics.median(over["lifetime"]),
+            "paper": PAPER_OVER_WEAVE[name],
+        }
+        figures.append(_figure(f"over_weave[{name},{case.name}]", over["weave"], "x", None, peers))
     return figures
 
 

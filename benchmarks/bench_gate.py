@@ -24,13 +24,15 @@ from lib.slo import gate_player
 from lib.slo.gate_player import BARE_BELL, BARE_READY, CANDIDATE, GATE, MODEL, PATIENCE_S
 
 from rose._shm import Words
-from rose.admission.board import NUM_WORDS, EngineState, Word, announce_arrival
+from rose.admission.board import NUM_WORDS, Word, announce_arrival
+from rose.admission.claim import guest_of
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GatePolicy, ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import NO_WORK, ServingSide
 from rose.errors import WorkerError
 from rose.measure.figures import Figure, percentile
+from rose.memory.pool.pool_memory import BOARD_BYTES
 
 NUM_RUNNING = 256
 CONTEXT_TOKENS = NUM_RUNNING * 1000
@@ -157,7 +159,7 @@ def kill_figure(num_kills: int) -> Figure:
     times_ms = []
     for _ in range(num_kills):
         with _board() as (words, side, path), _player(path, 1, LONG_STEP_S) as player:
-            while words.load(Word.R_STATE) != EngineState.RUNNING:
+            while guest_of(words.load(Word.CLAIM)) < 0:
                 time.sleep(0.001)
             player.kill()
             killed_s = time.monotonic()
@@ -186,9 +188,9 @@ def _board() -> Iterator[tuple[Words, ServingSide, Path]]:
     """A page in a file that another process can map, and its serving side."""
     with TemporaryDirectory(prefix="rose-bench-") as folder:
         path = Path(folder) / "board"
-        path.write_bytes(bytes(8 * NUM_WORDS))
+        path.write_bytes(bytes(BOARD_BYTES))
         with path.open("r+b") as file:
-            words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
+            words = Words(mmap.mmap(file.fileno(), BOARD_BYTES))
         yield words, ServingSide(words), path
 
 
@@ -214,11 +216,11 @@ def _offer(
         time.sleep(SERVING_STEP_S)  # serving's step: its process waits for the GPU
         latest_s = time.monotonic() + 1.0
         side.end_step(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=latest_s))
-        used = words.load(Word.R_GRANT_USED)
+        steps = words.load(Word.R_STEPS)
         offered_ns = time.monotonic_ns()
         side.offer_grant(latest_s, HANDOVER_S)
         side.begin_step()
-        if words.load(Word.R_GRANT_USED) != used:
+        if words.load(Word.R_STEPS) != steps:
             released.append((offered_ns, time.monotonic_ns()))
     return released
 

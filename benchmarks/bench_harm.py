@@ -27,7 +27,7 @@ from rose.measure.trace import trace_or_synthetic
 from rose.types import GateMode
 
 INJECTED = (0.0, 0.02, 0.05, 0.10)
-"""By how much every step is slower while rollouts are let in; the waits for rollout steps come on top."""
+"""Shares by which every step is slower while rollouts are let in; waits for rollout steps come on top."""
 HORIZON_S = 600.0
 RETREAT_FROM_S = 120.0
 RETREAT_ALLOWED = 0.05

@@ -1,6 +1,6 @@
-"""Two RL pipelines that share their GPUs do at least 1.56 times what they do one after the other. SIMULATED.
+"""Two RL pipelines that share their GPUs do at least 1.56 times what they do one after the other.
 
-The shipped policy and player (scheduler/gpu); GPUs, rollouts and stage times are models
+Part `simulated`: the shipped policy and player (scheduler/gpu); GPUs, rollouts and stage times are models
 (scheduler/sim/gpu_workloads.py). Stage shares are JigsawRL's where it prints them; the policy plans with a
 profiled table (errors of 3%) and the last iteration, and is played on the model and lengths that it has not
 seen. Two pipelines of the same kind on 8 GPUs, as in the paper; for each seed six iterations, or two.
@@ -14,18 +14,35 @@ seen. Two pipelines of the same kind on 8 GPUs, as in the paper; for each seed s
   jigsaw_over[BASELINE]           mean over the workloads (Figure 12)
   lookahead_gain, merge_gain      the shipped policy over the ablation: mean, and least
   lookahead_ms[W]                 measured: one decision on random chains and tables without dominated splits
+                                  (part `decision`)
+
+Part `real`, measured: two tiny pipelines that decode with a KV cache and train on this machine's cores
+(benchmarks/measure/tiny_pipeline.py), under `rose sched multiplex` and its `--serial`, interleaved. Both runs
+include the start of the shared one, in which each pipeline's iterations are its profile.
+
+  real_pair_throughput[complementary]  one decodes on one core while the other decodes or trains: serial over
+                                  multiplexed seconds for the same iterations, median of the repeats. Beside
+                                  it, the gain after the profile, as the scheduler measured it
+  real_pair_throughput[saturating]     training alone fills the cores: no gain is to be had, and none is lost
+  real_rewards_differ             iterations whose rewards or weights are not the same bits as in the serial
+                                  run, of all runs
+  real_decode_threads             a rollout of all iterations with a thread on each core over one with one
+                                  thread: above 1, decoding gains nothing from more cores
 
     python benchmarks/bench_jigsaw.py --json jigsaw.json
 """
 
 import argparse
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
+from lib.cluster.real_pair import PairRun, run_pair
 from lib.harness import median_figure, run_benchmark
 from sim.gpu.baselines import Disaggregated, LongestChain, RolloutOnly, TimeMultiplexing
 
@@ -41,6 +58,16 @@ NUM_WORKERS = 8
 POOLS = (2, 3, 4, 5, 6)
 """Rollout workers of time multiplexing; its best counts."""
 GPU = ModelledGpu()
+PARTS = ("simulated", "decision", "real")
+PAIRS = {
+    "complementary": (),
+    "saturating": (
+        *("--max-tokens", "8", "--samples", "256", "--microbatch", "256"),
+        *("--epochs", "12", "--decode-threads", "2"),
+    ),
+}
+"""Options of the pipelines. Decoding a few samples is one core's work; a long training is all cores'."""
+ITERATIONS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +80,15 @@ class _Run:
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
+    figures = _simulated(args) if "simulated" in args.parts else []
+    if "decision" in args.parts:
+        figures += [_decision_ms(window, args) for window in (1, 2, 3)]
+    if "real" in args.parts:
+        figures += _real(args)
+    return figures
+
+
+def _simulated(args: argparse.Namespace) -> list[Figure]:
     seeds = range(args.seed, args.seed + (1 if args.quick else 3))
     num_iterations = 2 if args.quick else 6
     runs = {
@@ -70,7 +106,47 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         "paper, over rollouts only": 1.5,
     }
     figures.append(_figure("jigsaw_throughput[Fig. 19]", [run.ours for run in small], ">= 1.7", peers))
-    return [*figures, *(_decision_ms(window, args) for window in (1, 2, 3))]
+    return figures
+
+
+def _real(args: argparse.Namespace) -> list[Figure]:
+    repeats, iterations = (1, ITERATIONS // 2) if args.quick else (3, ITERATIONS)
+    figures, differ = [], 0
+    for name, options in PAIRS.items():
+        runs = [
+            (run_pair(options, iterations, "--serial"), run_pair(options, iterations)) for _ in range(repeats)
+        ]
+        ratios = [serial.elapsed_s / shared.elapsed_s for serial, shared in runs]
+        gains = [shared.gain for _, shared in runs if shared.gain is not None]
+        peers: dict[str, float | None] = {"after the profile": statistics.median(gains) if gains else None}
+        peers |= {"serial s": statistics.median(serial.elapsed_s for serial, _ in runs)}
+        target = ">= 1.2" if name == "complementary" else ">= 0.97"
+        figures.append(
+            median_figure(f"real_pair_throughput[{name}]", ratios, "x", target=target, peers=peers)
+        )
+        differ += sum(_num_different(serial, shared) for serial, shared in runs)
+    threads = _decode_threads(max(2, iterations // 4))
+    return [
+        *figures,
+        Figure(name="real_rewards_differ", value=differ, unit="iterations", target="= 0"),
+        Figure(name="real_decode_threads", value=threads, unit="x"),
+    ]
+
+
+def _num_different(one: PairRun, two: PairRun) -> int:
+    lines = [zip_longest(a, b) for a, b in zip(one.rewards, two.rewards, strict=True)]
+    return sum(a != b for pair in lines for a, b in pair)
+
+
+def _decode_threads(iterations: int) -> float:
+    """The serial seconds of rollouts on all cores' threads over those on one; training is a single step."""
+    training = ("--microbatch", "1", "--train-samples", "1")
+    cores = len(os.sched_getaffinity(0))
+    many, one = (
+        run_pair(("--decode-threads", str(threads), *training), iterations, "--serial").elapsed_s
+        for threads in (cores, 1)
+    )
+    return many / one
 
 
 def _run(workload: Workload, seed: int, num_iterations: int, num_workers: int) -> _Run:
@@ -193,5 +269,9 @@ def _figure(name: str, values: Sequence[float], target: str, peers: dict[str, fl
     return figure if len(values) > 1 else replace(figure, spread=None)
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+
+
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

@@ -53,7 +53,7 @@ VARIANTS = {
     SPARSE: Setup(codec=None, trainer_ranks=RANKS, serving_ranks=RANKS, followers=RANKS, is_pipelined=True),
 }
 PAPER_SPEEDUPS = {ASYNC: (1.6, 1.5), SHARDED: (1.8, 1.3), SPARSE: (4.4, 4.6)}
-"""Of Qwen3-8B and Qwen3-32B, each over the variant before: ROSE Figure 10a, at 200 Gbps."""
+"""Speedups of Qwen3-8B and Qwen3-32B, each over the variant before: ROSE Figure 10a, at 200 Gbps."""
 REPLICAS = (1, 2, 4)
 NUM_LAYERS = 5
 LONG_RUN_VERSIONS = 240

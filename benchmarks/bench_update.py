@@ -3,7 +3,7 @@
 A dense model of random bits whose elements change by 1% a version, a relay, a follower with the mirror of a
 host, and the models of two engines, in vLLM's own layers and without its steps. All times are CPU seconds, of
 rounds whose parts take turns.
-  update_host_s_per_gb[1%]  the follower (decode, apply, changes file) and all engines (check, find, write)
+  update_host_s_per_gb[1%]  the follower (decode, apply, changes file) and all engines (find, compare, write)
   host_copies               files of the mirror and of changes at their largest, over the model's bytes
   write_over_memcpy         what an engine does in its pause, over a copy of its model
   publish_blocks_s_per_gb   publish(), in copies of the model
@@ -15,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +30,14 @@ from rose.measure.figures import Figure
 from rose.measure.rig import Rig
 from rose.messages import WeightUpdate
 from rose.transfer.follow.follower import Follower
-from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.mirror import Change, WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
+from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import PlanesFile
+from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
+from rose.types import WeightVersion
 
 ENGINES = 2
 CHANGED = 0.01
@@ -50,6 +53,8 @@ class Round:
 
     publish_s: float = 0.0
     follow_s: float = 0.0
+    apply_s: float = 0.0
+    file_s: float = 0.0
     prepare_s: list[float] = field(default_factory=list)
     write_s: list[float] = field(default_factory=list)
     memcpy_s: float = 0.0
@@ -58,6 +63,32 @@ class Round:
     @property
     def host_s(self) -> float:
         return self.follow_s + sum(self.prepare_s) + sum(self.write_s)
+
+
+class TimedMirror(SharedMirror):
+    """A store that measures the CPU seconds of the last update's two parts in which it knows of it."""
+
+    apply_s = 0.0
+    file_s = 0.0
+    _began_s = 0.0
+
+    @contextmanager
+    def changing(self, planes: WeightPlanes) -> Iterator[None]:
+        with super().changing(planes):
+            self._began_s = time.process_time()
+            yield
+
+    def arrived(
+        self,
+        planes: WeightPlanes,
+        version: WeightVersion,
+        state_hash: StateHash,
+        num_changed: int,
+        changes: Sequence[Change],
+    ) -> None:
+        self.apply_s = time.process_time() - self._began_s
+        arrive = partial(super().arrived, planes, version, state_hash, num_changed, changes)
+        self.file_s = timed(arrive)
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -103,7 +134,8 @@ class Engine:
     def write(self) -> None:
         changes, plan = self._writer.take(), self._writer.plan
         assert changes is not None and plan is not None
-        changes.write(self._planes, plan)
+        changes.write()
+        changes.pack(self._planes, plan)
 
     def close(self) -> None:
         self._writer.close()
@@ -123,7 +155,7 @@ def run_rounds(url: str, weights: dict[str, Any], config: Any, folder: Path, cou
     with ExitStack() as open_now:
         publisher = open_now.enter_context(closing(WeightPublisher(weights, url, "bench")))
         relay = open_now.enter_context(closing(open_relay(url)))
-        store = open_now.enter_context(closing(SharedMirror(folder / "mirror")))
+        store = open_now.enter_context(closing(TimedMirror(folder / "mirror")))
         follower = Follower(relay, "bench", WeightMirror(store=store))
         publisher.publish()
         follower.advance()
@@ -135,6 +167,7 @@ def run_rounds(url: str, weights: dict[str, Any], config: Any, folder: Path, cou
         for number in range(count + 1):
             change(weights, number)
             one = Round(publish_s=timed(publisher.publish), follow_s=timed(follower.advance))
+            one.apply_s, one.file_s = store.apply_s, store.file_s
             update = store.update_from(version)
             assert update is not None
             for engine in engines:
@@ -156,6 +189,8 @@ def figures(rounds: list[Round], model_bytes: int) -> list[Figure]:
 
     parts: dict[str, float | None] = {
         "follower": statistics.median(per_gb(lambda one: one.follow_s)),
+        "follower, apply": statistics.median(per_gb(lambda one: one.apply_s)),
+        "follower, changes file": statistics.median(per_gb(lambda one: one.file_s)),
         "an engine, beside its steps": statistics.median(per_gb(lambda one: statistics.mean(one.prepare_s))),
         "an engine, in its pause": statistics.median(per_gb(lambda one: statistics.mean(one.write_s))),
         "a copy of the model": statistics.median(per_gb(lambda one: one.memcpy_s)),

@@ -52,7 +52,10 @@ ROUTE_FOLDERS = (
     ("Dashboard of the job scheduler", "These routes only read.", "scheduler/dashboard"),
 )
 
-BODY_MODULES = {"Router": ("rose.scheduler.rollout.http.admin",), "Engine": ("rose.messages",)}
+BODY_MODULES = {
+    "Router": ("rose.scheduler.rollout.http.admin", "rose.scheduler.rollout.http.shared.peers"),
+    "Engine": ("rose.messages",),
+}
 """Where the JSON bodies of a server's own routes are defined; others are OpenAI's, vLLM's and SGLang's."""
 
 METRIC_FOLDERS = (

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 Bits = NDArray[np.unsignedinteger[Any]]
 Lanes = tuple[int, int]
 
+INTERFACE: int
 NUM_G8S_STREAMS: int
 NUM_EXPONENT_STREAMS: int
 
@@ -63,6 +64,9 @@ class Delta:
     def apply(self, base: Bits, first_index: int) -> Lanes:
         """Adds the differences in place; returns the change of the state hash."""
 
+    def apply_noting(self, base: Bits, first_index: int) -> tuple[Lanes, NDArray[np.int32], Bits, Bits]:
+        """Does what apply() does; returns also the changed elements' places, their old and their new bits."""
+
     def revert(self, base: Bits, first_index: int) -> Lanes:
         """Subtracts the differences in place; returns the change of the state hash."""
 
@@ -75,6 +79,15 @@ class Delta:
 
 def state_hash(bits: Bits, first_index: int) -> Lanes:
     """Returns the sum over all elements of the hash of (global index, bits): two lanes modulo 2**64."""
+
+def exchange(
+    bits: Bits, places: NDArray[np.int32] | NDArray[np.int64], shift: int, old: Bits, new: Bits
+) -> bool:
+    """Replaces old[k] by new[k] at bits[places[k] + shift], for all k or for none.
+
+    Returns False, with nothing changed, where an element holds other bits or lies outside. Raises: ValueError
+    on vectors of unequal length or width, and on such that are read-only or not aligned.
+    """
 
 def set_instructions(wanted: str) -> str:
     """Chooses "avx512", "avx2" or "portable", or the next one that the processor has, for all threads.

@@ -6,6 +6,7 @@ because a later flag would make them ambiguous.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -45,6 +46,22 @@ def port_number(text: str) -> int:
 def positive_int(text: str) -> int:
     """Returns a whole number of at least 1 for argparse. Raises: ArgumentTypeError."""
     return _whole_number(text, 1, None)
+
+
+def count(text: str) -> int:
+    """Returns a whole number of at least 0 for argparse. Raises: ArgumentTypeError."""
+    return _whole_number(text, 0, None)
+
+
+def positive_seconds(text: str) -> float:
+    """Returns a finite number above 0 for argparse. Raises: ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def _whole_number(text: str, least: int, most: int | None) -> int:

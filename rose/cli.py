@@ -13,21 +13,22 @@ from dataclasses import dataclass
 
 from rose import __version__
 from rose.arguments import BAD_INPUT_STATUS, INTERRUPTED_STATUS, CommandParser, run_command
+from rose.errors import install_hint
 
 _EXTRAS = {
-    "vllm": "cpu' or 'vllm-rose[cuda",
-    "torch": "cpu' or 'vllm-rose[cuda",
-    "mooncake": "mooncake",
-    "redis": "redis",
-    "ortools": "cluster",
-    "accelerate": "train",
-    "datasets": "train",
-    "gymnasium": "train",
-    "matplotlib": "train",
-    "opentelemetry": "otel",
-    "ray": "ray",
-    "transformers": "train",
-    "trl": "train",
+    "vllm": ("cpu", "cuda"),
+    "torch": ("cpu", "cuda"),
+    "mooncake": ("mooncake",),
+    "redis": ("redis",),
+    "ortools": ("cluster",),
+    "accelerate": ("train",),
+    "datasets": ("train",),
+    "gymnasium": ("train",),
+    "matplotlib": ("train",),
+    "opentelemetry": ("otel",),
+    "ray": ("ray",),
+    "transformers": ("train",),
+    "trl": ("train",),
 }
 
 
@@ -131,7 +132,7 @@ def _missing_module(command: Command, error: ModuleNotFoundError) -> int:
         raise error
     print(
         f"rose: error: {command.name}: {package} is not installed; "
-        f"run: pip install 'vllm-rose[{_EXTRAS[package]}]' (rose doctor shows the rest)",
+        f"{install_hint(*_EXTRAS[package])} (rose doctor shows the rest)",
         file=sys.stderr,
     )
     return BAD_INPUT_STATUS

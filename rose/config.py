@@ -35,6 +35,13 @@ class Settings:
     """The folder for step-time profiles and other files that can be made again (ROSE_CACHE_DIR)."""
     key: str | None = None
     """The bearer key of the workers' /rose/v1 routes and of the relay (ROSE_KEY); None leaves them open."""
+    read_key: str | None = None
+    """The relay's key for followers, which can read and acknowledge alone (ROSE_READ_KEY)."""
+    signing_key: str | None = None
+    """The trainer's Ed25519 key, with which it signs what it publishes (ROSE_SIGNING_KEY)."""
+    public_key: str | None = None
+    """The public half of the trainer's key; followers that have it refuse what it did not sign
+    (ROSE_PUBLIC_KEY)."""
     admin_key: str | None = None
     """The bearer key of the router's admin routes (ROSE_ROUTER_ADMIN_KEY)."""
     router_api_key: str | None = None
@@ -59,6 +66,9 @@ class Settings:
             runtime_dir=_runtime_dir(variables),
             cache_dir=Path(variables.get("ROSE_CACHE_DIR") or home / ".cache" / "rose"),
             key=variables.get("ROSE_KEY") or None,
+            read_key=variables.get("ROSE_READ_KEY") or None,
+            signing_key=variables.get("ROSE_SIGNING_KEY") or None,
+            public_key=variables.get("ROSE_PUBLIC_KEY") or None,
             admin_key=variables.get("ROSE_ROUTER_ADMIN_KEY") or None,
             router_api_key=variables.get("ROSE_ROUTER_API_KEY") or None,
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
@@ -72,11 +82,18 @@ class Settings:
         """Returns the keys as variables for a process on another host."""
         named = {
             "ROSE_KEY": self.key,
+            "ROSE_READ_KEY": self.read_key,
+            "ROSE_PUBLIC_KEY": self.public_key,
             "ROSE_ROUTER_ADMIN_KEY": self.admin_key,
             "ROSE_ROUTER_API_KEY": self.router_api_key,
             "ROSE_WORKER_API_KEY": self.worker_api_key,
         }
         return {name: key for name, key in named.items() if key is not None}
+
+    @property
+    def follower_key(self) -> str | None:
+        """The key with which a follower reads the relay."""
+        return self.read_key if self.read_key is not None else self.key
 
     @property
     def profile_dir(self) -> Path:

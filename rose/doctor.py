@@ -22,6 +22,7 @@ from rich.table import Table
 
 from rose.arguments import CommandParser
 from rose.engine.hooks.vllm_version import is_supported, supported_range
+from rose.errors import install_hint
 from rose.node.checks import installed_vllm
 
 MIN_PYTHON = (3, 11)
@@ -30,7 +31,7 @@ MIN_SHM_BYTES = 64 * 1024 * 1024
 MIN_OPEN_FILES = 1024
 EXTENSIONS = ("rose._shm", "rose._vmm", "rose._delta")
 TRAINER = ("torch", "trl", "gymnasium", "accelerate", "matplotlib")
-REINSTALL = "reinstall: uv pip install -e '.[cpu]' (needs g++ and Python's headers)"
+REINSTALL = f"{install_hint('cpu')} (it needs g++ and Python's headers)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ def _platform() -> Finding:
 
 def _extensions() -> Finding:
     broken = []
-    for name in EXTENSIONS:
+    for name in (*EXTENSIONS, "rose.transfer.format.codec"):  # which knows whether its extension is too old
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -127,7 +128,7 @@ def _vllm() -> Finding:
         is_ok=installed is not None and is_supported(installed[1]),
         detail=" ".join(installed) if installed is not None else "not installed",
         enables="engines",
-        fix=f"versions {supported_range()}: pip install 'vllm-rose[cpu]' or 'vllm-rose[cuda]'",
+        fix=f"versions {supported_range()}; {install_hint('cpu', 'cuda')}",
         is_required=True,
     )
 
@@ -189,7 +190,7 @@ def _mooncake() -> Finding:
         is_ok=problem is None,
         detail=" ".join(part for part in (version, problem) if part),
         enables="the production weight relay; without it the embedded relay is used",
-        fix="pip install 'vllm-rose[mooncake]'; sudo apt-get install -y "
+        fix=f"{install_hint('mooncake')}; sudo apt-get install -y "
         "libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2 libnl-3-200",
     )
 
@@ -210,7 +211,7 @@ def _trainer() -> Finding:
         is_ok=not missing,
         detail=f"not installed: {', '.join(missing)}" if missing else f"trl {_version('trl')}",
         enables="rose demo (TRL's GRPO on FrozenLake, the report's plots)",
-        fix="pip install 'vllm-rose[train]'",
+        fix=install_hint("train"),
         is_required=True,
     )
 

@@ -77,3 +77,15 @@ class CacheFull(RoseError):
 
 class PoolsFull(RoseError):
     """The cluster's pools have no room for a job."""
+
+
+def install_hint(*extras: str) -> str:
+    """Returns the command that adds these extras of ROSE, for an error that says what is missing.
+
+    Nothing is published, so it works in the checkout. docs/start.md says why the CPU's build takes overrides.
+    """
+    commands = " or ".join(
+        f"uv pip install {'--override .ci/overrides.txt ' if extra == 'cpu' else ''}-e '.[{extra}]'"
+        for extra in extras
+    )
+    return f"in ROSE's checkout, run: {commands}"

@@ -1,11 +1,22 @@
 """HTTP clients of workers and services, and the names of headers. rose.transfer.relay.calls has the
 relays'."""
 
+import socket
+
 import httpx
 
 KEEPALIVE_S = 2.0
 """When an idle connection is closed: sooner than vLLM's server does (5 s), which could otherwise close it
 just as a request is sent."""
+WATCHED = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
+"""Socket options by which the kernel ends a connection within 30 s of the other host's death, also while an
+answer without a timeout is waited for."""
 JOB_HEADER = "X-Rose-Job"
 """Tells the router which RL job a turn belongs to."""
 RUN_HEADER = "X-Rose-Run"
@@ -25,6 +36,21 @@ FRONT_SECRET_HEADER = "X-Rose-Front"
 """Tells a router that a turn comes from one of its own fronts, by the secret that it started them with."""
 NO_PROMPT_IDS_HEADER = "X-Rose-No-Prompt-Ids"
 """Tells a worker to leave the prompt's token ids, which the router knows, out of the stream."""
+
+SO_FAR = "rose_so_far"
+"""The field by which a client that lost its router tells another one which tokens of the answer it has."""
+LEASE_HEADER = "X-Rose-Lease"
+"""Tells a worker by which router's lease a turn comes: ROUTER FENCE."""
+NO_LEASE = "NoLease"
+"""The type of the error (503) with which a worker refuses a turn that no lease covers."""
+
+
+def urls_of(text: str) -> tuple[str, ...]:
+    """Returns the addresses in a list that is separated by commas. Raises: ValueError for an empty one."""
+    found = tuple(url.strip().rstrip("/") for url in text.split(","))
+    if not all(found):
+        raise ValueError(f"{text!r}: want URL, or URL,URL,... of several routers before the same workers")
+    return found
 
 
 def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | float) -> httpx.Client:

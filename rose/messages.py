@@ -39,37 +39,96 @@ class HarmEstimate(BaseModel):
     high: float
 
 
+class Harvest(BaseModel):
+    """What rollouts computed on serving's GPU over a stretch of time."""
+
+    seconds: float
+    tokens: int
+    """Rollout tokens, prefilled ones included."""
+    rollout_s: float
+    """Time in rollout steps."""
+    serving_s: float
+    """Time in serving's own steps."""
+
+
 class HarmWindow(BaseModel):
     """What rollouts cost serving over a stretch of time."""
 
+    gate: GateMode
+    """The gate's mode then. The figures of one mode say nothing about another."""
+    ended_at_s: float
+    """Unix time."""
     seconds: float
     num_requests: int
+    requests_s: float
+    """The time that the requests are from: less than ``seconds`` on a busy engine, which keeps 16,384."""
     num_closed_slices: int
     """Slices of time without rollouts that had serving steps: the measurement's controls."""
     slowdown: HarmEstimate | None = None
-    """Of serving's own steps, beside the waits for rollout steps; None while too few slices say so."""
+    """How much longer serving's own steps take, waits for rollouts aside; None while too few slices tell."""
     latencies: dict[str, HarmEstimate] = {}
     """ttft_p50, ttft_p99, tpot_p50 and tpot_p99; empty while they can't be told."""
+    with_rollouts_ms: dict[str, float] = {}
+    """The same latencies as serving has them; empty with too few requests."""
+    without_rollouts_ms: dict[str, float] = {}
+    """The same as serving would have them alone: those with rollouts, less what ``latencies`` says."""
     seconds_until_known: float | None = None
     """About how long it takes at this traffic until the bounds are as close as ``allow_harm``."""
+    shown_in_a_day: float | None = None
+    """About the least difference that a day of this traffic can show."""
+    harvest: Harvest | None = None
+    """None for one tenant."""
+    tenants: dict[str, "HarmWindow"] = {}
+    """Those whose requests name them (``rose_tenant``, ``X-Rose-Tenant``): the 16 with the most requests."""
 
 
 class HarmStatus(BaseModel):
-    """Answer of ``GET /rose/v1/harm``."""
+    """What an engine's status says of the harm."""
 
+    gate: GateMode
     allow_harm: float
+    is_bounded: bool
+    """Whether rollouts are shut out above ``allow_harm``. Modes that spend slack are only measured."""
     closed_share: float
     """Share of the time in which rollouts are shut out: to measure, and to keep the harm within its bound."""
     is_retreating: bool
     """Whether rollouts are shut out for longer than measuring takes, because the harm was above its bound."""
+    slo_ttft_ms: float | None = None
+    """None on a decoder, which has no TTFT to keep."""
+    slo_tpot_ms: float | None = None
+    """None on a prefiller."""
+    slo_problem: str | None = None
+    """Which SLO serving misses without rollouts too, with the numbers and what could be kept."""
     note: str | None = None
     """Why nothing is known, if so."""
     recent: HarmWindow | None = None
     """What the share of closed slices goes by."""
+    hour: HarmWindow | None = None
+    """The present hour, without its tenants."""
+
+
+class HarmHistory(HarmStatus):
+    """Answer of ``GET /rose/v1/harm``: the status, and all that is known."""
+
     hours: list[HarmWindow] = []
-    """The last hour first; up to 24."""
-    tenants: dict[str, HarmWindow] = {}
-    """The present hour of those whose requests name them (``rose_tenant``): the 16 with the most requests."""
+    """Each with its tenants, the present one first; up to 24."""
+
+
+class Lease(BaseModel):
+    """What an engine grants a router until its next question (``rose/engine/http/leases.py``)."""
+
+    router: str
+    """The router's own name, which its turns bring along."""
+    turns: int = Field(ge=0)
+    """The turns that it may have here."""
+    others: int = 0
+    """The turns that other routers have here."""
+    lent_to: str | None = None
+    """The job that this GPU is lent to; empty while the loan changes hands, None if no router lends it."""
+    is_wanted: bool = False
+    """Whether another job needs the GPU."""
+    fence: int = 0
+    """Grows with each change of the loan; turns bring along the one that their router knows."""
 
 
 class RoutingStatus(BaseModel):
@@ -91,9 +150,12 @@ class RoutingStatus(BaseModel):
     continues_grammars: bool = False
     """Whether structured output goes on over tokens that another engine has generated."""
     serving_busy_s: float | None = None
-    """Seconds that serving's steps have taken on the shared GPU since the pool began; None without a pool."""
+    """Seconds that serving's steps have taken on the shared GPU since the pool began, of several engines the
+    busiest's; None without a pool."""
     serving_kv_usage: float | None = None
     """Serving's part of the pool's slabs, 0 to 1; None without a pool."""
+    lease: Lease | None = None
+    """What the router that asks may have here; None unless it says its cap."""
 
 
 class WorkerStatus(RoutingStatus):

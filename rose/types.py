@@ -11,6 +11,10 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
 
 
+MAX_ENGINES = {Role.SERVING: 4, Role.ROLLOUT: 8}
+"""The most engines of each role that share a GPU. Training guests count as rollout engines."""
+
+
 class StopReason(StrEnum):
     """Why ROSE ended a request early: the ``stop_reason`` beside the finish reason ``abort``."""
 
@@ -78,5 +82,5 @@ class Placement:
     """Where a scheduler below the cluster puts work, and when it expects the work to end."""
 
     where: int
-    """Of a node level's decision, the node."""
+    """The node that a decision at the node level chose."""
     finish_s: float

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose.cli import COMMANDS
+from rose.errors import install_hint
 from rose.memory.daemon.daemon import start_daemon
 from rose.node.checks import free_port
 
@@ -124,6 +125,14 @@ class TestServe:
         result = rose("serve", "m", "--role", "rollout", "--pool", "nope")
         assert_refused(result, "pool nope", str(runtime_dir), "rose pool nope")
 
+    def test_a_serving_engine_without_a_pool_is_refused(self) -> None:
+        assert_refused(
+            rose("serve", "m", "--role", "serving"), "--role serving needs --pool", "rose pool NAME"
+        )
+
+    def test_a_dedicated_rollout_engine_needs_no_pool(self) -> None:
+        assert_refused(rose("serve", "./none", "--role", "rollout"), "model ./none: no such directory")
+
     def test_wrong_type_names_the_flag(self) -> None:
         result = rose("serve", "m", "--role", "serving", "--pool", "p", "--slo-ttft-ms", "fast")
         assert_refused(result, "--slo-ttft-ms", "'fast'")
@@ -161,3 +170,26 @@ class TestNode:
 def test_top_reports_a_worker_that_does_not_answer(runtime_dir: Path) -> None:
     result = rose("top", "--worker", "http://127.0.0.1:9", "--once")
     assert result.returncode == 1 and "127.0.0.1:9" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("top", "--interval-s", "-1"),
+        ("top", "--interval-s", "nan"),
+        ("profile", "--concurrency", "0"),
+        ("sched", "--rollout-nodes", "-1"),
+        ("router", "--port", "99999"),
+        ("router", "--front", "0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(command: str, flag: str, value: str) -> None:
+    words = (command, "agent") if command == "sched" else (command,)
+    assert_refused(rose(*words, flag, value), flag, f"'{value}' is not a")
+
+
+def test_a_missing_package_is_named_with_a_command_that_works_in_the_checkout() -> None:
+    assert install_hint("ray") == "in ROSE's checkout, run: uv pip install -e '.[ray]'"
+    assert "--override .ci/overrides.txt -e '.[cpu]' or uv pip install -e '.[cuda]'" in install_hint(
+        "cpu", "cuda"
+    )

@@ -84,6 +84,10 @@ def test_settings_take_keys_and_cache_from_the_environment() -> None:
         {"ROSE_KEY": "k", "ROSE_ROUTER_ADMIN_KEY": "", "ROSE_CACHE_DIR": "/c"}
     )
     assert (settings.key, settings.admin_key, settings.profile_dir) == ("k", None, Path("/c/profiles"))
+    assert settings.follower_key == "k" and settings.public_key is None
+    relay = Settings.from_environment({"ROSE_KEY": "k", "ROSE_READ_KEY": "r", "ROSE_PUBLIC_KEY": "p"})
+    assert relay.follower_key == "r"
+    assert relay.key_variables() == {"ROSE_KEY": "k", "ROSE_READ_KEY": "r", "ROSE_PUBLIC_KEY": "p"}
     assert Settings.from_environment({"HOME": "/h"}).cache_dir == Path("/h/.cache/rose")
 
 

@@ -115,8 +115,9 @@ class ModelReceiver:
         urls = peer_first(relays, rank, num_ranks)
         self._run_id = run_id
         self._name = receiver_name(rank)
-        self._relay = open_relay(urls, key if key is not None else Settings.from_environment().key)
-        self._follower = Follower(self._relay, run_id, WeightMirror(plans))
+        settings = Settings.from_environment()
+        self._relay = open_relay(urls, key if key is not None else settings.follower_key)
+        self._follower = Follower(self._relay, run_id, WeightMirror(plans), public_key=settings.public_key)
 
     @property
     def mirror(self) -> WeightMirror:

@@ -28,14 +28,14 @@ class RequestRecord:
     token_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each token, where they were asked for."""
+    """One for each token, where they were asked for."""
     status: int = 0
     """HTTP status; 0 when no answer came."""
     error: str | None = None
     finish_reason: str | None = None
     stop_reason: str | None = None
     num_cached_tokens: int | None = None
-    """Of the prompt, where the usage was asked for and the engine tells it."""
+    """The prompt's tokens from the cache, where the usage was asked for and the engine tells it."""
     rose: dict[str, Any] = field(default_factory=dict)
     """What the router says beside the answer."""
 

@@ -194,7 +194,13 @@ class Rig:
         return url
 
     def run(
-        self, argv: Sequence[str], name: str, *, env: Mapping[str, str] | None = None, gives_way: bool = False
+        self,
+        argv: Sequence[str],
+        name: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        nice: int = 0,
+        gives_way: bool = False,
     ) -> ServerProcess:
         """Starts a Python process beside the engines.
 
@@ -202,7 +208,9 @@ class Rig:
         """
         env = {**CLIENT_ENV, **(env if env is not None else {})}
         command = [sys.executable, *argv]
-        process = self.start(ServerProcess(command, name, self.log(name), env=env, cpus=self.others))
+        process = self.start(
+            ServerProcess(command, name, self.log(name), env=env, cpus=self.others, nice=nice)
+        )
         if gives_way:
             give_way(process.pid)
         return process
@@ -212,7 +220,12 @@ class Rig:
         return self._group.start(process)
 
     def start_router(
-        self, workers: Iterable[str], *flags: str, name: str = "router", behind: Sequence[str] = ()
+        self,
+        workers: Iterable[str],
+        *flags: str,
+        name: str = "router",
+        nice: int = 0,
+        behind: Sequence[str] = (),
     ) -> str:
         """Returns its URL once it answers; without workers it is not healthy, but listens.
 
@@ -224,7 +237,7 @@ class Rig:
             argv += ["--worker", worker]
         argv += behind
         url = f"http://127.0.0.1:{port}"
-        self.run(argv, name).wait_ready(f"{url}/workers", ROUTER_START_S)
+        self.run(argv, name, nice=nice).wait_ready(f"{url}/workers", ROUTER_START_S)
         return url
 
     def start_relay(

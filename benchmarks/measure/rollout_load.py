@@ -73,7 +73,7 @@ class RolloutLoadResult:
     errors: int
     first_errors: tuple[str, ...] = field(default=())
     later_prompt_tokens: int = 0
-    """Of all turns after their trajectory's first."""
+    """The prompts of all turns after their trajectory's first."""
     later_cached_tokens: int = 0
     """How many of these the prefix cache had; 0 unless the engine has --enable-prompt-tokens-details."""
 

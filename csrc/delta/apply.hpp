@@ -1,6 +1,6 @@
-// Owns writing a sparse difference into the bits that it was made for, and the change of the state hash.
-// Exact for every bit pattern. add() with is_reverse undoes add(). Vectors and portable code give the same
-// bits and sums. Never checks that the bits are the right ones; hashes do that.
+// Owns writing a sparse difference into the bits that it was made for, the change of the state hash, and
+// notes of what changed. Exact for every bit pattern. add() with is_reverse undoes add(). Vectors and
+// portable code give the same bits and sums. Never checks that the bits are the right ones; hashes do that.
 //
 // Writing waits for memory, hashing waits for the multiplier. So one pass of the loop writes eight changes,
 // hashes an earlier eight, and prefetches the memory of later ones:
@@ -84,33 +84,47 @@ ROSE_AVX512 std::size_t add_block_avx512(const Adder<T> add_one, std::size_t cou
 
 #endif  // ROSE_X86
 
+// Where to note all changes, in order: their places in the vector, and the bits before and after.
+template <typename T>
+struct Notes {
+  std::int32_t* places;
+  T* before;
+  T* after;
+};
+
 // Adds the differences in place (or takes them away again); returns the change of the state hash.
 template <typename T>
-StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, bool is_reverse) {
+StateHash add(const SparseDelta<T>& delta, T* base, std::uint64_t first_index, bool is_reverse,
+              const Notes<T>* notes = nullptr) {
   StateHash change;
   Values<T> values;
-  for_each_block(delta, [&](std::size_t block, const std::uint16_t* places, const T* differences,
-                            std::size_t count) {
-    const std::uint64_t first = first_index + block * kBlock;
-    const Adder<T> add_one{base + block * kBlock, places,
-                           differences,           values.before,
-                           values.after,          is_reverse ? static_cast<T>(-1) : static_cast<T>(0)};
-    const std::size_t num_next = block + 1 < delta.counts.size() ? delta.counts[block + 1] : 0;
-    std::size_t k = 0;
+  for_each_block(
+      delta, [&](std::size_t block, const std::uint16_t* places, const T* differences, std::size_t count) {
+        const std::uint64_t first = first_index + block * kBlock;
+        const auto noted = static_cast<std::size_t>(places - delta.places.data());
+        T* const before = notes != nullptr ? notes->before + noted : values.before;
+        T* const after = notes != nullptr ? notes->after + noted : values.after;
+        const T flip = is_reverse ? static_cast<T>(-1) : static_cast<T>(0);
+        const Adder<T> add_one{base + block * kBlock, places, differences, before, after, flip};
+        const std::size_t num_next = block + 1 < delta.counts.size() ? delta.counts[block + 1] : 0;
+        std::size_t k = 0;
 #ifdef ROSE_X86
-    if (use_avx512) {
-      k = add_block_avx512(add_one, count, count + num_next, first, change);
-    }
+        if (use_avx512) {
+          k = add_block_avx512(add_one, count, count + num_next, first, change);
+        }
 #endif
-    while (k < count) {
-      const std::size_t begin = k;
-      for (const std::size_t end = std::min(count, k + kHashAtOnce); k < end; ++k) {
-        ask(add_one, k + kAskAhead, count, count + num_next);
-        add_one(k);
-      }
-      change.add(hash_change(places + begin, values.before + begin, values.after + begin, k - begin, first));
-    }
-  });
+        while (k < count) {
+          const std::size_t begin = k;
+          for (const std::size_t end = std::min(count, k + kHashAtOnce); k < end; ++k) {
+            ask(add_one, k + kAskAhead, count, count + num_next);
+            add_one(k);
+          }
+          change.add(hash_change(places + begin, before + begin, after + begin, k - begin, first));
+        }
+        for (k = 0; notes != nullptr && k < count; ++k) {
+          notes->places[noted + k] = static_cast<std::int32_t>(block * kBlock + places[k]);
+        }
+      });
   return change;
 }
 

@@ -5,10 +5,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <variant>
+#include <vector>
 
 #include "apply.hpp"
 #include "coo.hpp"
+#include "exchange.hpp"
 #include "exponent.hpp"
 #include "g8s.hpp"
 
@@ -25,6 +28,12 @@ void require_vector(const py::array& array, const char* name) {
   }
   if (array.dtype().kind() != 'u') {
     throw py::value_error(std::string(name) + " must hold unsigned integers (raw bits)");
+  }
+}
+
+void require_writeable(const py::array& array, const char* name) {
+  if (!array.writeable()) {
+    throw py::value_error(std::string(name) + " is read-only");
   }
 }
 
@@ -115,8 +124,8 @@ class Delta {
   static py::tuple between(const py::array& before, const py::sequence& after, std::uint64_t first_index,
                            bool is_following) {
     require_vector(before, "old");
-    if (is_following && !before.writeable()) {
-      throw py::value_error("old is read-only");
+    if (is_following) {
+      require_writeable(before, "old");
     }
     std::vector<py::array> keep;
     py::ssize_t size = 0;
@@ -225,12 +234,30 @@ class Delta {
 
   py::tuple apply(const py::array& base, std::uint64_t first_index, bool is_reverse) const {
     require_base(base);
-    if (!base.writeable()) {
-      throw py::value_error("base is read-only");
-    }
+    require_writeable(base, "base");
     return lanes(visit([&]<typename T>(const SparseDelta<T>& delta) {
       return add(delta, static_cast<T*>(const_cast<void*>(base.data())), first_index, is_reverse);
     }));
+  }
+
+  py::tuple apply_noting(const py::array& base, std::uint64_t first_index) const {
+    require_base(base);
+    require_writeable(base, "base");
+    if (num_elements() > INT32_MAX) {
+      throw py::value_error(std::to_string(num_elements()) + " elements have no places of 32 bits");
+    }
+    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_changed())};
+    py::array_t<std::int32_t> places(shape);
+    py::array before(base.dtype(), shape);
+    py::array after(base.dtype(), shape);
+    std::int32_t* const to_places = places.mutable_data();
+    void* const to_before = before.mutable_data();
+    void* const to_after = after.mutable_data();
+    const StateHash change = visit([&]<typename T>(const SparseDelta<T>& delta) {
+      const Notes<T> notes{to_places, static_cast<T*>(to_before), static_cast<T*>(to_after)};
+      return add(delta, static_cast<T*>(const_cast<void*>(base.data())), first_index, false, &notes);
+    });
+    return py::make_tuple(lanes(change), places, before, after);
   }
 
   std::size_t num_elements() const {
@@ -253,6 +280,43 @@ py::tuple state_hash(const py::array& bits, std::uint64_t first_index) {
   }));
 }
 
+bool exchange(const py::array& bits, const py::array& places, std::int64_t shift, const py::array& before,
+              const py::array& after) {
+  require_vector(bits, "bits");
+  require_writeable(bits, "bits");
+  require_vector(before, "old");
+  require_vector(after, "new");
+  const bool is_index = places.dtype().kind() == 'i' && (places.itemsize() == 4 || places.itemsize() == 8);
+  if (places.ndim() != 1 || !(places.flags() & py::array::c_style) || !is_index) {
+    throw py::value_error("places must be a contiguous vector of int32 or int64");
+  }
+  for (const py::array* const each : {&bits, &places, &before, &after}) {
+    if (!(each->flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_)) {
+      throw py::value_error("the vectors must begin at multiples of their elements' width");
+    }
+  }
+  for (const py::array* const values : {&before, &after}) {
+    if (values->size() != places.size() || values->itemsize() != bits.itemsize()) {
+      throw py::value_error("need " + std::to_string(places.size()) + " elements of " +
+                            std::to_string(bits.itemsize()) + " bytes, got " +
+                            std::to_string(values->size()) + " of " + std::to_string(values->itemsize()));
+    }
+  }
+  return with_width(bits.itemsize(), [&](auto zero) {
+    using T = decltype(zero);
+    T* const data = const_cast<T*>(read<T>(bits));
+    const auto size = static_cast<std::size_t>(bits.size());
+    const auto count = static_cast<std::size_t>(places.size());
+    const auto run = [&]<typename Place>(Place) {
+      const Exchange<T, Place> elements{data,          size, read<Place>(places), shift, read<T>(before),
+                                        read<T>(after)};
+      py::gil_scoped_release release;
+      return elements.run(count);
+    };
+    return places.itemsize() == 4 ? run(std::int32_t{}) : run(std::int64_t{});
+  });
+}
+
 std::string set_instructions(const std::string& wanted) {
   if (wanted != "avx512" && wanted != "avx2" && wanted != "portable") {
     throw py::value_error("instructions are avx512, avx2 or portable, not " + wanted);
@@ -265,8 +329,10 @@ std::string set_instructions(const std::string& wanted) {
 }  // namespace
 
 PYBIND11_MODULE(_delta, m) {
-  m.doc() = "Sparse wrap differences of raw weight bits, and the state hash over them.";
+  m.doc() =
+      "Sparse wrap differences of raw weight bits, the state hash over them, writing them into weights.";
   py::register_exception<Malformed>(m, "MalformedStream", PyExc_ValueError);
+  m.attr("INTERFACE") = 2;  // as transfer/format/codec.py wants it; raised when Python needs what is new here
   m.attr("NUM_G8S_STREAMS") = static_cast<std::size_t>(NUM_STREAMS);
   m.attr("NUM_EXPONENT_STREAMS") = exponent::kNumStreams;
   py::class_<Delta>(m, "Delta")
@@ -297,9 +363,12 @@ PYBIND11_MODULE(_delta, m) {
       .def(
           "revert", [](const Delta& d, const py::array& b, std::uint64_t i) { return d.apply(b, i, true); },
           py::arg("base"), py::arg("first_index"))
+      .def("apply_noting", &Delta::apply_noting, py::arg("base"), py::arg("first_index"))
       .def_property_readonly("num_elements", &Delta::num_elements)
       .def_property_readonly("num_changed", &Delta::num_changed)
       .def_property_readonly("width", &Delta::width);
   m.def("state_hash", &state_hash, py::arg("bits"), py::arg("first_index"));
+  m.def("exchange", &exchange, py::arg("bits"), py::arg("places"), py::arg("shift"), py::arg("old"),
+        py::arg("new"));
   m.def("set_instructions", &set_instructions, py::arg("wanted"));
 }

@@ -1,72 +1,71 @@
-"""The board: one shared page on which a serving and a rollout engine share the time of their GPU.
+"""The board: one shared page on which the engines of one GPU, and its training guests, share its time.
 
-This module has the layout, and the protocol between exactly two processes, a `ServingSide` and a
-`RolloutSide`. Steps exclude each other with priority for serving, waits are bounded, and the death of either
-process never takes the other's right to run. How much slack there is, and who may use it, is for the gate to
-decide.
+This module has the layout and the protocol between up to MAX_SERVING `ServingSide`s and MAX_GUESTS
+`RolloutSide`s (rollout engines, and trainers that compute as guests), each in a process of its own. Guests
+exclude each other and give way to serving; waits are bounded; and the death of a process takes nobody's right
+to run. How much slack there is, and who may use it, is for the gate to decide.
 
 All words are int64 with sequentially consistent access; times are CLOCK_MONOTONIC nanoseconds. One process
-writes each cache line (8 words). The exceptions are the magic word, and bells and arrivals, which only grow
-by atomic adds.
+writes each cache line (8 words). The exceptions are the shared lines, and arrivals, which grow by atomic
+adds.
 
-States
-------
-Serving:  DETACHED --attach--> IDLE <--end_step--> RUNNING (has claimed the GPU, or steps)
-                               OPEN <--end_step-/
-    IDLE: serving has no work, and rollout steps freely.   OPEN: serving has work and is between two steps;
-    rollout may take one step per grant.   RUNNING: rollout must not start.   DETACHED: nobody serves, as
-    IDLE.
-Rollout:  DETACHED --attach--> IDLE <--> RUNNING (steps, or tries to).
+Taking the GPU: claim.py has the word and its changes, which decide
+    serving.begin_step:  state := RUNNING; then, while a guest has the word, sleep on the serving bell.
+    guest.try_begin:     take the word, if it is still the one that the decision was made on: the change fails
+                         if any engine has published, or another guest has stepped, since view().
+A guest that took the word has begun its step, so each serving engine waits for at most that one step.
 
-Taking the GPU (two-party Dekker: each side stores its intent, then loads the other's)
-    serving.begin_step:  state := RUNNING; then, while rollout's state is RUNNING, sleep on the serving bell.
-    rollout.try_begin:   state := RUNNING; then load serving's. If that is RUNNING, or OPEN without an unused
-                         grant, or if serving has published since the decision: state := IDLE, ring, give way.
-With sequential consistency at least one side sees the other. Rollout gives way and serving never does, so
-they can't both run, and serving waits for at most the one rollout step that has begun.
-
-Giving the GPU back in the middle of a rollout step
-    rollout.pause:       R_PAUSED := now, state := IDLE, ring; between two layers, when serving has work or a
-                         request is announced.
-    rollout.try_resume:  as try_begin, for the rest of the step; then R_PAUSED := 0.
+Giving the GPU back in the middle of a guest's step
+    guest.pause:         R_PAUSED := now, give the word back, ring; between two layers, when serving has work
+                         or a request is announced.
+    guest.try_resume:    as try_begin, for the rest of the step; then R_PAUSED := 0.
     A paused rollout engine can do nothing else, not even give memory back. So serving offers it a grant for
-    the rest if it needs that memory, or if the pause has lasted for as long as a request may stall.
+    the rest if it needs that memory, or if the pause has lasted for as long as a request may stall. While
+    several serving engines have work none offers; after MAX_PAUSE_S the rest then runs beside them.
 
-One rollout step between two serving steps
-    serving.offer_grant: grant := grant + 1 (in state OPEN), ring; wait for rollout's grant_used = grant.
-    rollout:             try_begin sets grant_used := grant (one step per grant). decline() does so without a
-                         step: a gate that refuses then costs a wake-up and not the whole hand-over.
-    serving.offer_grants repeats this while rollout steps and slack is left.
-    The wait ends when the step ends, when the hand-over time passes before a step has begun, on an arrival
-    that is announced before a step has begun, and at the latest start. The begin_step that follows claims the
-    GPU.
+One guest's step between two serving steps
+    serving.offer_grant: OPEN := GRANTED, number the offer, ring; wait until a guest has taken it and ended
+                         its step, or each guest that could use it has answered. Nothing is offered while
+                         another serving engine has work.
+    guest:               try_begin uses the grant up. decline() answers without a step: a gate that refuses
+                         then costs a wake-up and not the whole hand-over.
+    serving.offer_grants repeats this while guests step and slack is left.
+    The wait also ends when the hand-over time passes before a step has begun, on an arrival that is announced
+    before a step has begun, and at the latest start. The begin_step that follows takes an unused grant back.
+
+Turns among guests
+    Of the guests that wait for the GPU, that one goes first whose last step ended longest ago: each is passed
+    once by each other guest. A guest waits seen from WAITS on, and leaves the GPU to an earlier one for
+    GIVE_WAY_S at most: a guest that has died or is stopped costs the others that, until its WAITS is old. One
+    that has declined a grant does not wait for it, and rings for the next.
 
 Bounds and deaths
-    Serving waits for a running rollout step until est_end + grace, whatever happens. It looks at the process
-    every LIVENESS_SLICE_S meanwhile, and goes on at once if it is dead. It does not wait again for a dead
-    rollout process, which its attach epoch names. A rollout process that leaves a grant unanswered (it died,
-    was stopped, or hangs between two steps) is offered no other until its heartbeat is newer than that offer.
-    Rollout never sleeps longer than MAX_GRANT_WAIT_S per call. Once a serving process has died, in any state,
-    view().alive is False and no rollout step starts until a serving process attaches again. A serving process
-    that detached has left the GPU free.
+    Serving waits for a guest's step until est_end + grace, whatever happens. It looks at the process every
+    LIVENESS_SLICE_S meanwhile, and goes on at once if it is dead. A guest that leaves a grant unanswered (it
+    died, was stopped, or hangs between two steps) is offered no other until its heartbeat is newer than that
+    offer, and its paused step does not count. Guests never sleep longer than MAX_GRANT_WAIT_S per call. They
+    take the word from a guest that has died, and from one that has kept it for MAX_STEP_WAIT_S after its
+    est_end. Once a serving process has died, in any state, view().alive is False and no guest starts until a
+    process takes its place; guests answer the other engines' grants at once meanwhile. A serving process that
+    detached has left the GPU free.
 """
 
-import math
 import time
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final, Self
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Final
 
 from rose._shm import Words
+from rose.admission.claim import MAX_GUESTS, MAX_SERVING, change
 from rose.admission.gate import GateReason
 from rose.admission.liveness import NOBODY, is_alive, own_identity, pid_of
 from rose.admission.slack import NEVER
 from rose.admission.slices import ClosedSlices
 from rose.errors import BoardError
+from rose.types import MAX_ENGINES, Role
 
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 MAGIC = 0x524F5345_0000 | LAYOUT_VERSION
-NUM_WORDS = 128
 
 NEVER_NS = 2**62
 
@@ -79,86 +78,91 @@ MAX_STEP_WAIT_S = 5.0
 MAX_GRANT_WAIT_S = 0.02
 # How long an arrival that the front end announced keeps the GPU for serving. It covers tokenizing and
 # queueing; a request that is rejected on the way must not hold rollouts off for longer.
-ARRIVAL_HOLD_S = 0.05
-
-
-class EngineState(IntEnum):
-    """What an engine does now."""
-
-    DETACHED = 0
-    IDLE = 1
-    OPEN = 2
-    RUNNING = 3
+ARRIVAL_HOLD_NS = 50_000_000
+# How long a guest leaves a GPU that it could take to one that has waited longer, and how old that one's WAITS
+# may be: a guest that sleeps for its turn looks every MAX_GRANT_WAIT_S.
+GIVE_WAY_S = 0.002
+WAITS_FOR_S = 0.05
 
 
 class Word:
     """The index of each word, in cache lines of 8; comments name the writer.
 
+    S_ and R_ words are those of serving slot 0 and guest slot 0; a later slot's are SLOT_WORDS further each.
     These are plain integers: an IntEnum's members cost three times the atomic load that they index.
     """
 
     MAGIC: Final = 0
-    # serving
-    S_STATE: Final = 8
-    S_HAS_PENDING: Final = 9
-    S_LATEST_START: Final = 10
-    S_SEQ: Final = 11
-    S_GRANT: Final = 12
-    S_ABSORBED: Final = 13
-    # serving, at attach
-    S_IDENTITY: Final = 16
-    S_EPOCH: Final = 17
-    # serving, when its settings change
-    S_MAX_STEP: Final = 18  # 0: nobody has served yet
-    # rollout
-    R_STATE: Final = 24
-    R_WANT: Final = 25
-    R_EST_END: Final = 26
-    R_GRANT_USED: Final = 27
-    R_MIN_STEP: Final = 28
-    # rollout, at attach
-    R_IDENTITY: Final = 32
-    R_EPOCH: Final = 33
+    # anyone: see claim.py
+    CLAIM: Final = 8
     # anyone, atomic adds: futex words
-    SERVING_BELL: Final = 40
-    ROLLOUT_BELL: Final = 48
-    # serving's front ends, atomic adds
-    ARRIVALS: Final = 56
-    ARRIVED: Final = 57
+    SERVING_BELL: Final = 16
+    GUEST_BELL: Final = 24
+    # anyone, atomic adds
+    GRANTS: Final = 32
+    EVICTIONS: Final = 33
+    SLOTS: Final = 34  # how many have ever been used, of the guests' and (bits 0-3) of serving's
+    R_DECLINES: Final = 40  # one word per GateReason, two lines
+    # serving, in its slot
+    S_HAS_PENDING: Final = 56
+    S_LATEST_START: Final = 57
+    S_ABSORBED: Final = 58
+    S_MAX_STEP: Final = 59  # 0: nobody serves
+    S_DEATHS: Final = 60
+    # serving, at attach
+    S_IDENTITY: Final = 64
+    # serving's API servers; arrivals by atomic adds
+    S_CLOSED_SHARE: Final = 65  # in parts of CLOSED_UNIT: which slices of time are closed to guests
+    S_ARRIVALS: Final = 66
+    S_ARRIVED: Final = 67
     # serving: counters since the page was made; the first four as in R_BUSY's line
-    S_BUSY: Final = 64
-    S_STEPS: Final = 65
-    S_STARTED: Final = 66  # 0 between steps
-    S_HEARTBEAT: Final = 67
-    S_YIELDS: Final = 68
-    S_YIELD_WAIT: Final = 69
-    S_BEGIN_WAIT: Final = 70
-    S_OVERRUNS: Final = 71
-    # rollout: counters
-    R_BUSY: Final = 72
-    R_STEPS: Final = 73
-    R_STARTED: Final = 74
-    R_HEARTBEAT: Final = 75
-    R_TOKENS: Final = 76
-    R_STALLS: Final = 77
-    R_PAUSED: Final = 78  # since when a step is paused; 0 if none is
-    R_PAUSES: Final = 79
-    R_DECLINES: Final = 80  # one word per GateReason, two lines
-    # serving: more counters
-    S_DEATHS: Final = 96
-    # serving's API server: which slices of time are closed to rollouts
-    CLOSED_SHARE: Final = 104  # in parts of CLOSED_UNIT
+    S_BUSY: Final = 72
+    S_STEPS: Final = 73
+    S_STARTED: Final = 74  # 0 between steps
+    S_HEARTBEAT: Final = 75
+    S_YIELDS: Final = 76
+    S_YIELD_WAIT: Final = 77
+    S_BEGIN_WAIT: Final = 78
+    S_OVERRUNS: Final = 79
+    # a guest, in its slot
+    R_WANT: Final = 152
+    R_EST_END: Final = 153
+    R_ANSWERED: Final = 154  # the last offer that it declined
+    R_MIN_STEP: Final = 155
+    R_WAITS: Final = 156  # when it looked last for its turn; 0 if it does not wait
+    R_LAST_END: Final = 157
+    R_PAUSED: Final = 158  # since when a step is paused; 0 if none is
+    # a guest, at attach
+    R_IDENTITY: Final = 160
+    # a guest: counters
+    R_BUSY: Final = 168
+    R_STEPS: Final = 169
+    R_STARTED: Final = 170
+    R_HEARTBEAT: Final = 171
+    R_TOKENS: Final = 172
+    R_STALLS: Final = 173
+    R_PAUSES: Final = 174
 
+
+SLOT_WORDS = 24
+NUM_WORDS = 152 + MAX_GUESTS * SLOT_WORDS
+assert Word.S_HAS_PENDING + MAX_SERVING * SLOT_WORDS == Word.R_WANT
+
+_ARRIVED, _CLOSED_SHARE = Word.S_ARRIVED, Word.S_CLOSED_SHARE
 
 CLOSED_UNIT = 1_000_000
 
 REASONS = tuple(GateReason)
-assert Word.R_DECLINES + len(REASONS) <= 96
+assert Word.R_DECLINES + len(REASONS) <= Word.S_HAS_PENDING
+
+
+_GUESTS_SHIFT = 4
+assert MAX_SERVING < 1 << _GUESTS_SHIFT
 
 
 def to_ns(time_s: float) -> int:
     """Converts seconds to the page's nanoseconds; NEVER has a value of its own."""
-    return NEVER_NS if math.isinf(time_s) and time_s > 0 else max(-NEVER_NS, int(time_s * 1e9))
+    return NEVER_NS if time_s == NEVER else max(-NEVER_NS, int(time_s * 1e9))
 
 
 def to_s(time_ns: int) -> float:
@@ -172,33 +176,76 @@ def ring(words: Words, bell: int) -> None:
     words.wake(bell)
 
 
-def set_closed_share(words: Words, share: float) -> None:
-    """Shuts rollouts out for a share of the time, 0 to 1, in slices that every process knows."""
-    words.store(Word.CLOSED_SHARE, round(share * CLOSED_UNIT))
+def _offsets(used: int) -> tuple[int, ...]:
+    return tuple(SLOT_WORDS * slot for slot in range(used))
 
 
-def closed_slices(words: Words) -> ClosedSlices:
-    """Returns the slices of time in which no rollout step may start; none where nobody serves."""
-    if words.load(Word.S_IDENTITY) == NOBODY:
-        return ClosedSlices(share=0.0)
-    return ClosedSlices(share=words.load(Word.CLOSED_SHARE) / CLOSED_UNIT)
+_PARTIES = [
+    (_offsets(slots % (1 << _GUESTS_SHIFT)), _offsets(slots >> _GUESTS_SHIFT))
+    for slots in range(MAX_GUESTS + 1 << _GUESTS_SHIFT)
+]
 
 
-def announce_arrival(words: Words) -> None:
-    """Says that a serving request has reached a front end.
+def parties(words: Words) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns what to add to the S_ words for each serving slot that has been used, and to the R_ words for
+    each guest slot."""
+    return _PARTIES[words.load(Word.SLOTS)]
 
-    This holds the next rollout step back and ends the wait of a hand-over, until ServingSide.absorb_arrival
-    is called for the request. Any process of the serving side may call it.
+
+def _with_slot(slots: int, role: Role, slot: int) -> int:
+    """Returns the SLOTS word after a slot has been used."""
+    servings, guests = slots % (1 << _GUESTS_SHIFT), slots >> _GUESTS_SHIFT
+    if role is Role.SERVING:
+        return guests << _GUESTS_SHIFT | max(servings, slot + 1)
+    return max(guests, slot + 1) << _GUESTS_SHIFT | servings
+
+
+def set_closed_share(words: Words, share: float, slot: int = 0) -> None:
+    """Shuts guests out for a share of the time, 0 to 1, in slices that every process knows, for the serving
+    engine in ``slot``."""
+    words.store(Word.S_CLOSED_SHARE + SLOT_WORDS * slot, round(share * CLOSED_UNIT))
+
+
+def closed_slices(words: Words, servings: Iterable[int] | None = None) -> ClosedSlices:
+    """Returns the slices of time in which no guest's step may start: those of the serving engine that closes
+    most, which contain the others'. There are none where nobody serves.
+
+    ``servings`` are the offsets of the slots, if the caller has them.
     """
-    words.store(Word.ARRIVED, time.monotonic_ns())
-    words.add(Word.ARRIVALS, 1)
+    load, most = words.load, 0
+    for at in parties(words)[0] if servings is None else servings:
+        closed = load(_CLOSED_SHARE + at)
+        if closed > most and load(Word.S_IDENTITY + at) != NOBODY:
+            most = closed
+    return _slices(most)
+
+
+@lru_cache(maxsize=16)
+def _slices(closed: int) -> ClosedSlices:
+    return ClosedSlices(share=closed / CLOSED_UNIT)
+
+
+def announce_arrival(words: Words, slot: int = 0) -> None:
+    """Says that a request has reached a front end of the serving engine in ``slot``.
+
+    This holds the next guest's step back and ends the wait of a hand-over, until ServingSide.absorb_arrival
+    is called for the request. Any process of the serving engine may call it.
+    """
+    at = SLOT_WORDS * slot
+    words.store(Word.S_ARRIVED + at, time.monotonic_ns())
+    words.add(Word.S_ARRIVALS + at, 1)
     ring(words, Word.SERVING_BELL)
 
 
-def is_arrival_pending(words: Words, now_ns: int) -> bool:
-    """Whether an announced request has yet to reach serving's scheduler; False after ARRIVAL_HOLD_S."""
-    arrived_ns = words.load(Word.ARRIVED)
-    return words.load(Word.S_ABSORBED) < arrived_ns and now_ns - arrived_ns < to_ns(ARRIVAL_HOLD_S)
+def is_arrival_pending(words: Words, servings: Iterable[int], now_ns: int) -> bool:
+    """Whether a request announced to one of ``servings`` (offsets) has yet to reach its scheduler;
+    False after ARRIVAL_HOLD_NS."""
+    load = words.load
+    for at in servings:
+        arrived_ns = load(_ARRIVED + at)
+        if now_ns - arrived_ns < ARRIVAL_HOLD_NS and load(Word.S_ABSORBED + at) < arrived_ns:
+            return True
+    return False
 
 
 def check_page(words: Words) -> None:
@@ -214,102 +261,27 @@ def check_page(words: Words) -> None:
         )
 
 
-def claim_side(words: Words, identity: int, epoch: int, side: str) -> int:
-    """Takes a side of the board for this process, from a dead one if need be; returns the new epoch.
+def attach(words: Words, role: Role) -> int:
+    """Takes a slot of the board for this process and returns it: its own, a dead process's, or a free one.
 
-    The epoch grows before the caller leaves the state that it found, so that an observer who saw the old
-    epoch's process dead can't mistake this one for it. Raises: BoardError while another live process holds
-    the side.
+    A dead one's first: its successor lets the others know that nothing of it is left on the GPU.
+    Raises: BoardError if every slot of the role is held by a live process.
     """
+    check_page(words)
+    identity = Word.S_IDENTITY if role is Role.SERVING else Word.R_IDENTITY
+    most = MAX_ENGINES[role]
     me = own_identity()
     while True:
-        holder = words.load(identity)
-        if holder not in (NOBODY, me) and is_alive(holder):
-            raise BoardError(f"the {side} side of this board is held by pid {pid_of(holder)}")
-        if words.cas(identity, holder, me):
-            return words.add(epoch, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideSnapshot:
-    """One side of the board as an observer sees it."""
-
-    state: EngineState
-    pid: int
-    alive: bool
-    heartbeat_s: float
-    busy_s: float
-    num_steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoardSnapshot:
-    """The whole board at about one moment; counters run since the page was made."""
-
-    taken_s: float
-    serving: SideSnapshot
-    rollout: SideSnapshot
-    latest_start_s: float
-    has_pending_prefill: bool
-    rollout_wants: bool
-    num_arrivals: int
-    num_yields: int
-    yield_wait_s: float
-    begin_wait_s: float
-    num_overruns: int
-    num_deaths: int
-    rollout_tokens: int
-    num_stalls: int
-    num_pauses: int
-    declines: dict[GateReason, int]
-
-    def busy_shares_since(self, earlier: Self) -> tuple[float, float]:
-        """Serving's and rollout's share of the wall time between two snapshots."""
-        wall_s = self.taken_s - earlier.taken_s
-        if wall_s <= 0:
-            return 0.0, 0.0
-        return (
-            (self.serving.busy_s - earlier.serving.busy_s) / wall_s,
-            (self.rollout.busy_s - earlier.rollout.busy_s) / wall_s,
-        )
-
-
-def snapshot(words: Words) -> BoardSnapshot:
-    """Reads the whole board without disturbing it."""
-    check_page(words)
-    now_ns = time.monotonic_ns()
-    load = words.load
-    return BoardSnapshot(
-        taken_s=now_ns / 1e9,
-        serving=_side(words, now_ns, Word.S_STATE, Word.S_IDENTITY, Word.S_BUSY),
-        rollout=_side(words, now_ns, Word.R_STATE, Word.R_IDENTITY, Word.R_BUSY),
-        latest_start_s=to_s(load(Word.S_LATEST_START)),
-        has_pending_prefill=bool(load(Word.S_HAS_PENDING)),
-        rollout_wants=bool(load(Word.R_WANT)),
-        num_arrivals=load(Word.ARRIVALS),
-        num_yields=load(Word.S_YIELDS),
-        yield_wait_s=load(Word.S_YIELD_WAIT) / 1e9,
-        begin_wait_s=load(Word.S_BEGIN_WAIT) / 1e9,
-        num_overruns=load(Word.S_OVERRUNS),
-        num_deaths=load(Word.S_DEATHS),
-        rollout_tokens=load(Word.R_TOKENS),
-        num_stalls=load(Word.R_STALLS),
-        num_pauses=load(Word.R_PAUSES),
-        declines={reason: load(Word.R_DECLINES + i) for i, reason in enumerate(REASONS)},
-    )
-
-
-def _side(words: Words, now_ns: int, state: int, identity: int, busy: int) -> SideSnapshot:
-    who = words.load(identity)
-    alive = is_alive(who)
-    busy_ns, num_steps, started_ns, heartbeat_ns = (words.load(busy + i) for i in range(4))
-    if alive and started_ns > 0:
-        busy_ns += now_ns - started_ns
-    return SideSnapshot(
-        state=EngineState(words.load(state)),
-        pid=pid_of(who),
-        alive=alive,
-        heartbeat_s=heartbeat_ns / 1e9,
-        busy_s=busy_ns / 1e9,
-        num_steps=num_steps,
-    )
+        holders = {slot: words.load(identity + SLOT_WORDS * slot) for slot in range(most)}
+        dead = [slot for slot, one in holders.items() if one not in (NOBODY, me) and not is_alive(one)]
+        own, free = ([slot for slot, one in holders.items() if one == each] for each in (me, NOBODY))
+        if not (candidates := own + dead + free):
+            pids = ", ".join(str(pid_of(one)) for one in holders.values())
+            raise BoardError(
+                f"all {most} {role} slots of this GPU's board are held, by pids {pids}; stop one"
+            )
+        slot = candidates[0]
+        # Counted first: nobody may overlook a slot that is held.
+        change(words, Word.SLOTS, partial(_with_slot, role=role, slot=slot))
+        if words.cas(identity + SLOT_WORDS * slot, holders[slot], me):
+            return slot

@@ -237,7 +237,9 @@ class GatePolicy:
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:
         """Rollout's half: returns the limits of a step that may start now, or why none may."""
-        reason = self._refusal(now, view, candidate)
+        if candidate.prefill_tokens_waiting <= 0 and candidate.num_decodes <= 0:
+            return _wait(now, GateReason.NOTHING_TO_RUN)
+        reason = self._refusal(now, view)
         if reason is not None:
             return _wait(now, reason)
         fitted = self._fit(now, view, candidate, model)
@@ -256,13 +258,31 @@ class GatePolicy:
             least_s = model.predict_safe(1, 0, 0, attended_pairs(1, candidate.computed_tokens))
         if not self._is_bounded:
             return least_s
-        longest_s = min(self._max_step_s, view.max_step_s)
-        return max(least_s, min(longest_s, self._worth_saving_for(candidate, model)))
+        return max(least_s, min(self.longest_step_s(view), self._worth_saving_for(candidate, model)))
 
-    def _refusal(self, now: float, view: ServingView, candidate: RolloutCandidate) -> GateReason | None:
+    def piece_s(self, now: float, view: ServingView, least_s: float, most_s: float) -> float | GateReason:
+        """A training guest's half: returns the seconds that a piece of its pass may take, error included, or
+        why none may start.
+
+        The piece needs ``least_s`` and has a use for up to ``most_s``. A piece whose time is unknown (NEVER)
+        may start only while serving is idle, and then counts as the longest step.
+        """
+        reason = self._refusal(now, view)
+        if reason is not None:
+            return reason
+        budget_s = longest_s = self.longest_step_s(view)
+        if view.has_work and self._is_bounded:
+            budget_s = min(longest_s, view.latest_start_s - now)
+        elif least_s == NEVER:
+            return longest_s
+        return max(least_s, min(most_s, budget_s)) if least_s <= budget_s else GateReason.NO_SLACK
+
+    def longest_step_s(self, view: ServingView) -> float:
+        """Returns the longest step of a guest, even on an idle GPU; NEVER if the mode sets no bound."""
+        return min(self._max_step_s, view.max_step_s) if self._is_bounded else NEVER
+
+    def _refusal(self, now: float, view: ServingView) -> GateReason | None:
         mode = self.settings.mode
-        if candidate.prefill_tokens_waiting <= 0 and candidate.num_decodes <= 0:
-            return GateReason.NOTHING_TO_RUN
         if mode is GateMode.OFF:
             return None
         if not view.alive:
@@ -283,7 +303,7 @@ class GatePolicy:
         self, now: float, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel
     ) -> GateDecision:
         """Fits all decodes and as much prefill as possible, or else as many decodes as possible."""
-        longest_s = min(self._max_step_s, view.max_step_s) if self._is_bounded else NEVER
+        longest_s = self.longest_step_s(view)
         budget_s = longest_s
         if self._is_bounded and view.has_work:
             budget_s = min(longest_s, view.latest_start_s - now)

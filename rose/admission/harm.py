@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rose.admission.slices import GROUP_SLICES
+from rose.admission.slices import GROUP_SLICES, SLICE_S
 
 RESAMPLES = 100
 CONFIDENCE = 0.95
@@ -26,16 +26,18 @@ MIN_REQUESTS = 30
 MAX_REQUESTS = 2000
 """Evenly taken from all. More would cost more than they tell."""
 MIN_SLICES = 6
+SLICES_TO_EXTRAPOLATE = 30
+"""With fewer, Student's quantile makes the noise look larger than it is."""
 NEIGHBOUR_SLICES = 20
 """On either side of a closed slice; its steps are compared with theirs."""
 QUANTILES = (50, 99)
 BUSY_PERCENTILES = (75, 90)
-"""Of the slices, by how full their batches are: where the requests of each quantile come from."""
+"""Percentiles of the slices by how full their batches are: requests of each quantile come from there."""
 
-TENANT_BYTES = 32
+TENANT_BYTES = 64
 
 MEASURING_SHARE = 0.05
-"""Of the slices, closed at all times: fifteen a minute."""
+"""The share of the slices that is always closed: fifteen a minute."""
 CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
 """The control goes by the first of them that tells anything: light traffic needs a longer one."""
 BACKOFF = 0.5
@@ -44,6 +46,13 @@ RETURN = 1.15
 """The factor by which the open time grows again."""
 LEAST_OPEN = 1 / GROUP_SLICES
 """One slice of each group. Without any nothing could tell that the harm is over."""
+DAY_S = 86400.0
+STUDENT_Z = 2.2414
+"""The two-sided normal quantile at PART_CONFIDENCE."""
+LEAST_NOISE = 0.005
+"""By how much the steps of two slices differ at the least. Real ones differ by more."""
+LEAST_BOUND = 1e-4
+"""The smallest bound that a day of the steadiest traffic can show, rounded up."""
 UNBOUNDED = 10.0
 """The highest bound that is told, 1000%: the effect may be any."""
 
@@ -115,12 +124,14 @@ class HarmReport:
     slowdown: Estimate | None
     """That of serving's own steps, rollouts let in; None until MIN_SLICES closed slices had steps."""
     latencies: dict[str, Estimate]
-    """By name, such as "ttft_p99". Empty while the slowdown is unknown or there are too few requests."""
+    """Estimates by name, such as "ttft_p99". Empty while the slowdown is unknown or requests are too few."""
+    measured_s: dict[str, float]
+    """The same latencies as they are, rollouts let in; empty with too few requests."""
 
     @classmethod
     def nothing(cls) -> "HarmReport":
         """Returns the report on no records."""
-        return cls(num_requests=0, num_closed_slices=0, slowdown=None, latencies={})
+        return cls(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}, measured_s={})
 
     @property
     def tails(self) -> list[Estimate]:
@@ -133,35 +144,71 @@ class HarmReport:
             return None
         return math.ceil(self.num_closed_slices * (self.slowdown.half_width / half_width) ** 2)
 
+    def shown_in_a_day(self, seconds: float) -> float | None:
+        """About the least difference that a day of this traffic can show, where the report is on ``seconds``
+        of it; None while too few slices say so."""
+        if self.slowdown is None or self.num_closed_slices < SLICES_TO_EXTRAPOLATE:
+            return None
+        return self.slowdown.half_width * math.sqrt(seconds / DAY_S)
+
 
 def estimate_harm(
     requests: Sequence[RequestDelay], slices: Sequence[SliceTime], *, seed: int = 0
 ) -> HarmReport:
     """Returns what the records say. It takes milliseconds; never call it in a step loop."""
     slowdown, num_closed = _slowdown(slices)
+    effects = _effects(slowdown, requests, slices) if slowdown is not None and requests else None
     latencies: dict[str, Estimate] = {}
-    if slowdown is not None and len(requests) >= MIN_REQUESTS:
-        effect = slowdown.scaled(_open_share(slices))
-        waited_share = sum(each.ttft_waited_s for each in requests) / sum(each.seconds for each in slices)
-        effects = [
-            _with_fuller_batches(effect, slices, percent, waited_share) for percent in BUSY_PERCENTILES
-        ]
-        rng = np.random.default_rng(seed)
-        some = requests[:: math.ceil(len(requests) / MAX_REQUESTS)]
-        ttft = [(each.ttft_s, each.ttft_waited_s) for each in some if each.ttft_s > 0]
-        tpot = [(each.tpot_s, each.tpot_waited_s) for each in some if each.tpot_s > 0]
-        for name, pairs in (("ttft", ttft), ("tpot", tpot)):
-            if len(pairs) >= MIN_REQUESTS:
-                values, waited = np.array(pairs).T
-                parts = zip(QUANTILES, _waiting(values, waited, rng), effects, strict=True)
-                for percent, waiting, slower in parts:
-                    latencies[f"{name}_p{percent}"] = _product(waiting, slower)
+    measured_s: dict[str, float] = {}
+    rng = np.random.default_rng(seed)
+    some = requests[:: max(1, math.ceil(len(requests) / MAX_REQUESTS))]
+    ttft = [(each.ttft_s, each.ttft_waited_s) for each in some if each.ttft_s > 0]
+    tpot = [(each.tpot_s, each.tpot_waited_s) for each in some if each.tpot_s > 0]
+    for kind, pairs in (("ttft", ttft), ("tpot", tpot)):
+        if len(pairs) < MIN_REQUESTS:
+            continue
+        values, waited = np.array(pairs).T
+        names = [f"{kind}_p{percent}" for percent in QUANTILES]
+        measured_s |= zip(names, np.percentile(values, QUANTILES).tolist(), strict=True)
+        if effects is not None:
+            parts = zip(_waiting(values, waited, rng), effects, strict=True)
+            latencies |= zip(names, (_product(*both) for both in parts), strict=True)
     return HarmReport(
         num_requests=len(requests),
         num_closed_slices=num_closed,
         slowdown=slowdown,
         latencies=latencies,
+        measured_s=measured_s,
     )
+
+
+def _effects(
+    slowdown: Estimate, requests: Sequence[RequestDelay], slices: Sequence[SliceTime]
+) -> list[Estimate]:
+    """Returns what slower steps do to the latencies, one for each quantile."""
+    effect = slowdown.scaled(_open_share(slices))
+    waited_share = sum(each.ttft_waited_s for each in requests) / sum(each.seconds for each in slices)
+    return [_with_fuller_batches(effect, slices, percent, waited_share) for percent in BUSY_PERCENTILES]
+
+
+def bound_problem(allowed: float) -> str | None:
+    """Says why no traffic can show within a day whether a P99 differs by more than ``allowed``, and what can
+    be shown; None if some traffic can."""
+    slices_a_day = DAY_S / SLICE_S * MEASURING_SHARE
+    shown = STUDENT_Z * LEAST_NOISE / math.sqrt(slices_a_day)
+    if allowed >= shown:
+        return None
+    return (
+        f"allow_harm is {allowed:g}, and no traffic can show so small a difference: the {slices_a_day:,.0f} "
+        f"slices of a day without rollouts tell {shown:.3%} at best, and this bound would take "
+        f"{(shown / allowed) ** 2:,.0f} days; set allow_harm to at least {LEAST_BOUND:g}"
+    )
+
+
+def least_seconds_to_know(allowed: float) -> float:
+    """Returns how long traffic without a pause takes, at the least, to show a difference of ``allowed``."""
+    num_slices = max(MIN_SLICES, (STUDENT_Z * LEAST_NOISE / allowed) ** 2)
+    return num_slices * SLICE_S / MEASURING_SHARE
 
 
 def _waiting(
@@ -242,7 +289,7 @@ def _student_t(freedom: int) -> float:
 
     Source: the expansion of Abramowitz and Stegun 26.7.5 about the normal quantile.
     """
-    z = 2.2414
+    z = STUDENT_Z
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 

@@ -52,6 +52,7 @@ class OnlineStepTime:
         self._planned = planned
         self._ratio_floor = 1.0 if profile is not None else UNPLANNED_RATIO
         self._model = profile if profile is not None else UNPROFILED
+        self._observed = self._model
         self._window: deque[StepObservation] = deque(maxlen=window_steps)
         self._ratios: deque[float] = deque(maxlen=window_steps)
         self._errors_s: deque[float] = deque(maxlen=window_steps)
@@ -65,6 +66,11 @@ class OnlineStepTime:
     def model(self) -> StepTimeModel:
         """The model that steps are admitted by now."""
         return self._model
+
+    @property
+    def observed(self) -> StepTimeModel:
+        """The model without the caution for a fit on steps that happened to come."""
+        return self._observed
 
     @property
     def is_profiled(self) -> bool:
@@ -101,8 +107,8 @@ class OnlineStepTime:
             # With so few steps a better figure than the profile's is not trusted; a worse one counts at once.
             ratio_q99 = max(ratio_q99, self._base.ratio_q99)
             margin_s = max(margin_s, self._base.margin_s)
-        ratio_q99 = max(ratio_q99, self._ratio_floor)
-        self._model = replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s)
+        self._observed = replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s)
+        self._model = replace(self._observed, ratio_q99=max(ratio_q99, self._ratio_floor))
 
     def _rebase(self, base: StepTimeModel) -> None:
         self._base = base

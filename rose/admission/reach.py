@@ -1,10 +1,12 @@
 """Which SLOs an engine can reach at all, by its own step times.
 
 An SLO that can't be reached is an operator's mistake and is refused: with it the gate would refuse every
-rollout step without saying why.
+rollout step without saying why. An SLO that serving misses at its load is told, so that rollouts are not
+blamed for it.
 """
 
 import math
+from collections.abc import Mapping
 
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, Deployment
@@ -18,19 +20,44 @@ def floors_s(model: StepTimeModel) -> tuple[float, float]:
     return model.predict_safe(1, 0), model.predict_safe(0, 1)
 
 
-def unreachable_slo(slo: SLO, model: StepTimeModel, deployment: Deployment) -> str | None:
-    """Says why an SLO can't be reached and what could be; None if it can.
+def unreachable_slo(slo: SLO, floors_s: tuple[float, float], deployment: Deployment) -> str | None:
+    """Says why an SLO is below the engine's ``floors_s`` and what could be reached; None if it is not.
 
     A prefiller has no TPOT to keep, and a decoder no TTFT.
     """
     problems = []
-    for name, given_s, floor_s, step, elsewhere in (
-        ("slo_ttft_ms", slo.ttft_s, floors_s(model)[0], "the prefill of one token", Deployment.DECODE),
-        ("slo_tpot_ms", slo.tpot_s, floors_s(model)[1], "one decode step", Deployment.PREFILL),
-    ):
-        if given_s < floor_s and deployment is not elsewhere:
+    steps = ("the prefill of one token", "one decode step")
+    for (name, given_s), floor_s, step in zip(_objectives(slo), floors_s, steps, strict=True):
+        if given_s < floor_s and is_kept(name, deployment):
             problems.append(
-                f"{name} is {1e3 * given_s:g}, but {step} takes up to {1e3 * floor_s:.1f} ms "
-                f"(99th percentile); set {name} to at least {math.ceil(1e3 * floor_s)}"
+                f"slo_{name}_ms is {1e3 * given_s:g}, but {step} takes up to {1e3 * floor_s:.1f} ms "
+                f"(99th percentile); set slo_{name}_ms to at least {math.ceil(1e3 * floor_s)}"
             )
     return "; ".join(problems) if problems else None
+
+
+def missed_slo(slo: SLO, alone_s: Mapping[str, tuple[float, float]], deployment: Deployment) -> str | None:
+    """Says which SLOs serving misses without rollouts too, at the load that it has; None if it misses none.
+
+    ``alone_s`` has the P99 of "ttft" and "tpot" without rollouts, and its lower bound, which decides.
+    """
+    problems = []
+    for name, given_s in _objectives(slo):
+        value_s, low_s = alone_s.get(name, (0.0, 0.0))
+        if low_s > given_s and is_kept(name, deployment):
+            problems.append(
+                f"the {name.upper()} P99 of serving alone is {1e3 * value_s:.4g} ms (at least "
+                f"{1e3 * low_s:.4g}), above slo_{name}_ms of {1e3 * given_s:g}, and rollouts are not the "
+                f"reason; lower the load, or set slo_{name}_ms to at least {math.ceil(1e3 * value_s)}"
+            )
+    return "; ".join(problems) if problems else None
+
+
+def is_kept(latency: str, deployment: Deployment) -> bool:
+    """Whether an engine has this latency to keep, "ttft" or "tpot"."""
+    elsewhere = {"ttft": Deployment.DECODE, "tpot": Deployment.PREFILL}
+    return deployment is not elsewhere[latency]
+
+
+def _objectives(slo: SLO) -> tuple[tuple[str, float], ...]:
+    return ("ttft", slo.ttft_s), ("tpot", slo.tpot_s)

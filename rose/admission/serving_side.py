@@ -1,7 +1,7 @@
-"""The serving engine's side of the board: it publishes what it needs, offers grants and claims the GPU.
+"""A serving engine's side of the board: it publishes what it needs, offers grants and claims the GPU.
 
-It writes the serving lines of the page, and never sleeps past a rollout step's predicted end plus the grace.
-One thread uses it, the engine core's. rose.admission.board has the protocol.
+It writes the lines of its slot, and never sleeps past a guest's predicted end plus the grace. One thread uses
+it, the engine core's. rose.admission.board has the protocol.
 """
 
 import logging
@@ -15,24 +15,35 @@ from rose.admission.board import (
     LIVENESS_SLICE_S,
     MAX_STEP_WAIT_S,
     NEVER_NS,
-    EngineState,
+    SLOT_WORDS,
     Word,
-    check_page,
-    claim_side,
+    attach,
     closed_slices,
     is_arrival_pending,
+    parties,
     ring,
     set_closed_share,
     to_ns,
 )
+from rose.admission.claim import (
+    ServingState,
+    change,
+    guest_of,
+    has_work_beside,
+    released,
+    state_of,
+    with_state,
+)
 from rose.admission.gate import ServingView
 from rose.admission.liveness import NOBODY, is_alive, pid_of
 from rose.admission.slack import NEVER
+from rose.types import Role
 
 logger = logging.getLogger(__name__)
 
-# These are plain integers: an IntEnum's members cost more than the atomic store that they go into.
-_IDLE, _OPEN = int(EngineState.IDLE), int(EngineState.OPEN)
+# These are plain integers: an IntEnum's members cost more than the atomic load that they are compared with.
+_IDLE, _OPEN, _GRANTED, _RUNNING = map(int, ServingState)
+_CLAIM, _WANT, _PAUSED = Word.CLAIM, Word.R_WANT, Word.R_PAUSED
 
 NO_WORK = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
 
@@ -41,36 +52,41 @@ class StepStart(StrEnum):
     """How serving got the GPU."""
 
     CLEAR = "clear"
-    """No rollout step was running."""
+    """No guest was computing."""
     WAITED = "waited"
-    """A rollout step ended while serving waited."""
+    """A guest's step ended while serving waited."""
     OVERRUN = "overrun"
-    """A rollout step ran past its predicted end and the grace, so both may run now."""
+    """A guest's step ran past its predicted end and the grace, so both may run now."""
     ROLLOUT_DIED = "rollout_died"
+    """The guest died in its step."""
 
 
 class ServingSide:
     """The serving process's end of the board, attached when it is made.
 
-    Raises: BoardError if another live process serves on this board.
+    Raises: BoardError if as many live processes serve on this board as it has slots for.
     """
 
     def __init__(self, words: Words) -> None:
-        check_page(words)
+        self.slot = attach(words, Role.SERVING)
+        """Its place on the board."""
+        self._at = SLOT_WORDS * self.slot
         self._words = words
+        self._load = words.load  # looked up once: it is called before every step
         self._is_stepping = False
-        self._dead_epoch = -1
-        self._unanswered_ns = -1
-        """When the last grant was offered, if it is unanswered; else -1."""
-        claim_side(words, Word.S_IDENTITY, Word.S_EPOCH, "serving")
-        words.store(Word.S_STARTED, 0)
-        set_closed_share(words, 0.0)  # a predecessor's
+        self._has_pending: bool | None = None  # nothing is published yet
+        self._claim = 0
+        """The claim as this engine wrote it last."""
+        self._unanswered_ns: dict[int, int] = {}
+        """By a guest's offset: when the last grant was offered that it left unanswered."""
+        words.store(Word.S_STARTED + self._at, 0)
+        set_closed_share(words, 0.0, self.slot)  # a predecessor's
         self.publish(NO_WORK)
 
     def set_max_step(self, max_step_s: float) -> None:
         """Publishes how long a rollout step may take while this engine has no work: a request that comes
         meanwhile waits for its end."""
-        self._words.store(Word.S_MAX_STEP, to_ns(max_step_s))
+        self._words.store(Word.S_MAX_STEP + self._at, to_ns(max_step_s))
 
     @property
     def is_stepping(self) -> bool:
@@ -79,31 +95,44 @@ class ServingSide:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a rollout engine has something to run."""
-        words = self._words
-        return bool(words.load(Word.R_WANT)) and words.load(Word.R_EPOCH) != self._dead_epoch
+        """Whether a guest has something to run."""
+        load = self._load
+        for at in self._guests:  # noqa: SIM110 a generator costs more than the loads
+            if load(_WANT + at):
+                return True
+        return False
 
     def rollout_paused_s(self) -> float | None:
-        """Returns for how long a rollout step has been paused, or None if none is."""
-        since_ns = self._words.load(Word.R_PAUSED)
-        return (time.monotonic_ns() - since_ns) / 1e9 if since_ns and self.is_wanted else None
+        """Returns for how long a guest's step has been paused, or None if none is; of several the longest.
+
+        A guest that left its last grant unanswered does not count.
+        """
+        load, first_ns = self._load, 0
+        for at in self._guests:
+            since_ns = load(_PAUSED + at)
+            is_first = since_ns and (not first_ns or since_ns < first_ns)
+            if is_first and load(_WANT + at) and not self._is_silent(at):
+                first_ns = since_ns
+        return (time.monotonic_ns() - first_ns) / 1e9 if first_ns else None
 
     def begin_step(self, *, grace_s: float = GRACE_S) -> StepStart:
-        """Claims the GPU and waits, for a bounded time, for a running rollout step to end.
+        """Claims the GPU and waits, for a bounded time, for a guest's step that has begun to end.
 
         Idempotent until end_step, so that steps that are in flight together share one claim.
         """
         if self._is_stepping:
             return StepStart.CLEAR
         words = self._words
-        words.store(Word.S_STATE, EngineState.RUNNING)
         self._is_stepping = True
-        before_ns = time.monotonic_ns()
-        outcome = self._await_rollout(grace_s, NEVER_NS)
-        now_ns = time.monotonic_ns()
-        words.store(Word.S_STARTED, now_ns)
-        if outcome is not StepStart.CLEAR:
-            words.add(Word.S_BEGIN_WAIT, now_ns - before_ns)
+        # From here on no guest takes the GPU.
+        seen = self._set_state(_RUNNING)
+        outcome, now_ns = StepStart.CLEAR, time.monotonic_ns()
+        if guest_of(seen) >= 0:
+            before_ns = now_ns
+            outcome = self._await_guest(grace_s, NEVER_NS)
+            now_ns = time.monotonic_ns()
+            words.add(Word.S_BEGIN_WAIT + self._at, now_ns - before_ns)
+        words.store(Word.S_STARTED + self._at, now_ns)
         return outcome
 
     def end_step(self, view: ServingView, *, num_steps: int = 1) -> None:
@@ -113,9 +142,9 @@ class ServingSide:
         """
         words = self._words
         if self._is_stepping:
-            started_ns = words.load(Word.S_STARTED)
-            words.store(Word.S_STARTED, 0)
-            words.add(Word.S_BUSY, time.monotonic_ns() - started_ns)
+            started_ns = words.load(Word.S_STARTED + self._at)
+            words.store(Word.S_STARTED + self._at, 0)
+            words.add(Word.S_BUSY + self._at, time.monotonic_ns() - started_ns)
             self._is_stepping = False
         else:
             num_steps = 0
@@ -127,21 +156,35 @@ class ServingSide:
         A claim on the GPU stays, although ``num_steps`` of its steps have ended. Without one, a request's
         arrival changes IDLE into OPEN here.
         """
-        # The state is written last: rollout may act on these words once it no longer reads RUNNING.
-        words = self._words
-        words.store(Word.S_HAS_PENDING, int(view.has_pending_prefill))
-        words.store(Word.S_LATEST_START, to_ns(view.latest_start_s))
-        words.store(Word.S_HEARTBEAT, time.monotonic_ns())
-        words.add(Word.S_STEPS, num_steps)
-        words.add(Word.S_SEQ, 1)
+        # The state is written last: guests may act on these words once the claim lets them.
+        words, at = self._words, self._at
+        if view.has_pending_prefill != self._has_pending:
+            self._has_pending = view.has_pending_prefill
+            words.store(Word.S_HAS_PENDING + at, int(view.has_pending_prefill))
+        words.store(Word.S_LATEST_START + at, to_ns(view.latest_start_s))
+        words.store(Word.S_HEARTBEAT + at, time.monotonic_ns())
+        if num_steps:
+            words.add(Word.S_STEPS + at, num_steps)
+        # A guest that comes later is seen at the next publication.
+        self._servings, self._guests = parties(words)
         if self._is_stepping:
             return
-        words.store(Word.S_STATE, _OPEN if view.has_work else _IDLE)
-        # In OPEN rollout can do nothing until offer_grant rings: waking it would only cost a switch.
+        self._set_state(_OPEN if view.has_work else _IDLE)
+        # In OPEN guests can do nothing until offer_grant rings: waking them would only cost a switch.
         if not view.has_work:
-            words.add(Word.ROLLOUT_BELL, 1)
-            if words.load(Word.R_WANT):
-                words.wake(Word.ROLLOUT_BELL)
+            words.add(Word.GUEST_BELL, 1)
+            if self.is_wanted:
+                words.wake(Word.GUEST_BELL)
+
+    def _set_state(self, state: int) -> int:
+        """Publishes this engine's state; returns the claim that it replaced."""
+        words, slot, seen = self._words, self.slot, self._claim
+        # Most often nobody has changed it since.
+        self._claim = with_state(seen, slot, state)
+        if not words.cas(_CLAIM, seen, self._claim):
+            seen = change(words, _CLAIM, lambda claim: with_state(claim, slot, state))
+            self._claim = with_state(seen, slot, state)
+        return seen
 
     def absorb_arrival(self, arrival_s: float) -> None:
         """Says that the scheduler has a request that was at the front end by ``arrival_s`` (time.monotonic).
@@ -150,31 +193,42 @@ class ServingSide:
         the same burst are still on their way.
         """
         words = self._words
-        words.store(Word.S_ABSORBED, max(words.load(Word.S_ABSORBED), to_ns(arrival_s)))
+        absorbed = Word.S_ABSORBED + self._at
+        words.store(absorbed, max(words.load(absorbed), to_ns(arrival_s)))
 
-    def offer_grant(self, latest_start_s: float, handover_s: float, *, grace_s: float = GRACE_S) -> float:
-        """Lets rollout take one step between two of serving's, if it wants one that can fit.
+    def offer_grant(
+        self,
+        latest_start_s: float,
+        handover_s: float,
+        *,
+        grace_s: float = GRACE_S,
+        to_paused: bool = False,
+    ) -> float:
+        """Lets a guest take one step between two of serving's, if one wants a step that can fit.
 
-        Returns the seconds waited. The begin_step that has to follow takes an unused grant back.
+        With ``to_paused`` it waits only for guests whose step is paused, to take the rest of it. Returns
+        the seconds waited. The begin_step that has to follow takes an unused grant back.
         """
-        words = self._words
+        words, at = self._words, self._at
         now_ns = time.monotonic_ns()
         latest_ns = to_ns(latest_start_s)
-        is_open = not self._is_stepping and words.load(Word.S_STATE) == EngineState.OPEN
-        if not is_open or not self._rollout_can_use_a_grant(now_ns, latest_ns):
+        is_open = not self._is_stepping and state_of(self._claim, self.slot) != _IDLE
+        if not is_open or not (guests := self._guests_for_a_grant(now_ns, latest_ns, to_paused)):
             return 0.0
-        grant = words.add(Word.S_GRANT, 1)
-        ring(words, Word.ROLLOUT_BELL)
-        words.add(Word.S_YIELDS, 1)
-        is_answered = self._await_grant(grant, min(now_ns + to_ns(handover_s), latest_ns), latest_ns, grace_s)
-        self._unanswered_ns = -1 if is_answered else now_ns
+        grant = words.add(Word.GRANTS, 1)
+        self._set_state(_GRANTED)
+        words.add(Word.S_YIELDS + at, 1)
+        ring(words, Word.GUEST_BELL)
+        give_up_ns = min(now_ns + to_ns(handover_s), latest_ns)
+        for guest in self._await_grant(grant, guests, give_up_ns, latest_ns, grace_s):
+            self._unanswered_ns[guest] = now_ns
         waited_ns = time.monotonic_ns() - now_ns
-        words.add(Word.S_YIELD_WAIT, waited_ns)
+        words.add(Word.S_YIELD_WAIT + at, waited_ns)
         return waited_ns / 1e9
 
-    def may_offer(self, at_s: float, latest_start_s: float) -> bool:
-        """Whether rollout wants a grant, and could use one that is offered at ``at_s`` (time.monotonic)."""
-        return self._rollout_can_use_a_grant(to_ns(at_s), to_ns(latest_start_s))
+    def may_offer(self, at_s: float, latest_start_s: float, *, to_paused: bool = False) -> bool:
+        """Whether a guest wants a grant, and could use one that is offered at ``at_s`` (time.monotonic)."""
+        return bool(self._guests_for_a_grant(to_ns(at_s), to_ns(latest_start_s), to_paused))
 
     def offer_grants(
         self,
@@ -184,95 +238,133 @@ class ServingSide:
         is_called: Callable[[], bool] = lambda: False,
         grace_s: float = GRACE_S,
     ) -> float:
-        """Offers grants while rollout uses them and slack is left: a rollout step is often a part of the
-        slack.
+        """Offers grants while guests use them and slack is left: a guest's step is often a part of the slack.
 
         Ends on an announced arrival, and when ``is_called`` says that the engine has other work. Returns the
         seconds waited.
         """
         words = self._words
-        arrivals = words.load(Word.ARRIVALS)
+        arrivals = words.load(Word.S_ARRIVALS + self._at)
         waited_s = 0.0
         while not is_called():
-            steps = words.load(Word.R_STEPS)
+            steps = self._num_guest_steps()
             waited_s += self.offer_grant(latest_start_s, handover_s, grace_s=grace_s)
-            if words.load(Word.R_STEPS) == steps or words.load(Word.ARRIVALS) != arrivals:
+            if self._num_guest_steps() == steps or words.load(Word.S_ARRIVALS + self._at) != arrivals:
                 break
         return waited_s
 
     def detach(self) -> None:
-        """Leaves the GPU to rollout. The object is of no use afterwards."""
-        words = self._words
-        words.store(Word.S_STARTED, 0)
-        words.store(Word.S_STATE, EngineState.DETACHED)
-        words.store(Word.S_IDENTITY, NOBODY)
-        ring(words, Word.ROLLOUT_BELL)
+        """Leaves the GPU to the others. The object is of no use afterwards."""
+        words, at = self._words, self._at
+        words.store(Word.S_STARTED + at, 0)
+        words.store(Word.S_HAS_PENDING + at, 0)
+        words.store(Word.S_LATEST_START + at, NEVER_NS)
+        words.store(Word.S_MAX_STEP + at, 0)
+        self._set_state(_IDLE)
+        words.store(Word.S_IDENTITY + at, NOBODY)
+        ring(words, Word.GUEST_BELL)
 
-    def _rollout_can_use_a_grant(self, now_ns: int, latest_ns: int) -> bool:
-        words = self._words
+    def _num_guest_steps(self) -> int:
+        return sum(self._load(Word.R_STEPS + at) for at in self._guests)
+
+    def _guests_for_a_grant(self, now_ns: int, latest_ns: int, to_paused: bool) -> list[int]:
+        """Returns the offsets of the guests that want a grant and can use one that is offered now."""
+        words, servings = self._words, self._servings
+        guests = [at for at in self._guests if self._can_use_a_grant(at, now_ns, latest_ns)]
+        if to_paused:
+            guests = [at for at in guests if words.load(_PAUSED + at)]
+        if not guests:
+            return guests
+        claim = self._load(_CLAIM)
         if (
-            not self.is_wanted
-            or is_arrival_pending(words, now_ns)
-            or closed_slices(words).is_closed(now_ns / 1e9)
+            has_work_beside(claim, self.slot)
+            or guest_of(claim) >= 0  # a guest that ran past its time holds the GPU
+            or is_arrival_pending(words, servings, now_ns)
+            or closed_slices(words, servings).is_closed(now_ns / 1e9)
         ):
+            return []
+        return guests
+
+    def _can_use_a_grant(self, guest: int, now_ns: int, latest_ns: int) -> bool:
+        load = self._load
+        if not load(_WANT + guest):
             return False
         # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.
-        if words.load(Word.R_HEARTBEAT) <= self._unanswered_ns:
+        if self._is_silent(guest):
             return False
-        return now_ns + words.load(Word.R_MIN_STEP) <= latest_ns
+        return now_ns + load(Word.R_MIN_STEP + guest) <= latest_ns
 
-    def _await_grant(self, grant: int, give_up_ns: int, latest_ns: int, grace_s: float) -> bool:
-        """Waits for the answer to a grant; False if the time was over without one."""
+    def _is_silent(self, guest: int) -> bool:
+        """Whether a guest left a grant unanswered, and has not been seen since that was offered."""
+        return self._load(Word.R_HEARTBEAT + guest) <= self._unanswered_ns.get(guest, -1)
+
+    def _await_grant(
+        self, grant: int, guests: list[int], give_up_ns: int, latest_ns: int, grace_s: float
+    ) -> list[int]:
+        """Waits until a grant is used or of no use any more; returns the guests that had the whole time and
+        gave no answer."""
         words = self._words
-        arrivals = words.load(Word.ARRIVALS)
+        arrivals = words.load(Word.S_ARRIVALS + self._at)
         while True:
             seen = words.load(Word.SERVING_BELL)
-            # grant_used is read first: if it is this grant and the state is then not RUNNING, the step is
-            # over.
-            is_used = words.load(Word.R_GRANT_USED) == grant
-            if words.load(Word.R_STATE) == EngineState.RUNNING:
-                self._await_rollout(grace_s, latest_ns)
-                return True
-            if is_used or words.load(Word.ARRIVALS) != arrivals:
-                return True
+            claim = words.load(_CLAIM)
+            if guest_of(claim) >= 0:
+                self._await_guest(grace_s, latest_ns)
+                return []
+            # No longer GRANTED: the step is over.
+            is_over = state_of(claim, self.slot) != _GRANTED or has_work_beside(claim, self.slot)
+            silent = [at for at in guests if self._owes_an_answer(at, grant)]
+            if is_over or not silent or words.load(Word.S_ARRIVALS + self._at) != arrivals:
+                return []
             now_ns = time.monotonic_ns()
             if now_ns >= give_up_ns:
-                return False
+                return silent
             words.wait(Word.SERVING_BELL, seen, (give_up_ns - now_ns) / 1e9)
 
-    def _await_rollout(self, grace_s: float, until_ns: int) -> StepStart:
-        """Sleeps while a rollout step runs, at most until `until_ns`, its est_end + grace or 5 s."""
+    def _owes_an_answer(self, guest: int, grant: int) -> bool:
+        words = self._words
+        return bool(words.load(Word.R_WANT + guest)) and words.load(Word.R_ANSWERED + guest) < grant
+
+    def _await_guest(self, grace_s: float, until_ns: int) -> StepStart:
+        """Sleeps while a guest computes, at most until `until_ns`, its est_end + grace or 5 s."""
         words = self._words
         start_ns = time.monotonic_ns()
         outcome = StepStart.CLEAR
         while True:
             seen = words.load(Word.SERVING_BELL)
-            epoch = words.load(Word.R_EPOCH)
-            if words.load(Word.R_STATE) != EngineState.RUNNING or epoch == self._dead_epoch:
+            claim = words.load(_CLAIM)
+            if guest_of(claim) < 0:
                 return outcome
+            guest = SLOT_WORDS * guest_of(claim)
             now_ns = time.monotonic_ns()
-            if outcome is StepStart.WAITED and self._has_rollout_died(epoch):
+            if outcome is StepStart.WAITED and self._has_died(claim):
                 return StepStart.ROLLOUT_DIED
-            end_ns = min(words.load(Word.R_EST_END) + to_ns(grace_s), start_ns + to_ns(MAX_STEP_WAIT_S))
+            end_ns = min(
+                words.load(Word.R_EST_END + guest) + to_ns(grace_s), start_ns + to_ns(MAX_STEP_WAIT_S)
+            )
             if now_ns >= end_ns:
-                return self._overrun(epoch)
+                return self._overrun(claim)
             if now_ns >= until_ns:
                 return StepStart.WAITED
             outcome = StepStart.WAITED
             sleep_s = min((min(end_ns, until_ns) - now_ns) / 1e9, LIVENESS_SLICE_S)
             words.wait(Word.SERVING_BELL, seen, sleep_s)
 
-    def _has_rollout_died(self, epoch: int) -> bool:
-        identity = self._words.load(Word.R_IDENTITY)
+    def _has_died(self, claim: int) -> bool:
+        """Whether the guest that has the claim is dead; if so, takes the claim from it."""
+        words, guest = self._words, guest_of(claim)
+        identity = words.load(Word.R_IDENTITY + SLOT_WORDS * guest)
         if is_alive(identity):
             return False
-        self._dead_epoch = epoch
-        self._words.add(Word.S_DEATHS, 1)
-        logger.warning("rollout died in a step pid=%d", pid_of(identity))
+        # No other process can have got it since: this engine's own state shuts it.
+        if guest_of(change(words, _CLAIM, lambda claim: released(claim, guest))) == guest:
+            words.store(Word.R_WANT + SLOT_WORDS * guest, 0)
+            words.add(Word.S_DEATHS + self._at, 1)
+            logger.warning("guest died in a step slot=%d pid=%d", guest, pid_of(identity))
         return True
 
-    def _overrun(self, epoch: int) -> StepStart:
-        if self._has_rollout_died(epoch):
+    def _overrun(self, claim: int) -> StepStart:
+        if self._has_died(claim):
             return StepStart.ROLLOUT_DIED
-        self._words.add(Word.S_OVERRUNS, 1)
+        self._words.add(Word.S_OVERRUNS + self._at, 1)
         return StepStart.OVERRUN

@@ -12,10 +12,10 @@ from rose.measure.rig import CpuPlan, PoolSize
 from rose.measure.windows import RolloutTraffic, ServingLoad, Traffic
 
 SERVING_LOAD = ServingLoad(
-    rate_rps=1.3,
-    burst_size=6,
+    rate_rps=1.6,
+    burst_size=2,
     max_prompt_tokens=128,
-    max_output_tokens=48,
+    max_output_tokens=32,
     vocab_size=SERVING_SPEC.vocab_size,
     drain_s=8.0,
 )
@@ -49,7 +49,7 @@ class Durations:
 
     rollout_alone_s: float
     window_s: float
-    """Of each window with serving traffic."""
+    """The length of each window with serving traffic."""
     training_s: float
 
     @classmethod

@@ -24,9 +24,10 @@ from rose.types import Role
 RUN_ID = "demo"
 SERVING, ROLLOUT, DEDICATED = "serving", "rollout", "dedicated"
 GUEST_NICE = 10
-"""The priority of a rollout engine's threads under ROSE (rose/engine/hooks/priority.py)."""
-SERVING_STEP_TOKENS = 96
-"""Tokens of a serving step at most, as fleets set it: the prefill of a whole burst in one step would keep
+"""The priority of a rollout engine's threads under ROSE (rose/engine/hooks/priority.py), and of the router,
+which stands for another machine."""
+SERVING_STEP_TOKENS = 32
+"""Tokens of a serving step at most, as fleets set it: the prefill of a long prompt in one step would keep
 those that decode waiting for several times the TPOT objective."""
 RELAY_BYTES = 512 << 20
 ALLOWED_HARM = 0.25
@@ -55,7 +56,7 @@ class Machine:
         rig.start_engine(DEDICATED, Role.ROLLOUT, **followed)
         self.worker_urls = [rig.config(name).url for name in (DEDICATED, ROLLOUT)]
         kinds = zip(self.worker_urls, ("dedicated", "serving"), strict=True)
-        self.router_url = rig.start_router(f"{url},{kind}" for url, kind in kinds)
+        self.router_url = rig.start_router((f"{url},{kind}" for url, kind in kinds), nice=GUEST_NICE)
 
     def wait(self) -> dict[str, EngineControl]:
         """Returns the engines' controls by name once they serve."""

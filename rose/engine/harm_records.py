@@ -68,6 +68,11 @@ class HarmRecords:
             for at, ttft, ttft_waited, tpot, tpot_waited, tenant in self._read(0, 0, NUM_REQUESTS)
         ]
 
+    @property
+    def has_dropped_requests(self) -> bool:
+        """Whether requests have ended that the ring no longer holds."""
+        return self._counts.load(0) >= NUM_REQUESTS
+
     def slices(self) -> list[SliceTime]:
         """Returns what the ring holds, oldest first."""
         return [

@@ -10,6 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rose.admission.gate import GateSettings, mode_problem
+from rose.admission.harm import bound_problem
 from rose.errors import ConfigError
 from rose.memory.policy.budget import BudgetPolicy
 from rose.memory.pool.pool import PoolClient
@@ -35,7 +36,8 @@ class EngineSettings(BaseModel):
     allow_harm: float = Field(default=0.02, gt=0, le=1)
     """Share by which serving's P99 TTFT and TPOT may differ with rollouts on. It is measured; above it
     rollouts are shut out for a part of the time until it holds. What spend_slo or another gate mode spends
-    is measured too, and not bounded by it."""
+    is measured too, and not bounded by it. A bound below 0.0001 is refused, because no traffic can show so
+    small a difference within a day."""
     spend_slo: float | None = Field(default=None, gt=0, le=0.95)
     """Share of the TPOT SLO that rollouts may stretch serving's tokens to (ROSE 4.1). None spends nothing."""
     deployment: Deployment | None = None
@@ -63,6 +65,8 @@ class EngineSettings(BaseModel):
     """How long an idle rollout slab keeps its prefix cache."""
     high_watermark: float = Field(default=0.5, gt=0, le=1)
     """Share of the headroom that serving may use before it cuts rollouts' budget."""
+    takes_weights: bool = False
+    """Whether a serving engine takes new weights while it runs, as a rollout engine always does."""
     poison_slabs: bool = False
     """Fills a slab with NaN before it leaves, to make a later read of it visible. Costs 70 us per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)
@@ -93,7 +97,9 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problem = self._role_problem() or self.gate_problem(self.gate_mode, None)
+        problem = (
+            self._role_problem() or self.gate_problem(self.gate_mode, None) or bound_problem(self.allow_harm)
+        )
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -144,6 +150,11 @@ class EngineSettings(BaseModel):
             return self.gate
         spends = self.role is Role.ROLLOUT or self.spend_slo is not None
         return GateMode.DUAL if spends else GateMode.IDLE
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether new weights may come while the engine runs."""
+        return self.role is Role.ROLLOUT or self.takes_weights
 
     def slo(self) -> SLO:
         return SLO(ttft_s=self.slo_ttft_ms / 1000, tpot_s=self.slo_tpot_ms / 1000)

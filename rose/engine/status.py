@@ -12,6 +12,7 @@ from pathlib import Path
 from rose._shm import Words
 
 PAGE_BYTES = 4096
+_URL = slice(2048, 2304)
 
 
 class Field(IntEnum):
@@ -41,6 +42,11 @@ class Field(IntEnum):
     KV_LIVE_BLOCKS = 20
     TPOT_TARGET_US = 21
     """The TPOT target of the last gate change; 0 stands for the one that the engine was started with."""
+    TTFT_FLOOR_US = 22
+    """The TTFT that 99 of 100 requests stay within on the idle engine, by its step times; 0 while unknown."""
+    TPOT_FLOOR_US = 23
+    BOARD_SLOT = 24
+    """A serving engine's place on the board of its GPU."""
     # Commands, which the HTTP routes write and the scheduler reads.
     RL_STEP = 32
     WANTED_GATE_MODE = 33
@@ -91,6 +97,17 @@ class StatusPage:
 
     def count(self, field: Field, increment: int = 1) -> None:
         self._words.add(field, increment)
+
+    @property
+    def url(self) -> str:
+        """Where the engine's API server answers on this host; empty until it is up."""
+        return self._map[_URL].rstrip(b"\0").decode(errors="replace")
+
+    def put_url(self, url: str) -> None:
+        """Says where the API server answers. One that is too long for the page is left out."""
+        room = _URL.stop - _URL.start
+        if len(url.encode()) <= room:
+            self._map[_URL] = url.encode().ljust(room, b"\0")
 
     def close(self) -> None:
         if self._owner:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import CommandParser, count, run_command
 from rose.config import Settings, make_private_dir
 from rose.errors import ConfigError
 from rose.jobs.runner import Offer, Runner
@@ -60,7 +60,7 @@ def _parser(settings: Settings) -> CommandParser:
     for pool in ("rollout", "train"):
         parser.add_argument(
             f"--{pool}-nodes",
-            type=int,
+            type=count,
             default=0,
             metavar="N",
             help=f"the {pool} nodes that groups may use on this host (default: %(default)s)",

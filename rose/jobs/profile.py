@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rose.arguments import CommandParser
+from rose.arguments import CommandParser, positive_seconds
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.jobs.solo_run import measure
@@ -126,7 +126,10 @@ def _parser() -> CommandParser:
         "--iterations", type=_positive, default=3, help="measured, after one to warm up (%(default)s)"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=3600.0, help="of the whole run, start included (%(default)g)"
+        "--timeout-s",
+        type=positive_seconds,
+        default=3600.0,
+        help="of the whole run, start included (%(default)g)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would run")
     parser.add_argument("--json", action="store_true")

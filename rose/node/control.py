@@ -1,4 +1,4 @@
-"""Control calls to one engine: status, gate, activation, profile, plain completions.
+"""Control calls to one engine: status, gate, activation, profile, plain completions; and where engines are.
 
 The calls are small and synchronous, and carry no measured traffic. An engine that refuses or is gone is a
 WorkerError with the URL.
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import psutil
 
 from rose.config import Settings
+from rose.engine.status import Field, StatusPage, page_path
 from rose.errors import WorkerError
 from rose.http import http_client
-from rose.messages import ActivationChange, GateChange, HarmStatus, Profile, WorkerStatus
+from rose.messages import ActivationChange, GateChange, HarmHistory, Profile, WorkerStatus
 from rose.types import GateMode
 
 PROFILE_TIMEOUT_S = 600.0
@@ -38,19 +40,33 @@ def completion_body(
     }
 
 
-class EngineControl:
-    """One engine, named by its URL."""
+def urls_on_this_host(settings: Settings) -> list[str]:
+    """Returns where the engines of this host answer, those that this user has started and that are up."""
+    urls = []
+    for path in sorted(settings.runtime_dir.glob(page_path(settings.runtime_dir, "*").name)):
+        try:
+            page = StatusPage(path, create=False)
+        except (OSError, ValueError):  # removed by its engine just now, or still empty
+            continue
+        if page.url and psutil.pid_exists(page.get(Field.PID)):
+            urls.append(page.url)
+    return urls
 
-    def __init__(self, url: str, model: str) -> None:
+
+class EngineControl:
+    """One engine, named by its URL. ``timeout_s``: how long it may take to answer a small call."""
+
+    def __init__(self, url: str, model: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.url = url
         self.model = model
-        self._client = http_client(url, key=Settings.from_environment().key, timeout=CALL_TIMEOUT_S)
+        self._timeout_s = timeout_s
+        self._client = http_client(url, key=Settings.from_environment().key, timeout=timeout_s)
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))
 
-    def harm(self) -> HarmStatus:
-        return HarmStatus.model_validate(self._call("GET", "/rose/v1/harm"))
+    def harm(self) -> HarmHistory:
+        return HarmHistory.model_validate(self._call("GET", "/rose/v1/harm"))
 
     def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
         body = GateChange(mode=mode, tpot_target_ms=tpot_target_ms)
@@ -85,8 +101,9 @@ class EngineControl:
         self._client.close()
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
+        timeout_s = timeout_s if timeout_s is not None else self._timeout_s
         try:
             answer = self._client.request(method, path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:

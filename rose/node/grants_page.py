@@ -6,14 +6,15 @@ Shares and rates are those between two readings of a board. Nothing is written t
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
-from rose.admission.board import BoardSnapshot, SideSnapshot
+from rose.admission.board_snapshot import BoardSnapshot, SideSnapshot
 from rose.admission.gate import GateReason
 from rose.admission.slack import NEVER
 from rose.node.fitted_table import FittedTable
 
 COLUMNS = ("GPU of pool", "serving", "rollout", "slack", "tok/s", "admitted", "refused for", "stalls")
+PARTY_COLUMNS = ("engine or guest", "pid", "time in steps", "steps/s")
 MAX_REASONS = 2
 
 
@@ -26,14 +27,38 @@ class BoardReadings:
 
 
 def grants_page(boards: Mapping[str, BoardReadings]) -> RenderableType:
-    """One row per pool.
+    """One row per pool; below them one per engine and guest, where more than two share a GPU.
 
     serving, rollout: the share of time spent in steps. slack: time until serving's next step must start.
     tok/s: rollout tokens, prefilled ones included. admitted: share of the steps that rollout asked for.
     refused for: the most frequent reasons. stalls: rollouts ended without progress since the pool began.
     """
     rows = [(name, *_row(board.now, board.before)) for name, board in boards.items()]
-    return FittedTable(COLUMNS, rows, left=("refused for",)) if rows else ""
+    if not rows:
+        return ""
+    parties = [row for name, board in boards.items() for row in _parties(name, board.now, board.before)]
+    table = FittedTable(COLUMNS, rows, left=("refused for",))
+    return Group(table, FittedTable(PARTY_COLUMNS, parties)) if parties else table
+
+
+def _parties(pool: str, now: BoardSnapshot, before: BoardSnapshot | None) -> list[tuple[str, ...]]:
+    """Returns a row per process, if more than two have a place on the board."""
+    past = before if before is not None and now.taken_s > before.taken_s else None
+    rows: list[tuple[str, ...]] = []
+    for kind, sides, earlier in (
+        ("serving", now.servings, past.servings if past is not None else ()),
+        ("guest", now.guests, past.guests if past is not None else ()),
+    ):
+        for slot, side in enumerate(sides):
+            share = rate = None
+            if past is not None and slot < len(earlier):
+                wall_s = now.taken_s - past.taken_s
+                share = (side.busy_s - earlier[slot].busy_s) / wall_s
+                rate = (side.num_steps - earlier[slot].num_steps) / wall_s
+            if side.pid:
+                steps = "-" if rate is None else f"{rate:.0f}"
+                rows.append((f"{pool} {kind} {slot}", str(side.pid), _side(side, share), steps))
+    return rows if len(rows) > 2 else []
 
 
 def _row(now: BoardSnapshot, before: BoardSnapshot | None) -> list[str]:

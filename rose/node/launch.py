@@ -73,13 +73,13 @@ def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Set
 def subscriber_processes(
     engines: Sequence[EngineConfig], settings: Settings, log_dir: Path | None
 ) -> list[ServerProcess]:
-    """Describes the processes that pull new weights for the rollout engines that have a relay.
+    """Describes the processes that pull new weights for the engines that follow a run over a relay.
 
     Engines that follow the same weights share one process, and so one copy of the weights.
     """
     followers: dict[tuple[str | None, ...], list[EngineConfig]] = {}
     for engine in engines:
-        if engine.role is Role.ROLLOUT and engine.relay is not None:
+        if engine.is_updated and engine.relay is not None:
             same = (engine.relay, engine.run, engine.model, engine.staging)
             followers.setdefault(same, []).append(engine)
     return [_subscriber_process(fed, settings, log_dir) for fed in followers.values()]

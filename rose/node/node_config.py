@@ -60,14 +60,16 @@ class EngineConfig(EngineSettings):
     """CPUs for the whole engine; ``compute_cpus`` pins the model's thread alone."""
     relay: str | None = None
     run: str | None = None
-    """The trainer's run whose weights a rollout engine follows over ``relay``; None: the only live run."""
+    """The trainer's run whose weights the engine follows over ``relay``; None: the only live run."""
     staging: str | None = None
     """The folder for checkpoints from the relay; None for one in memory, which is removed at the end."""
 
     @model_validator(mode="after")
-    def _run_has_a_relay(self) -> Self:
+    def _weights_can_come(self) -> Self:
         if self.run is not None and self.relay is None:
             raise ValueError(f"run {self.run} needs a relay to come over; set relay")
+        if self.relay is not None and not self.is_updated:
+            raise ValueError("relay: a serving engine follows one only with takes_weights true")
         return self
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rose.admission.board import BoardSnapshot, snapshot
+from rose.admission.board_snapshot import BoardSnapshot, snapshot
 from rose.config import Settings
 from rose.errors import BoardError, PoolError
 from rose.memory.ledger.ledger_words import Word
@@ -31,7 +31,7 @@ class PoolSample:
     name: str
     cells: tuple[str, ...] = ()
     board: BoardSnapshot | None = None
-    """Of the same moment; grants_page.py shows it."""
+    """The board at the same moment; grants_page.py shows it."""
     error: str | None = None
 
 

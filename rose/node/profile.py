@@ -21,7 +21,7 @@ from rich.table import Table
 
 from rose.admission.profile import observation_of, plot_profile
 from rose.admission.step_time import StepTimeModel
-from rose.arguments import CommandParser, run_command
+from rose.arguments import CommandParser, positive_int, run_command
 from rose.config import Settings, parse_config
 from rose.errors import ConfigError
 from rose.messages import ConcurrencyProfile, Profile
@@ -223,7 +223,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--concurrency",
-        type=int,
+        type=positive_int,
         nargs="?",
         const=concurrency.MAX_CONCURRENCY,
         metavar="MAX",

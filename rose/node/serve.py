@@ -1,4 +1,5 @@
-"""`rose serve`: one vLLM engine in a pool, and the weight subscriber of a rollout engine beside it.
+"""`rose serve`: one vLLM engine, in a pool or dedicated to rollouts. Beside it run the subscriber of an
+engine that follows a run's weights, and the trainer of a serving engine that is fine-tuned.
 
 Everything that can be checked is checked before vLLM starts, and nothing is left running at the end. vLLM's
 own flags pass through unread.
@@ -15,8 +16,11 @@ from typing import Any, get_args
 from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
-from rose.errors import WorkerError
+from rose.errors import ConfigError, WorkerError
 from rose.node import checks, launch
+from rose.node.fine_tune import options as fine_tune_options
+from rose.node.fine_tune.options import FineTuneOptions
+from rose.node.fine_tune.processes import FineTuning
 from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.node.signals import StopOnSignals
@@ -31,16 +35,24 @@ WATCH_S = 1.0
 def main(argv: Sequence[str]) -> int:
     """Runs the engine until it ends or a signal comes. Returns vLLM's exit status, 0 after a signal."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    engine = _engine_config(list(argv))
+    engine, options = _engine_config(list(argv))
     settings = Settings.from_environment()
     launch.remove_dead_status_pages(settings)
     if engine.pool is not None:
         checks.check_pool(settings, engine.pool)
     check_engine(engine)
+    tuning = None
+    if options is not None:
+        fine_tune_options.check(options, engine.model)
+        tuning = FineTuning(options, engine)
+        engine = tuning.engine
     with ExitStack() as when_ended:
         when_ended.callback(launch.remove_staging_dir, engine, settings)
-        with StopOnSignals(), ProcessGroup() as group:
-            return _run(engine, settings, group, when_ended)
+        with StopOnSignals(), ProcessGroup() as group, ExitStack() as before_all_stop:
+            if tuning is not None:
+                before_all_stop.callback(tuning.let_save)
+                tuning.start_ahead(group, settings)
+            return _run(engine, settings, group, when_ended, tuning)
     return 0  # a signal
 
 
@@ -52,7 +64,13 @@ def check_engine(engine: EngineConfig) -> None:
     checks.check_model(engine.model)
 
 
-def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_ended: ExitStack) -> int:
+def _run(
+    engine: EngineConfig,
+    settings: Settings,
+    group: ProcessGroup,
+    when_ended: ExitStack,
+    tuning: FineTuning | None,
+) -> int:
     server = group.start(launch.engine_process(engine, log_path=None))
     when_ended.callback(launch.remove_status_page, engine, server, settings)
     try:
@@ -65,31 +83,57 @@ def _run(engine: EngineConfig, settings: Settings, group: ProcessGroup, when_end
     subscribers = launch.subscriber_processes([engine], settings, log_dir=None)
     for subscriber in subscribers:
         group.start(subscriber)
+    if tuning is not None:
+        tuning.start_trainer(group)
     while server.is_alive():
-        for subscriber in subscribers:
-            _check_subscriber(subscriber)
+        for subscriber in [each for each in subscribers if not each.is_alive()]:
+            subscribers.remove(subscriber)
+            _lose(subscriber, engine)
+        if tuning is not None:
+            tuning.watch()
         server.wait(WATCH_S)
     logger.error("died name=%s status=%s", server.name, server.exit_status)
     return server.exit_status or 1
 
 
-def _check_subscriber(subscriber: ServerProcess) -> None:
-    """Ends a rollout engine that lost its subscriber: it would serve old weights for ever."""
-    if not subscriber.is_alive():
-        raise WorkerError(
-            f"{subscriber.name} ended with status {subscriber.exit_status}; stopping the engine"
-        )
+def _lose(subscriber: ServerProcess, engine: EngineConfig) -> None:
+    """Ends a rollout engine that lost its subscriber: it would serve old weights for ever. A serving engine
+    goes on with those that it has."""
+    problem = f"{subscriber.name} ended with status {subscriber.exit_status}"
+    if engine.role is Role.ROLLOUT:
+        raise WorkerError(f"{problem}; stopping the engine")
+    logger.error("%s: no new weights go live, serving goes on", problem)
 
 
-def _engine_config(argv: list[str]) -> EngineConfig:
+def _engine_config(argv: list[str]) -> tuple[EngineConfig, FineTuneOptions | None]:
     parser = _parser()
     arguments, vllm_args = parser.parse_known_args(argv)
     if argv and argv[0] != arguments.model:
         parser.error("MODEL comes first: rose serve MODEL --role ... (flags of vLLM would swallow it)")
     given: dict[str, Any] = {key: value for key, value in vars(arguments).items() if value is not None}
+    options = fine_tune_options.take_options(given)
+    if options is not None:
+        _check_fine_tuned(given)
+        given.setdefault("role", Role.SERVING)
+    elif "role" not in given:
+        parser.error("the following arguments are required: --role")
+    elif given["role"] == Role.SERVING and "pool" not in given:
+        parser.error(
+            "--role serving needs --pool: a serving engine shares its GPU's memory with rollouts; start one "
+            "with rose pool NAME, or serve with vLLM alone"
+        )
     if "cpus" in given:
         given["cpus"] = given["cpus"].split(",")
-    return parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags", _flag)
+    return parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags", _flag), options
+
+
+def _check_fine_tuned(given: dict[str, Any]) -> None:
+    """Raises: ConfigError for flags that don't go with --fine-tune."""
+    if given.get("role") == Role.ROLLOUT:
+        raise ConfigError("--fine-tune: a rollout engine has a trainer of its own; use --role serving")
+    for name in ("relay", "run"):
+        if name in given:
+            raise ConfigError(f"--fine-tune: it brings a relay of its own; leave {_flag(name)} out")
 
 
 def _flag(key: str) -> str:
@@ -99,18 +143,27 @@ def _flag(key: str) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose serve",
-        "Starts one vLLM engine that shares the KV slabs of a pool. Flags not listed here go to vLLM.",
+        "Starts one vLLM engine that shares the KV slabs of a pool, or a dedicated rollout engine.\n"
+        "Flags not listed here go to vLLM.",
         EXAMPLE,
     )
     parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; must come first")
-    parser.add_argument("--role", required=True, choices=[str(role) for role in Role], help="what it is for")
-    parser.add_argument("--pool", required=True, metavar="NAME", help="the slab pool (see rose pool)")
+    parser.add_argument(
+        "--role", choices=[str(role) for role in Role], help="what it is for (with --fine-tune: serving)"
+    )
+    parser.add_argument(
+        "--pool",
+        metavar="NAME",
+        help="the slab pool (see rose pool); without one a rollout engine has vLLM's own KV cache, and "
+        "--fine-tune starts one",
+    )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--cpus", metavar="N,N", help="CPUs for the whole engine (default: all)")
-    parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over (rollout only)")
+    parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over")
     parser.add_argument("--run", metavar="RUN_ID", help="the run to follow (default: the only live one)")
     parser.add_argument("--staging", metavar="DIR", help="folder for new weights (default: one in memory)")
+    fine_tune_options.add_flags(parser)
     _add_plugin_flags(parser)
     return parser
 

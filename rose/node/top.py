@@ -16,14 +16,15 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rose.admission.board import BoardSnapshot
-from rose.arguments import CommandParser, run_command
+from rose.admission.board_snapshot import BoardSnapshot
+from rose.arguments import CommandParser, positive_seconds, run_command
 from rose.config import Settings
 from rose.http import http_client
 from rose.messages import WorkerStatus
+from rose.node.control import urls_on_this_host
 from rose.node.fitted_table import FittedTable
 from rose.node.grants_page import BoardReadings, grants_page
-from rose.node.harm import harm_sentence
+from rose.node.harm import harm_line
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.signals import StopOnSignals
 from rose.types import Deployment
@@ -49,10 +50,13 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.from_environment()
     console = Console()
     pools = sample_pools(settings)
-    if not arguments.worker and not pools:
-        parser.error(f"no pool in {settings.runtime_dir}; name engines with --worker URL, or start a pool")
     with http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S) as client:
-        samples = [take_sample(client, worker) for worker in arguments.worker]
+        samples = _take_samples(client, arguments.worker, settings)
+        if not samples and not pools:
+            parser.error(
+                f"no engine and no pool in {settings.runtime_dir}; name engines with --worker URL, or start "
+                "a pool"
+            )
         page = _page(samples, {}, pools, {})
         if arguments.once:
             console.print(page)
@@ -63,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
                 time.sleep(arguments.interval_s)
                 before = {sample.worker: sample for sample in samples}
                 pools_before = {pool.name: pool for pool in pools}
-                samples = [take_sample(client, worker) for worker in arguments.worker]
+                samples = _take_samples(client, arguments.worker, settings)
                 pools = sample_pools(settings)
                 live.update(_page(samples, before, pools, pools_before), refresh=True)
     return 0
@@ -85,6 +89,11 @@ def _page(
 
 def _board_before(name: str, pools_before: Mapping[str, PoolSample]) -> BoardSnapshot | None:
     return pools_before[name].board if name in pools_before else None
+
+
+def _take_samples(client: httpx.Client, workers: Sequence[str], settings: Settings) -> list[Sample]:
+    """Asks the workers that were named, or else all engines of this host."""
+    return [take_sample(client, worker) for worker in workers or urls_on_this_host(settings)]
 
 
 def take_sample(client: httpx.Client, worker: str) -> Sample:
@@ -111,7 +120,7 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
     requests. slabs: owned, of the budget. gate: its mode and the share of steps that it admitted, or that the
     engine is inactive. lost: requests that ROSE reclaimed or reported as stalled.
     Below the table are slabs of dead engines whose last process has not ended yet, and what rollouts cost
-    each serving engine.
+    each serving engine and earned on it.
     """
     rows = []
     lines = [Text(f"{each.worker}: {each.error}", style="red") for each in samples if each.status is None]
@@ -122,7 +131,7 @@ def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> Rend
             if quarantined := sample.status.pool_slabs_quarantined:
                 lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
             if sample.status.harm is not None:
-                lines.append(Text(f"{sample.worker}: {harm_sentence(sample.status.harm)}"))
+                lines.append(Text(f"{sample.worker}: {harm_line(sample.status.harm)}"))
     table = [FittedTable(COLUMNS, rows, left=("role",), title="rose top")] if rows else []
     return Group(*table, *lines)
 
@@ -158,9 +167,15 @@ def _parser() -> CommandParser:
         "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
     )
     parser.add_argument(
-        "--worker", action="append", default=[], metavar="URL", help="an engine; may be repeated"
+        "--worker",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine; may be repeated (default: all of this host)",
     )
-    parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between refreshes (default 1)")
+    parser.add_argument(
+        "--interval-s", type=positive_seconds, default=1.0, help="seconds between refreshes (default 1)"
+    )
     parser.add_argument("--once", action="store_true", help="print the tables and end")
     return parser
 

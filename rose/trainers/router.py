@@ -1,10 +1,11 @@
-"""What every trainer tells the router: that an RL step begins. Turns go through the trainer's own client."""
+"""What every trainer tells its routers: that an RL step begins. Turns go through the trainer's own client."""
 
 from collections.abc import Callable
 
 import httpx
 
 from rose.errors import WorkerError
+from rose.http import urls_of
 from rose.types import WeightVersion
 
 _TIMEOUT_S = 30.0
@@ -18,12 +19,13 @@ def router_announcer(
 ) -> Announce:
     """Returns a function to call at the start of each RL step, so that frozen budgets grow back (ROSE §4.1).
 
-    ``published`` returns the newest weights that were published, such as ``lambda: publisher.version``: a
-    worker that reports newer ones then makes no other worker's weights too old. ``admin_key``: the router's
-    ROSE_ROUTER_ADMIN_KEY, which a router with any key asks for. The function raises a WorkerError, with the
-    router's reason, if the router refuses or does not answer.
+    ``router_url`` may be several addresses of routers before the same workers, separated by commas: one that
+    answers hands the step on to the others. ``published`` returns the newest weights that were published,
+    such as ``lambda: publisher.version``: a worker that reports newer ones then makes no other worker's
+    weights too old. ``admin_key``: the router's ROSE_ROUTER_ADMIN_KEY, which a router with any key asks for.
+    The function raises a WorkerError, with the router's reason, if a router refuses or none answers.
     """
-    url = router_url.rstrip("/") + "/admin/rl_step"
+    urls = [f"{url}/admin/rl_step" for url in urls_of(router_url)]
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
 
     def announce(step: int) -> None:
@@ -31,12 +33,17 @@ def router_announcer(
         body: dict[str, object] = {"step": step}
         if version is not None:
             body["version"] = str(version)
-        try:
-            answer = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
-        except httpx.HTTPError as error:
-            raise WorkerError(f"{url}: RL step {step} could not be announced: {error}") from error
-        if not answer.is_success:
-            said = f"{answer.status_code} {answer.text[:500]}"
-            raise WorkerError(f"{url}: RL step {step} could not be announced: {said}")
+        problem = ""
+        for url in urls:
+            problem = f"{url}: RL step {step} could not be announced"
+            try:
+                answer = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+            except httpx.HTTPError as error:
+                problem = f"{problem}: {error}"
+                continue
+            if not answer.is_success:
+                raise WorkerError(f"{problem}: {answer.status_code} {answer.text[:500]}")
+            return
+        raise WorkerError(problem)
 
     return announce

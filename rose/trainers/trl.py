@@ -7,34 +7,43 @@ is opened: TRL's own goes over NCCL from each worker to the trainer, through rou
 expose, and ends with the first dead worker.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
 
 from rose.errors import WorkerError
+from rose.http import urls_of
+from rose.trainers.publishing import PublishWeights
 from rose.trainers.router import Announce
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.types import WeightVersion
 
-ACK_TIMEOUT_S = 60.0
+__all__ = ["PublishWeights", "RelayWeights", "RouterRollouts"]
+
 CONNECT_TIMEOUT_S = 60.0
-_ACK_POLL_S = 0.05
+_CONNECT_EACH_S = 3.0
+_PAUSE_S = 1.0
+_UNAVAILABLE = "Request failed: 503"
+"""How the message of TRL's plain Exception begins for a router that shuts down or has no worker."""
 
 
 class RouterRollouts:
     """``GRPOTrainer(rollout_func=RouterRollouts(url), ...)``: TRL's own VLLMClient, pointed at the router.
 
-    The sampling settings are the trainer's. ``announce``: called at the start of each RL step. The router is
-    asked for nothing before the first rollout: by then the first weights are published.
+    ``router_url`` may be several addresses of routers before the same workers, separated by commas: a batch
+    whose router dies is asked for again at the next one. The sampling settings are the trainer's.
+    ``announce``: called at the start of each RL step. The router is asked for nothing before the first
+    rollout: by then the first weights are published.
     """
 
     def __init__(self, router_url: str, announce: Announce | None = None) -> None:
-        self._router_url = router_url
+        self._urls = urls_of(router_url)
+        self._at = 0
         self._client: VLLMClient | None = None
         self._announce = announce
         self._announced = 0
@@ -45,13 +54,36 @@ class RouterRollouts:
         if self._announce is not None and step != self._announced:
             self._announce(step)
             self._announced = step
-        if self._client is None:  # waits until the router has a worker
-            self._client = VLLMClient(base_url=self._router_url, connection_timeout=CONNECT_TIMEOUT_S)
-        ask = self._client.chat if is_conversational({"prompt": prompts[0]}) else self._client.generate
-        answer = ask(prompts, **_sampling(trainer.args))
+        answer = self._answer(prompts, trainer.args)
         # Of each position the sampled token alone: the client was asked for no others.
         logprobs = [[position[0] for position in sequence] for sequence in answer["logprobs"]]
         return {**{key: answer[key] for key in ("prompt_ids", "completion_ids")}, "logprobs": logprobs}
+
+    def _answer(self, prompts: list[Any], args: Any) -> Any:
+        """Asks one router after the other. Raises: WorkerError if none has answered in time since the first
+        failure."""
+        until, num_failed = math.inf, 0
+        while True:
+            url = self._urls[self._at]
+            try:
+                client = self._connected(url)
+                ask = client.chat if is_conversational({"prompt": prompts[0]}) else client.generate
+                return ask(prompts, **_sampling(args))
+            except Exception as error:
+                if not isinstance(error, OSError) and not str(error).startswith(_UNAVAILABLE):
+                    raise  # OSErrors are those of requests, too
+                until, num_failed = min(until, time.monotonic() + CONNECT_TIMEOUT_S), num_failed + 1
+                if num_failed >= len(self._urls) and time.monotonic() >= until:
+                    raise WorkerError(f"{url}: does not answer ({error})") from error
+                self._client, self._at = None, (self._at + 1) % len(self._urls)
+                if num_failed % len(self._urls) == 0:
+                    time.sleep(_PAUSE_S)
+
+    def _connected(self, url: str) -> VLLMClient:
+        """Waits until the router has a worker, but not for long if it can't be reached."""
+        if self._client is None:
+            self._client = VLLMClient(base_url=url, connection_timeout=_CONNECT_EACH_S)
+        return self._client
 
 
 def _sampling(args: Any) -> dict[str, Any]:
@@ -64,47 +96,6 @@ def _sampling(args: Any) -> dict[str, Any]:
         "repetition_penalty": args.repetition_penalty,
         "generation_kwargs": args.generation_kwargs,
     }
-
-
-class PublishWeights(TrainerCallback):
-    """``GRPOTrainer(callbacks=[PublishWeights(publisher)], ...)``: each optimizer step becomes a version.
-
-    ``num_workers``: so many must run it before training goes on, whichever: those that die are not waited
-    for, and the router gives turns to the newest version alone. 0: rollouts may lag behind by some steps.
-    """
-
-    def __init__(
-        self, publisher: WeightPublisher, num_workers: int = 0, ack_timeout_s: float = ACK_TIMEOUT_S
-    ) -> None:
-        self._publisher = publisher
-        self._num_workers = num_workers
-        self._ack_timeout_s = ack_timeout_s
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Does its part when transformers calls it. Raises: RelayError, WorkerError."""
-        self._publish()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Publishes after each optimizer step. Raises: RelayError, WorkerError."""
-        self._publish()
-
-    def _publish(self) -> None:
-        number = self._publisher.publish().version.number
-        deadline_s = time.monotonic() + self._ack_timeout_s
-        while self._num_acked(number) < self._num_workers:
-            if time.monotonic() >= deadline_s:
-                raise WorkerError(
-                    f"version {number}: {self._num_acked(number)} of {self._num_workers} workers run it "
-                    f"after {self._ack_timeout_s:g} s"
-                )
-            time.sleep(_ACK_POLL_S)
-
-    def _num_acked(self, number: int) -> int:
-        return sum(acked >= number for acked in self._publisher.acked().values()) if self._num_workers else 0
 
 
 class RelayWeights:

@@ -1,19 +1,36 @@
 """One turn of token ids, for trainers that bring no HTTP client of their own.
 
 An answer has the exact ids and the logprobs of the sampled tokens. A trajectory's turns carry its name, so
-that the router finds its prefix cache. A refused turn is not tried again: the router has tried every worker.
+that the router finds its prefix cache, and begin at one router of several by it. A turn whose router dies, or
+shuts down, goes on at the next one behind the tokens that have arrived. A refused turn is not tried again:
+the router has tried every worker.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import httpx
+import msgspec
 
 from rose.errors import WorkerError
-from rose.http import JOB_HEADER, RUN_HEADER
+from rose.http import JOB_HEADER, RUN_HEADER, SO_FAR, WATCHED, urls_of
+from rose.scheduler.rollout.formats.resume import has_grammar, must_restart
 
+_PATH = "/inference/v1/generate"
 _CONNECT_TIMEOUT_S = 10.0
+_RETRY_S = 60.0
+_PAUSE_S = 0.2
+_MOST_DOUBLINGS = 4
+_MOST_PAUSE_S = 5.0
+_UNAVAILABLE = 503
+_DATA = b"data: "
+_DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +44,81 @@ class Turn:
     """The weight versions that made the tokens, in order; empty if no trainer publishes."""
 
 
-class RouterTurns:
-    """Turns on a router, for one event loop.
+class _Unanswered(WorkerError):
+    """A router that did not answer to the end; another one may."""
 
-    ``key`` is the router's, if it wants one. ``job`` names the RL job, and ``run`` the training run whose
-    weights it wants, if the router has several.
+    def __init__(self, message: str, retry_after: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has arrived of a turn, from whatever routers."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, choice: Mapping[str, Any]) -> None:
+        """Takes a streamed part, or the whole answer."""
+        self.token_ids += choice["token_ids"]
+        if (logprobs := choice.get("logprobs")) is not None:
+            self.logprobs += [each["logprob"] for each in logprobs["content"]]
+        news = choice.get("rose", {})
+        is_part = "spans" not in news
+        if is_part and (version := news.get("weight_version")) is not None:
+            self.versions.append(version)
+        finish = choice.get("finish_reason")
+        self.finish_reason = finish if finish is not None else news.get("finish_reason")
+
+    def take_whole(self, choice: Mapping[str, Any]) -> None:
+        self.take(choice)
+        found = (span["weight_version"] for span in choice["rose"]["spans"])
+        self.versions += [version for version in found if version is not None]
+
+    def turn(self, finish_reason: str) -> Turn:
+        versions = tuple(int(version.rpartition("/")[2]) for version in self.versions)
+        return Turn(
+            token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=finish_reason, versions=versions
+        )
+
+
+class _Failures:
+    """Those of a turn since it last made progress."""
+
+    def __init__(self, retry_s: float, num_urls: int) -> None:
+        self._retry_s = retry_s
+        self._num_urls = num_urls
+        self._num = self._num_tokens = 0
+        self._until = 0.0
+
+    def are_too_many(self, num_tokens: int) -> bool:
+        """Notes one more after so many tokens. Each router is asked, however late it is."""
+        now = time.monotonic()
+        if not self._num or num_tokens > self._num_tokens:
+            self._num, self._until = 0, now + self._retry_s
+        self._num, self._num_tokens = self._num + 1, num_tokens
+        return self._num >= self._num_urls and now >= self._until
+
+    def pause_s(self, wanted_s: float) -> float:
+        """Returns the seconds until the next try, once all routers have failed: at least what the last one
+        wants, and more each time."""
+        num_rounds, num_more = divmod(self._num, self._num_urls)
+        if num_more:
+            return 0.0
+        longest_s = _PAUSE_S * 2 ** min(num_rounds - 1, _MOST_DOUBLINGS)
+        return min(wanted_s, _MOST_PAUSE_S) + random.uniform(longest_s / 2, longest_s)
+
+
+class RouterTurns:
+    """Turns on a router, or on several before the same workers, for one event loop.
+
+    ``router_url`` is the router's address, or several that are separated by commas. ``key`` is the router's,
+    if it wants one. ``job`` names the RL job, and ``run`` the training run whose weights it wants, if the
+    router has several. ``retry_s``: for so many seconds from the first failure a turn is tried again
+    while no router answers.
     """
 
     def __init__(
@@ -41,42 +128,95 @@ class RouterTurns:
         key: str | None = None,
         job: str | None = None,
         run: str | None = None,
+        retry_s: float = _RETRY_S,
     ) -> None:
-        self._url = router_url.rstrip("/") + "/v1/completions"
+        self._urls = urls_of(router_url)
         self._model = model
-        # No timeout for the turn itself: the router has deadlines of its own.
+        self._retry_s = float(retry_s)
+        # No timeout for a turn: the router has deadlines of its own, and the kernel watches its host.
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
         bearer = f"Bearer {key}" if key is not None else None
         named = {"Authorization": bearer, JOB_HEADER: job, RUN_HEADER: run}
         headers = {name: value for name, value in named.items() if value is not None}
-        self._http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None)
+        transport = httpx.AsyncHTTPTransport(
+            limits=httpx.Limits(max_connections=None), socket_options=WATCHED, trust_env=False
         )
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, transport=transport, trust_env=False)
 
     async def complete(self, session: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
         """Runs one turn; ``sampling`` has the fields of vLLM's SamplingParams. Raises: WorkerError."""
-        asked = {"return_token_ids": True, "logprobs": 0, **sampling}
-        body = {**asked, "model": self._model, "prompt": list(prompt_ids)}
+        body = {
+            "model": self._model,
+            "token_ids": list(prompt_ids),
+            "sampling_params": {"logprobs": 0, **sampling, "detokenize": False},
+            # What begins anew after a cut is better asked for whole: then it may.
+            "stream": not _begins_anew(sampling),
+        }
+        headers = {"X-Session-ID": session, "Idempotency-Key": uuid.uuid4().hex}
+        answer, at = _Answer(), crc32(session.encode())
+        failures = _Failures(self._retry_s, len(self._urls))
+        while answer.finish_reason is None:
+            url = self._urls[at % len(self._urls)] + _PATH
+            try:
+                await self._ask(url, body, headers, answer)
+            except _Unanswered as error:
+                if failures.are_too_many(len(answer.token_ids)):
+                    raise WorkerError(f"{url}: turn of {session} failed: {error}") from error
+                await asyncio.sleep(failures.pause_s(error.retry_after_s))
+                at += 1
+            except WorkerError as error:
+                raise WorkerError(f"{url}: turn of {session}: {error}") from error
+        return answer.turn(answer.finish_reason)
+
+    async def _ask(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], answer: _Answer
+    ) -> None:
+        """Adds to the answer. Raises: _Unanswered if the router is not there to the end; WorkerError."""
+        asked = {**body, SO_FAR: answer.token_ids} if answer.token_ids else body
         try:
-            answer = await self._http.post(self._url, json=body, headers={"X-Session-ID": session})
-        except httpx.HTTPError as error:
-            raise WorkerError(f"{self._url}: turn of {session} failed: {error!r}") from error
-        if not answer.is_success:
-            reason = answer.text[:300]
-            raise WorkerError(f"{self._url}: turn of {session}: HTTP {answer.status_code}: {reason}")
-        return _turn(answer.json()["choices"][0])
+            async with self._http.stream("POST", url, json=asked, headers=headers) as response:
+                if response.status_code != 200:
+                    reason = (await response.aread()).decode(errors="replace")[:300]
+                    problem = f"HTTP {response.status_code}: {reason}"
+                    if response.status_code == _UNAVAILABLE:
+                        raise _Unanswered(problem, response.headers.get("Retry-After", ""))
+                    raise WorkerError(problem)
+                if not body["stream"]:
+                    answer.take_whole(msgspec.json.decode(await response.aread())["choices"][0])
+                    return
+                async for line in _lines(response):
+                    if line.startswith(_DATA) and not line.endswith(_DONE):
+                        _take_event(msgspec.json.decode(line[len(_DATA) :]), answer)
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            if answer.finish_reason is None:
+                raise _Unanswered(repr(error)) from error
+        if answer.finish_reason is None:
+            raise _Unanswered("the stream broke off")
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._http.aclose()
 
 
-def _turn(choice: Mapping[str, Any]) -> Turn:
-    found = (span["weight_version"] for span in choice["rose"]["spans"])
-    versions = tuple(int(version.rpartition("/")[2]) for version in found if version is not None)
-    return Turn(
-        token_ids=choice["token_ids"],
-        logprobs=choice["logprobs"]["token_logprobs"],
-        finish_reason=choice["finish_reason"],
-        versions=versions,
-    )
+def _begins_anew(sampling: Mapping[str, Any]) -> bool:
+    """Whether a cut turn may not go on behind its tokens; with a grammar, stock workers can't."""
+    completion = {**sampling, "vllm_xargs": sampling.get("extra_args")}
+    return must_restart(completion) or has_grammar(completion)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yields the whole lines. httpx's own end at U+2028, too, which a text within JSON may hold."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _take_event(event: Mapping[str, Any], answer: _Answer) -> None:
+    """Raises: WorkerError if it is an error."""
+    if (error := event.get("error")) is not None:
+        kind = _Unanswered if error.get("code") == _UNAVAILABLE else WorkerError
+        raise kind(f"HTTP {error.get('code')}: {error.get('message')}")
+    for choice in event["choices"]:
+        answer.take(choice)

@@ -32,7 +32,7 @@ class RouterLLMClient(LLMServerClient):
         custom = rollout.custom if rollout.custom is not None else {}
         if "rose" not in custom:
             raise ValueError("actor_rollout_ref.rollout.custom.rose: missing; give router_url and model")
-        self._router = {name: str(value) for name, value in custom["rose"].items()}
+        self._router: dict[str, Any] = {name: str(value) for name, value in custom["rose"].items()}
         self._turns: RouterTurns | None = None
 
     async def generate(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rose.errors import PoolsFull
+from rose.errors import PoolsFull, install_hint
 from rose.scheduler.cluster.candidates import Candidate, LimitOf
 from rose.scheduler.cluster.columns import Columns, Floats, Ints, enumerate_columns
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
@@ -28,7 +28,7 @@ from rose.scheduler.group.model import Group, Job, Member
 _CENT = 0.01
 """Dollars an hour: below it, costs are the same. Prices of nodes lie far apart."""
 _SETS_PER_S = 50_000
-"""Of one size: how many sets are enumerated, costed and priced in a second."""
+"""Sets of one size that are enumerated, costed and priced in a second, about."""
 _FIRST_GAP = 4.0
 """Dollars an hour: the bound is mostly that near, and few columns are."""
 
@@ -190,7 +190,7 @@ def _solve(
     try:
         from ortools.linear_solver import pywraplp
     except ModuleNotFoundError as error:
-        raise PoolsFull("the optimum needs OR-tools; run: pip install 'vllm-rose[cluster]'") from error
+        raise PoolsFull(f"the optimum needs OR-tools; {install_hint('cluster')}") from error
     solver: Any = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
     objective = solver.Objective()
     rows = [solver.Constraint(1.0, solver.infinity()) for _ in range(num_jobs)]

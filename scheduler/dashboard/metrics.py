@@ -48,11 +48,11 @@ def _cluster(state: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauges("rose_sched_idle_share", "Idle part of the certified cycles.", ["pool"], idle)
     cost = state["cost"]
     yield GaugeMetricFamily(
-        "rose_sched_dollars_per_hour", "Of the nodes of all groups.", value=cost["dollars_per_hour"]
+        "rose_sched_dollars_per_hour", "What the nodes of all groups cost.", value=cost["dollars_per_hour"]
     )
     yield GaugeMetricFamily(
         "rose_sched_solo_dollars_per_hour",
-        "If every job had nodes of its own.",
+        "What the jobs would cost with nodes of their own.",
         value=cost["solo_dollars_per_hour"],
     )
 
@@ -67,7 +67,7 @@ def _num_groups(state: Mapping[str, Any]) -> int:
 def _jobs(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
     done = CounterMetricFamily("rose_sched_iterations", "Iterations that are safe.", labels=["job"])
     restarts = CounterMetricFamily("rose_sched_resubmissions", "Starts after a crash.", labels=["job"])
-    moves = CounterMetricFamily("rose_sched_moves", "From one group to another.", labels=["job"])
+    moves = CounterMetricFamily("rose_sched_moves", "Moves from one group to another.", labels=["job"])
     slowdown = GaugeMetricFamily(
         "rose_sched_slowdown",
         "An iteration's time over the one alone: slo, certified, observed_mean, observed_worst.",
@@ -88,9 +88,17 @@ def _meter(meter: Mapping[str, Any]) -> Iterator[Metric]:
     for event, count in sorted(meter["events"].items()):
         events.add_metric([event], count)
     yield events
-    yield _histogram("rose_sched_permit_wait_seconds", "From asking to holding.", "phase", meter["waits"])
     yield _histogram(
-        "rose_sched_permit_hold_seconds", "From holding to giving back.", "phase", meter["holds"]
+        "rose_sched_permit_wait_seconds",
+        "Time from asking for a permit to holding it.",
+        "phase",
+        meter["waits"],
+    )
+    yield _histogram(
+        "rose_sched_permit_hold_seconds",
+        "Time from holding a permit to giving it back.",
+        "phase",
+        meter["holds"],
     )
     yield _histogram("rose_sched_decision_seconds", "Time to decide one call.", "call", meter["decisions"])
 

@@ -21,6 +21,7 @@ def state_view(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
         "cost": _cost(facts, jobs, prices),
         "pools": {kind: _pool(kind, pool, facts["groups"], tables) for kind, pool in facts["pools"].items()},
         "groups": [_group(name, group, tables[name], prices) for name, group in facts["groups"].items()],
+        "devices": facts.get("devices", []),
         "states": facts["states"],
         "jobs": [_job(each, jobs[each["name"]], tables, prices) for each in facts["jobs"]],
         "events": list(reversed(events)),

@@ -49,7 +49,7 @@ class Steps:
     num_running: int
     """Decoding requests."""
     seconds: float
-    """Of each step."""
+    """The length of each step."""
     count: int = 1
     idle_s: float = 0.0
     """How long the engine had nothing to compute before the first of them."""

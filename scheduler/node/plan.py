@@ -43,7 +43,7 @@ class NodePlan:
         """Measured over predicted seconds of this node's passes."""
         self._measured_s = self._predicted_s = 0.0
         self._moved_s = [0.0] * num_stages
-        """By how much calibration has moved each stage's plans; `_planned` keeps ends without it."""
+        """Calibration has moved each stage's plans by this much; `_planned` keeps ends without it."""
         self._planned: list[dict[int, float]] = [{} for _ in range(num_stages)]
         self._guests: list[list[tuple[float, float, int]]] = [[] for _ in range(num_stages)]
         """Start, end and task of planned training passes, in order."""

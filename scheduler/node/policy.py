@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rose.scheduler.node.model import Lengths, Profile, Task
+from rose.scheduler.node.pieces import GIVE_WAY_S
 from rose.scheduler.node.plan import NodePlan
 from rose.types import Placement
 
@@ -36,7 +37,7 @@ class Rules:
     """tau: idle time below which nodes are equally good."""
     fill_share: float = 0.5
     """A node is filled up while the predicted response time stays within this share of the SLO."""
-    give_way_s: float = 0.02
+    give_way_s: float = GIVE_WAY_S
     """A training pass stops within this time when a request is due: it is split by groups of layers."""
     max_guests: int = 8
     """Training tasks that a node may have begun. More fill its pipeline better, and hold more memory."""

@@ -17,16 +17,18 @@ from rose.scheduler.node.model import PassCost, Profile
 _FILE = TypeAdapter(Profile)
 
 
-def fit_cost(tokens: Sequence[int], seconds: Sequence[float]) -> PassCost:
+def fit_cost(tokens: Sequence[int], seconds: Sequence[float], pairs: Sequence[int] | None = None) -> PassCost:
     """The pass cost with the least relative squared error and no negative coefficient.
 
-    `tokens`: the length of each measured pass, `seconds`: what it took.
+    `tokens`: those of each measured pass, `seconds`: what it took. `pairs`: the sum of the squares of its
+    sequences' lengths; None for passes of one sequence.
     Raises: ValueError if there are fewer than three different lengths.
     """
     if len(set(tokens)) < 3:
         raise ValueError(f"three coefficients need at least 3 different lengths, got {sorted(set(tokens))}")
     lengths, taken = np.asarray(tokens, float), np.asarray(seconds, float)
-    columns = np.stack([np.ones_like(lengths), lengths, lengths**2], axis=1) / taken[:, None]
+    squares = lengths**2 if pairs is None else np.asarray(pairs, float)
+    columns = np.stack([np.ones_like(lengths), lengths, squares], axis=1) / taken[:, None]
     best, least = np.zeros(3), np.inf
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
         found = np.zeros(3)

@@ -33,15 +33,19 @@ class WorkerSpec(_Settings):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
-            raise ValueError(f"want http://HOST:PORT, got {url!r}")
-        return url.rstrip("/")
+        return _checked_url(url)
 
     @property
     def id(self) -> str:
         """Returns host:port, which names the worker everywhere."""
         return urlsplit(self.url).netloc
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
+        raise ValueError(f"want http://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
 
 
 def _has_good_port(parts: SplitResult) -> bool:
@@ -159,6 +163,13 @@ class RouterConfig(_Settings):
     )
     drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
 
+    peers: tuple[str, ...] = Field(
+        default=(), description="addresses of the other routers before the same workers"
+    )
+    state: Path | None = Field(
+        default=None, description="file that keeps what an admin sets, so that a restart knows it"
+    )
+
     otlp_endpoint: str | None = Field(
         default=None, description="collector of traces, e.g. http://127.0.0.1:4318/v1/traces (extra: otel)"
     )
@@ -172,6 +183,17 @@ class RouterConfig(_Settings):
         default=None, description="key sent to workers on /v1 (their --api-key)"
     )
     rose_key: str | None = Field(default=None, description="key sent to workers on /rose/v1")
+
+    @field_validator("peers")
+    @classmethod
+    def _check_peers(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_checked_url(url) for url in urls)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any key but the admin's is set here."""
+        of_jobs = any(job.key is not None for job in self.jobs.values())
+        return of_jobs or any((self.api_key, self.worker_api_key, self.rose_key))
 
 
 def parse_worker(text: str) -> WorkerSpec:
@@ -215,6 +237,11 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
         raise ConfigError(f"{source}: {_first_problem(error)}") from error
     if config.fronts.count and not any(flag.startswith("--model") for flag in config.fronts.flags):
         raise ConfigError(f"{source}: fronts: flags lack --model DIR, the workers' model")
+    if config.peers and config.has_keys and config.admin_key is None:
+        raise ConfigError(
+            f"{source}: peers: routers with keys take changes by the admin key alone; set admin_key"
+            " (ROSE_ROUTER_ADMIN_KEY), the same at all of them"
+        )
     ids = [worker.id for worker in config.workers]
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise ConfigError(f"{source}: workers: {twice[0]} is given twice")

@@ -85,7 +85,7 @@ class Result:
     trained: list[Trained]
     duration_s: float
     busy_s: list[float]
-    """Of all stages of each node."""
+    """The busy seconds of each node, over all its stages."""
     num_offloads: int
     num_refused: int
 

@@ -38,7 +38,7 @@ class _Pass:
     extra_s: float = 0.0
     """For copies from or to the host, on the first stage."""
     left_s: float | None = None
-    """Of a training pass that gave way."""
+    """What was left of a training pass that gave way."""
 
 
 class _Node:

@@ -1,38 +1,16 @@
-"""`rose sched simulate`: what a policy would do with a trace, in simulated figures.
+"""`rose sched simulate`: what a policy of the cluster level would do with a trace, in simulated figures."""
 
-The level is the cluster's (which group a job joins), unless `--level` asks for the nodes' (which node gets a
-request or a training task) or the GPUs' (what two pipelines run on them at once).
-"""
-
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rose.arguments import CommandParser
-from rose.errors import ConfigError
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.group.model import SloKind
-from rose.scheduler.sim.gpu_command import simulate_pair
 from rose.scheduler.sim.live import Replay
 from rose.scheduler.sim.loop import Result, Simulation
-from rose.scheduler.sim.node_command import simulate_nodes
 from rose.scheduler.sim.progress import Progress
 from rose.scheduler.sim.workloads import Workload, generate_trace, read_trace, submissions
-
-LEVELS = ("cluster", "node", "gpu")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Simulates the level that `--level` names."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--level", nargs="?", default=LEVELS[0])
-    level, rest = first.parse_known_args(list(argv))
-    if level.level not in LEVELS:
-        raise ConfigError(f"--level {level.level}: the levels are {', '.join(LEVELS)}")
-    if level.level == "node":
-        return simulate_nodes(rest)
-    return simulate_pair(rest) if level.level == "gpu" else simulate_cluster(rest)
 
 
 def simulate_cluster(argv: Sequence[str]) -> int:
@@ -40,8 +18,9 @@ def simulate_cluster(argv: Sequence[str]) -> int:
     parser = CommandParser(
         "rose sched simulate",
         "Plays a trace of jobs against a policy. No real job is placed.\n\n"
-        "--level node plays requests and training tasks on nodes instead, and --level gpu two pipelines on "
-        "the same GPUs; rose sched simulate --level node --help has the options of that level.",
+        "--level group plays the permits of a file's groups instead, --level node requests and training "
+        "tasks on nodes, and --level gpu two pipelines on the same GPUs. Each has options of its own: "
+        "rose sched simulate --level node --help.",
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
     parser.add_argument(

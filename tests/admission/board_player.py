@@ -4,18 +4,23 @@ Inside every step it checks that it is alone, through words of the page that the
 """
 
 import mmap
+import os
 import random
 import sys
 import time
 
 from rose._shm import Words
-from rose.admission.board import Word
+from rose.admission.board import SLOT_WORDS, Word
+from rose.admission.claim import MAX_GUESTS, MAX_SERVING
 from rose.admission.gate import GateReason, ServingView
+from rose.admission.liveness import is_alive, own_identity
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
 
-INSIDE, VIOLATIONS, TOTAL, STOP = 200, 208, 216, 224
+INSIDE, VIOLATIONS, TOTAL, STOP = 400, 408, 416, 424
+SERVING_INSIDE, GUEST_INSIDE = 432, 440
+"""A word for each slot: who computes in it, which a dead process leaves behind."""
 
 
 def open_words(path: str) -> Words:
@@ -31,6 +36,24 @@ def critical_section(words: Words, rng: random.Random) -> None:
         time.sleep(rng.random() * 2e-4)
     words.store(TOTAL, total + 1)
     words.add(INSIDE, -1)
+
+
+def check_alone(words: Words, *, but_guest: int, with_serving: bool) -> None:
+    """Counts a violation if another process that lives computes: a guest other than ``but_guest``, or a
+    serving engine if there should be none."""
+    places = [
+        (GUEST_INSIDE + slot, Word.R_IDENTITY + SLOT_WORDS * slot)
+        for slot in range(MAX_GUESTS)
+        if slot != but_guest
+    ]
+    if not with_serving:
+        places += [
+            (SERVING_INSIDE + slot, Word.S_IDENTITY + SLOT_WORDS * slot) for slot in range(MAX_SERVING)
+        ]
+    for inside, identity in places:
+        who = words.load(inside)
+        if who and who == words.load(identity) and is_alive(who) and who == words.load(inside):
+            words.add(VIOLATIONS, 1)
 
 
 def serve(words: Words, num_steps: int, num_rollout_steps: int) -> None:
@@ -71,6 +94,44 @@ def roll_out(words: Words) -> None:
     side.detach()
 
 
+def serve_among_many(words: Words) -> None:
+    """Steps beside other serving engines; no guest may compute meanwhile."""
+    rng = random.Random(os.getpid())
+    side = ServingSide(words)
+    inside = SERVING_INSIDE + side.slot
+    while not words.load(STOP):
+        has_work = rng.random() < 0.7
+        side.offer_grant(NEVER, 0.002)
+        side.begin_step()
+        words.store(inside, own_identity())
+        check_alone(words, but_guest=-1, with_serving=True)
+        time.sleep(rng.random() * 2e-4)
+        words.store(inside, 0)
+        side.end_step(ServingView(has_work=has_work, has_pending_prefill=False, latest_start_s=NEVER))
+        time.sleep(rng.random() * 5e-4)
+    side.detach()
+
+
+def guest_among_many(words: Words) -> None:
+    rng = random.Random(os.getpid())
+    side = RolloutSide(words)
+    inside = GUEST_INSIDE + side.slot
+    side.set_want(True)
+    while not words.load(STOP):
+        if not side.wait_grant():
+            continue
+        view = side.view()
+        if rng.random() < 0.2:
+            side.decline(view, GateReason.NO_SLACK)
+        elif side.try_begin(time.monotonic() + 60, view):
+            words.store(inside, own_identity())
+            check_alone(words, but_guest=side.slot, with_serving=False)
+            time.sleep(rng.random() * 2e-4)
+            words.store(inside, 0)
+            side.end_step(1)
+    side.detach()
+
+
 def hang_in_step(side: ServingSide | RolloutSide) -> None:
     if isinstance(side, ServingSide):
         side.begin_step()
@@ -88,6 +149,10 @@ def main() -> None:
         serve(words, int(sys.argv[3]), int(sys.argv[4]))
     elif action == "roll-out":
         roll_out(words)
+    elif action == "serve-among-many":
+        serve_among_many(words)
+    elif action == "guest-among-many":
+        guest_among_many(words)
     elif action == "hang-serving":
         hang_in_step(ServingSide(words))
     elif action == "hang-rollout":

@@ -13,7 +13,7 @@ from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
 
 PLAYER = Path(__file__).with_name("board_player.py")
-VIOLATIONS, TOTAL, STOP = 208, 216, 224
+VIOLATIONS, TOTAL, STOP = 408, 416, 424
 FAR_S = 600.0
 
 

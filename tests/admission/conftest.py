@@ -18,9 +18,14 @@ def page(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def words(page: Path) -> Words:
+def page_memory(page: Path) -> memoryview:
     with page.open("r+b") as file:
-        return Words(mmap.mmap(file.fileno(), 4096))
+        return memoryview(mmap.mmap(file.fileno(), 4096))
+
+
+@pytest.fixture
+def words(page_memory: memoryview) -> Words:
+    return Words(page_memory)
 
 
 @pytest.fixture

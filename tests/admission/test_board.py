@@ -8,7 +8,9 @@ from board_setup import FAR_S, IDLE, await_grant, begin, in_thread, serving_and_
 
 from rose._shm import Words
 from rose.admission import board, liveness
-from rose.admission.board import EngineState, Word
+from rose.admission.board import Word
+from rose.admission.board_snapshot import snapshot
+from rose.admission.claim import guest_of
 from rose.admission.gate import GateReason
 from rose.admission.rollout_side import MAX_PAUSE_S, Resumed, RolloutSide
 from rose.admission.serving_side import ServingSide, StepStart
@@ -21,7 +23,7 @@ def test_rollout_steps_freely_while_nobody_serves(words: Words) -> None:
     for _ in range(3):
         assert begin(rollout)
         rollout.end_step(5)
-    seen = board.snapshot(words)
+    seen = snapshot(words)
     assert (seen.rollout.num_steps, seen.rollout_tokens) == (3, 15)
 
 
@@ -38,7 +40,7 @@ def test_rollout_gives_way_while_serving_holds_the_gpu(words: Words) -> None:
     assert serving.begin_step() is StepStart.CLEAR
     assert not rollout.view().may_start
     assert not begin(rollout)
-    assert words.load(Word.R_STATE) == EngineState.IDLE
+    assert guest_of(words.load(Word.CLAIM)) == -1
     serving.end_step(IDLE)
     assert begin(rollout)
 
@@ -72,7 +74,7 @@ def test_a_paused_step_frees_the_gpu_and_goes_on_when_serving_is_idle_again(word
     assert rollout.try_resume(0.1, 0.0) is Resumed.WHILE_IDLE
     assert serving.rollout_paused_s() is None
     rollout.end_step(3)
-    assert board.snapshot(words).rollout.num_steps == 1
+    assert snapshot(words).rollout.num_steps == 1
 
 
 def test_a_grant_lets_a_paused_step_end_while_serving_has_work(words: Words) -> None:
@@ -123,22 +125,22 @@ def test_no_grant_is_offered_to_a_rollout_that_cannot_use_it(words: Words) -> No
     assert serving.offer_grant(NEVER, FAR_S) == 0.0
     rollout.set_want(True, min_step_s=5.0)
     assert serving.offer_grant(time.monotonic() + 1.0, FAR_S) == 0.0
-    assert board.snapshot(words).num_yields == 0
+    assert snapshot(words).num_yields == 0
 
 
 def test_a_rollout_that_leaves_a_grant_unanswered_is_offered_none_until_it_lives_again(words: Words) -> None:
     serving, rollout = serving_and_wanting(words)
     for _ in range(3):
         serving.offer_grant(NEVER, 1e-6)
-        assert board.snapshot(words).num_yields == 1
+        assert snapshot(words).num_yields == 1
     serving.begin_step()
     assert not rollout.wait_grant(0.001)  # too late, but it lives
     serving.end_step(work())
     serving.offer_grant(NEVER, 1e-6)
-    assert board.snapshot(words).num_yields == 2
+    assert snapshot(words).num_yields == 2
     RolloutSide(words).set_want(True)  # a new engine in its place
     serving.offer_grant(NEVER, 1e-6)
-    assert board.snapshot(words).num_yields == 3
+    assert snapshot(words).num_yields == 3
 
 
 def test_a_decision_on_an_old_publication_is_refused(words: Words) -> None:
@@ -155,7 +157,7 @@ def test_steps_in_flight_share_one_claim(words: Words) -> None:
     serving.begin_step()
     serving.begin_step()
     serving.end_step(IDLE, num_steps=2)
-    assert board.snapshot(words).serving.num_steps == 2
+    assert snapshot(words).serving.num_steps == 2
     assert not serving.is_stepping
 
 
@@ -202,7 +204,7 @@ def test_a_decline_ends_the_handover(words: Words) -> None:
     await_grant(rollout)
     rollout.decline(rollout.view(), GateReason.NO_SLACK)
     waiting.join()
-    assert board.snapshot(words).declines[GateReason.NO_SLACK] == 1
+    assert snapshot(words).declines[GateReason.NO_SLACK] == 1
 
 
 def test_a_step_taken_on_a_grant_ends_the_handover(words: Words) -> None:
@@ -212,7 +214,7 @@ def test_a_step_taken_on_a_grant_ends_the_handover(words: Words) -> None:
     assert begin(rollout)
     rollout.end_step(1)
     waiting.join()
-    assert board.snapshot(words).num_yields == 1
+    assert snapshot(words).num_yields == 1
 
 
 def test_grants_go_on_while_rollout_uses_them(words: Words) -> None:
@@ -225,13 +227,13 @@ def test_grants_go_on_while_rollout_uses_them(words: Words) -> None:
     await_grant(rollout)
     rollout.decline(rollout.view(), GateReason.NO_SLACK)
     waiting.join()
-    assert board.snapshot(words).num_yields == 4
+    assert snapshot(words).num_yields == 4
 
 
 @pytest.fixture
 def patient_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Announcements hold for as long as a test takes."""
-    monkeypatch.setattr(board, "ARRIVAL_HOLD_S", FAR_S)
+    monkeypatch.setattr(board, "ARRIVAL_HOLD_NS", board.to_ns(FAR_S))
 
 
 @pytest.mark.usefixtures("patient_hold")
@@ -268,7 +270,7 @@ def test_the_first_request_of_a_burst_does_not_absorb_the_arrival_of_the_rest(wo
 def test_an_engine_with_other_work_offers_no_more_grants(words: Words) -> None:
     serving, _ = serving_and_wanting(words)
     assert serving.offer_grants(NEVER, FAR_S, is_called=lambda: True) == 0.0
-    assert board.snapshot(words).num_yields == 0
+    assert snapshot(words).num_yields == 0
 
 
 def test_an_unused_grant_ends_the_offers(words: Words) -> None:
@@ -278,14 +280,14 @@ def test_an_unused_grant_ends_the_offers(words: Words) -> None:
     assert begin(rollout)
     rollout.end_step(0)
     waiting.join()
-    assert board.snapshot(words).num_yields == 1
+    assert snapshot(words).num_yields == 1
 
 
 def test_an_announced_arrival_that_never_comes_is_forgotten(words: Words) -> None:
     ServingSide(words)
     rollout = RolloutSide(words)
     board.announce_arrival(words)
-    words.store(Word.ARRIVED, time.monotonic_ns() - board.to_ns(board.ARRIVAL_HOLD_S) - 1)
+    words.store(Word.S_ARRIVED, time.monotonic_ns() - board.ARRIVAL_HOLD_NS - 1)
     assert rollout.wait_grant()
     assert begin(rollout)
 
@@ -294,7 +296,7 @@ def test_an_overrunning_step_does_not_hold_serving(words: Words) -> None:
     serving, rollout = ServingSide(words), RolloutSide(words)
     assert rollout.try_begin(time.monotonic() - 1.0, rollout.view())
     assert serving.begin_step(grace_s=0) is StepStart.OVERRUN
-    assert board.snapshot(words).num_overruns == 1
+    assert snapshot(words).num_overruns == 1
 
 
 def test_waiting_for_a_grant_ends_without_one(words: Words) -> None:
@@ -311,7 +313,7 @@ def test_detached_serving_leaves_the_gpu_free(words: Words) -> None:
     assert begin(rollout)
 
 
-@pytest.mark.parametrize("look", [ServingSide, RolloutSide, board.snapshot])
+@pytest.mark.parametrize("look", [ServingSide, RolloutSide, snapshot])
 def test_a_page_of_another_layout_is_refused(words: Words, look: Callable[[Words], object]) -> None:
     words.store(Word.MAGIC, board.MAGIC + 1)
     with pytest.raises(BoardError, match="same ROSE version"):
@@ -319,7 +321,7 @@ def test_a_page_of_another_layout_is_refused(words: Words, look: Callable[[Words
 
 
 def test_a_short_page_is_refused() -> None:
-    with pytest.raises(BoardError, match="128 words, the page has 8"):
+    with pytest.raises(BoardError, match=f"{board.NUM_WORDS} words, the page has 8"):
         RolloutSide(Words(bytearray(64)))
 
 
@@ -332,9 +334,9 @@ def test_an_identity_differs_for_a_later_process_with_the_same_pid() -> None:
 
 def test_the_shares_of_a_snapshot_count_the_step_in_progress(words: Words) -> None:
     rollout = RolloutSide(words)
-    before = board.snapshot(words)
+    before = snapshot(words)
     assert begin(rollout)
     time.sleep(0.01)
-    serving_share, rollout_share = board.snapshot(words).busy_shares_since(before)
+    serving_share, rollout_share = snapshot(words).busy_shares_since(before)
     assert serving_share == 0.0
     assert 0.0 < rollout_share <= 1.0

@@ -5,6 +5,8 @@ import pytest
 from sim.harm import HarmedServing, Traffic
 
 from rose.admission.harm import (
+    DAY_S,
+    LEAST_BOUND,
     LEAST_OPEN,
     MEASURING_SHARE,
     MIN_REQUESTS,
@@ -14,7 +16,9 @@ from rose.admission.harm import (
     HarmReport,
     RequestDelay,
     SliceTime,
+    bound_problem,
     estimate_harm,
+    least_seconds_to_know,
 )
 from rose.admission.slices import GROUP_SLICES, SLICE_S, ClosedSlices
 
@@ -48,7 +52,13 @@ def slices(count: int, slowdown: float = 0.0) -> list[SliceTime]:
 
 def report_of(value: float, low: float) -> HarmReport:
     worst = Estimate(value=value, low=low, high=2 * value - low)
-    return HarmReport(num_requests=100, num_closed_slices=10, slowdown=worst, latencies={"ttft_p99": worst})
+    return HarmReport(
+        num_requests=100,
+        num_closed_slices=10,
+        slowdown=worst,
+        latencies={"ttft_p99": worst},
+        measured_s={"ttft_p99": 0.1},
+    )
 
 
 def test_waits_for_rollout_steps_count_in_full() -> None:
@@ -76,6 +86,35 @@ def test_too_little_is_unknown_rather_than_zero() -> None:
     assert not estimate_harm(requests(MIN_REQUESTS - 1), slices(400)).latencies
     unprofiled = [SliceTime(number=n, is_closed=n % 2 == 0, seconds=0.1, predicted_s=0.0) for n in range(99)]
     assert estimate_harm(requests(200), unprofiled).slowdown is None
+
+
+def test_latencies_are_told_as_they_are_also_while_the_harm_is_unknown() -> None:
+    found = estimate_harm(requests(200, ttft_waited_s=0.01), slices(10))
+    assert not found.latencies
+    assert found.measured_s["ttft_p50"] == pytest.approx(0.1345, abs=0.001)
+    assert found.measured_s["tpot_p99"] == pytest.approx(0.01)
+    assert not estimate_harm(requests(MIN_REQUESTS - 1), slices(10)).measured_s
+
+
+@pytest.mark.parametrize("allowed", [1e-6, 5e-5])
+def test_a_bound_that_no_days_traffic_can_show_is_named_with_the_numbers(allowed: float) -> None:
+    problem = bound_problem(allowed)
+    assert problem is not None
+    assert f"allow_harm is {allowed:g}" in problem
+    assert "21,600 slices of a day" in problem and "0.008% at best" in problem
+    assert problem.endswith("set allow_harm to at least 0.0001")
+
+
+@pytest.mark.parametrize("allowed", [LEAST_BOUND, 0.02, 1.0])
+def test_a_bound_that_some_traffic_can_show_is_allowed(allowed: float) -> None:
+    assert bound_problem(allowed) is None
+    assert MIN_SLICES * SLICE_S / MEASURING_SHARE <= least_seconds_to_know(allowed) < DAY_S
+
+
+def test_what_a_day_shows_follows_from_the_noise_of_the_slices() -> None:
+    report = replace(report_of(0.05, 0.01), num_closed_slices=100)  # half a width of 4 points
+    assert report.shown_in_a_day(DAY_S / 100) == pytest.approx(0.004)
+    assert replace(report, num_closed_slices=10).shown_in_a_day(DAY_S) is None
 
 
 def test_more_closed_slices_make_the_bounds_closer() -> None:
@@ -122,7 +161,7 @@ def test_a_certain_violation_counts_beside_a_larger_uncertain_one() -> None:
     sure, unsure = (Estimate(value=v, low=low, high=1.0) for v, low in ((0.08, 0.05), (0.3, -0.1)))
     latencies = {"ttft_p99": unsure, "tpot_p99": sure}
     control = HarmControl(0.02)
-    control.update(HarmReport(num_requests=99, num_closed_slices=9, slowdown=sure, latencies=latencies), 0.0)
+    control.update(replace(report_of(0.08, 0.05), latencies=latencies), 0.0)
     assert control.closed_share == pytest.approx(0.5)
 
 

@@ -101,3 +101,11 @@ def test_steps_of_one_shape_teach_nothing_about_others() -> None:
 def test_an_empty_step_is_no_observation() -> None:
     with pytest.raises(ValueError, match="a step needs tokens and time"):
         OnlineStepTime(CPU).observe(shape(0, 0).observed(0.01))
+
+
+def test_what_was_observed_is_told_without_the_caution_for_unplanned_steps() -> None:
+    online = OnlineStepTime(None)
+    run(online, 200, slowdown=1.0)
+    assert online.model.ratio_q99 == UNPLANNED_RATIO
+    assert online.observed.ratio_q99 < 1.1
+    assert online.observed.base_s == online.model.base_s

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path, PurePosixPath
 
 import pytest
-from bench_house import suite_minutes
+from bench_house import ROOT, suite_minutes, tree_figures
 from lib.house.circles import circles
 from lib.house.tree import Tree
 from lib.house.trips import trace_turn
@@ -86,6 +86,13 @@ def test_a_tree_is_counted_without_links_generated_files_and_binaries(tmp_path: 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no git checkout"):
         Tree(tmp_path)
+
+
+def test_this_house_keeps_its_limits() -> None:
+    figures = {figure.name: figure for figure in tree_figures(Tree(ROOT))}
+    for name in ("files_a_room", "mutual_imports", "longest_function", "max_file", "readme_words"):
+        value, most = figures[name].value, float(str(figures[name].target).removeprefix("<= "))
+        assert value is not None and value <= most, figures[name]
 
 
 def test_minutes_come_from_the_last_summary_of_pytest(tmp_path: Path) -> None:

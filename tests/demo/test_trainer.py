@@ -49,7 +49,7 @@ class ScriptedServer:
 
     async def _start(self) -> str:
         app = web.Application()
-        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/inference/v1/generate", self._complete)
         app.router.add_post("/admin/rl_step", self._rl_step)
         self._app_runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._app_runner.setup()
@@ -77,16 +77,18 @@ class ScriptedServer:
             await asyncio.sleep(0.02)
         if self.status != 200:
             return web.Response(status=self.status, text="no such model")
-        num_tokens = self._random.randint(1, body["max_tokens"])
+        num_tokens = self._random.randint(1, body["sampling_params"]["max_tokens"])
         token_ids = [self._random.randrange(3, 63) for _ in range(num_tokens)]
         self.requests[request.headers[SESSION_HEADER]].append((body, token_ids))
         choice = {
             "token_ids": token_ids,
-            "logprobs": {"token_logprobs": [-float(token_id) for token_id in token_ids]},
-            "finish_reason": "length",
-            "rose": {"spans": [{"weight_version": "run/1", "tokens": num_tokens}]},
+            "logprobs": {"content": [{"logprob": -float(token_id)} for token_id in token_ids]},
+            "rose": {"weight_version": "run/1"},
         }
-        return web.json_response({"choices": [choice]})
+        end = {"token_ids": [], "finish_reason": "length"}
+        events = [json.dumps({"choices": [each]}) for each in (choice, end)]
+        text = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
+        return web.Response(text=text, content_type="text/event-stream")
 
 
 @pytest.fixture
@@ -139,10 +141,10 @@ def test_trained_tokens_are_the_tokens_sent_and_only_generated_ones_are_masked_i
     )
     for index, (prompt, completion, mask, logprobs) in enumerate(rows):
         requests = server.requests[f"rl-0-1-{index}"]
-        assert requests[0][0]["prompt"] == prompt
+        assert requests[0][0]["token_ids"] == prompt
         whole = prompt + completion
         for body, token_ids in requests:
-            sent = body["prompt"]
+            sent = body["token_ids"]
             assert whole[: len(sent)] == sent
             assert whole[len(sent) : len(sent) + len(token_ids)] == token_ids
         assert len(completion) == len(mask) == len(logprobs)

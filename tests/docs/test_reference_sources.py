@@ -77,3 +77,12 @@ def test_every_folder_of_the_reference_has_something_to_show(sources: ModuleType
     folders = sources.ROUTE_FOLDERS if kind == "routes" else sources.METRIC_FOLDERS
     read = sources.read_routes if kind == "routes" else sources.read_metrics
     assert [folder for _, _, folder in folders if not read(ROOT / folder)] == []
+
+
+def test_every_metric_has_a_row_that_says_what_to_make_of_it(sources: ModuleType) -> None:
+    names = [
+        metric.name for *_, folder in sources.METRIC_FOLDERS for metric in sources.read_metrics(ROOT / folder)
+    ]
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    assert len(names) > 50
+    assert [name for name in names if f"\n| `{name}` |" not in text] == []

@@ -7,8 +7,9 @@ from engine_runs import WINDOW_S, Prompts, tenant_of
 from forked_engines import Driver, Reply, make_engine
 
 from rose.engine.memory.tenant import Tenant
+from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.policy.budget import BudgetPolicy
-from rose.types import Deployment
+from rose.types import Deployment, Role
 
 SEND = "send"
 """Name of the file in a connector's storage that lets it send."""
@@ -36,7 +37,9 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
     driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
     tenant, counts = tenant_of(driver), {}
-    tenant.ledger.rollout_wanted_slabs = tenant.client.num_slabs
+    other = tenant.client.slot + 1
+    tenant.ledger.set_engine(other, EngineSlot(role=Role.ROLLOUT, pid=0, world_size=1))
+    tenant.ledger.want(other, tenant.client.num_slabs)
     send = store / SEND
     # Nothing of it is sent, or a slow machine might see slabs go back before it has seen them all.
     driver.answer([[*prompt[at:], *prompt[:at]] for prompt in prompts for at in (1, 2)], 1)

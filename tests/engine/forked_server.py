@@ -60,7 +60,7 @@ class ForkedServer(ServerProcess):
 
 
 class _Forked:
-    """As much of ``subprocess.Popen`` as a ServerProcess needs."""
+    """Has what a ServerProcess needs of ``subprocess.Popen``."""
 
     def __init__(self, process: BaseProcess) -> None:
         self.process = process

@@ -8,6 +8,7 @@ import torch
 from rose.messages import WeightUpdate
 from rose.transfer.follow.mirror import Change
 from rose.transfer.follow.shared_mirror import SharedMirror
+from rose.transfer.format.codec import Elements
 from rose.transfer.format.layout import Layout, TensorCut
 from rose.transfer.format.shared_planes import SharedPlanes
 from rose.transfer.publish.torch_source import TorchSource
@@ -41,14 +42,18 @@ class Mirrored:
             self._planes = self.store.make_planes(Layout(source.specs(), BUCKET_BYTES, self._cuts), None)
             for bucket in self._planes.layout.buckets:
                 self._planes.fill(bucket, np.concatenate(source.read(self._planes.layout, bucket)))
-            self.store.arrived(self._planes, version, self._planes.state_hash, changes)
+            self.store.arrived(self._planes, version, self._planes.state_hash, 0, changes)
         else:
             with self.store.changing(self._planes):
                 for bucket in self._planes.layout.buckets:
-                    patch, _ = self._planes.follow(bucket, source.read(self._planes.layout, bucket))
-                    if patch.num_changed > 0:
-                        changes.append((bucket, patch))
-                self.store.arrived(self._planes, version, self._planes.state_hash, changes)
+                    old = self._planes.bits(bucket).copy()
+                    self._planes.follow(bucket, source.read(self._planes.layout, bucket))
+                    new = self._planes.bits(bucket)
+                    places = np.flatnonzero(old != new).astype(np.int32)
+                    if places.size > 0:
+                        changes.append((bucket, Elements(places=places, old=old[places], new=new[places])))
+                num_changed = sum(elements.places.size for _, elements in changes)
+                self.store.arrived(self._planes, version, self._planes.state_hash, num_changed, changes)
         return self.update_from(before)
 
     def update_from(self, base: str | None) -> WeightUpdate:

@@ -83,13 +83,17 @@ class RealEngine:
     # Requests ---------------------------------------------------------------------------------------
 
     def complete(
-        self, prompt: Sequence[int], max_tokens: int, xargs: Mapping[str, float | str] | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        xargs: Mapping[str, float | str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """One greedy completion. Raises httpx.HTTPStatusError unless the answer is 200."""
         body = {**completion_body("tiny", list(prompt), max_tokens), "logprobs": 1}
         if xargs is not None:
             body["vllm_xargs"] = xargs
-        response = self._http.post("/v1/completions", json=body)
+        response = self._http.post("/v1/completions", json=body, headers=headers)
         response.raise_for_status()
         answer = response.json()
         choice = answer["choices"][0]

@@ -2,20 +2,24 @@
 
 import threading
 from concurrent.futures import Future
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
 from probes import ROLLOUT_TOKENS, SERVING_TOKENS, WAVES, prompt, wave_prompts
-from real_engine import Answer, RealEngine, until
+from real_engine import Answer, RealEngine, runtime_dir, until
 from references import StockAnswers
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, LedgerLog, SharedGpu
 from tiny_models import BLOCK_TOKENS
 
 from rose.admission.board import Word as BoardWord
-from rose.admission.board import snapshot
+from rose.admission.board_snapshot import snapshot
 from rose.admission.harm import MEASURING_SHARE
 from rose.admission.step_time import UNPROFILED, StepTimeModel
+from rose.node.control import EngineControl
+from rose.node.harm import main as harm_command
+from rose.node.top import main as top_command
 from rose.types import GateMode, Role, StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -233,8 +237,12 @@ def test_vllms_metrics_show_the_gate_and_a_request_may_name_its_own_slo(
     assert total(rollout, "rose_generated_tokens_total") >= 8
 
 
-def test_serving_measures_what_rollouts_cost_it(
-    gpu: SharedGpu, serving: RealEngine, rollout: RealEngine
+def test_serving_measures_what_rollouts_cost_it_and_the_commands_show_it(
+    gpu: SharedGpu,
+    serving: RealEngine,
+    rollout: RealEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for engine in (serving, rollout):
         engine.set_gate(GateMode.IDLE)
@@ -244,20 +252,35 @@ def test_serving_measures_what_rollouts_cost_it(
         nonlocal asked
         for request in rollout.start_requests([prompt(f"cheap-{asked}", 30)], max_tokens=40):
             serving.complete(prompt(f"costly-{asked}", 20), 4, xargs={"rose_tenant": "search"})
+            serving.complete(prompt(f"named-{asked}", 20), 4, headers={"X-Rose-Tenant": "support"})
             request.result()
         asked += 1
         harm = serving.status().harm
-        return harm is not None and bool(harm.hours) and bool(harm.hours[0].latencies)
+        return harm is not None and harm.hour is not None and bool(harm.hour.latencies)
 
     until(is_known, "a report with figures")
-    harm = serving.status().harm
-    assert harm is not None and harm.note is None
+    harm = EngineControl(serving.url, "").harm()
+    assert harm.note is None and harm.is_bounded
     assert MEASURING_SHARE <= harm.closed_share < 1
-    for one in harm.hours[0].latencies.values():
+    now = harm.hours[0]
+    for name, one in now.latencies.items():
         assert -0.9 < one.low <= one.value <= one.high
+        assert now.without_rollouts_ms[name] == pytest.approx(now.with_rollouts_ms[name] / (1 + one.value))
+    assert now.tenants["search"].num_requests > 0 and now.tenants["support"].num_requests > 0
+    assert now.harvest is not None and now.harvest.tokens > 0
     assert any(name.startswith("rose_harm{") and "ttft_p99" in name for name in serving.metrics())
-    assert harm.tenants["search"].num_requests > 0
     assert rollout.status().harm is None
+
+    # Neither command is told where the engines are.
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(runtime_dir(gpu.folder)))
+    assert harm_command([]) in (0, 1)
+    screen = capsys.readouterr().out
+    assert f"rose harm {serving.url}: this hour" in screen and rollout.url not in screen
+    assert "serving had" in screen and "Rollouts earned" in screen and "support" in screen
+    assert top_command(["--once"]) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert f"{serving.url}: TTFT P99 was" in screen and "Rollouts are shut out for" in screen
+    assert urlsplit(rollout.url).netloc in screen
 
 
 class KeepBusy:

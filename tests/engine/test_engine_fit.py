@@ -42,13 +42,22 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
                 patches._pool_for("two", 2, BackendKind.HOST)
 
 
-def test_ranks_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_ranks_in_a_pool_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:
     model = str(tmp_path)  # else vLLM looks for one
-    assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4)) == 4
+    assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4), has_pool=True) == 4
     with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
-        patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2))
+        patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2), has_pool=True)
     with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
-        patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2))
+        patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2), has_pool=True)
+
+
+def test_a_dedicated_engine_may_have_ranks_of_other_kinds_on_one_host(tmp_path: Path) -> None:
+    arguments = EngineArgs(str(tmp_path), tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert patches._check_parallelism(arguments, has_pool=False) == 4
+    with pytest.raises(
+        ConfigError, match="--nnodes 2: the copy of new weights that all ranks read is on one"
+    ):
+        patches._check_parallelism(EngineArgs(str(tmp_path), nnodes=2), has_pool=False)
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,9 @@ def test_the_gate_of_a_running_engine_keeps_to_its_deployment() -> None:
     assert settings.gate_problem(GateMode.DUAL, 40) is None
     problem = settings.gate_problem(GateMode.TTFT_ONLY, None)
     assert problem is not None and "a decoder has no prompts" in problem
+
+
+def test_a_bound_below_the_noise_of_any_traffic_is_refused() -> None:
+    message = "allow_harm is 1e-06, and no traffic can show so small a difference"
+    with pytest.raises(ConfigError, match=message):
+        EngineSettings.parse({"rose": {"role": "serving", "pool": "p", "allow_harm": 1e-6}})

@@ -139,22 +139,25 @@ def test_what_changed_is_written_in_place_also_over_several_versions(
     assert addresses == [layer.weight.data_ptr() for layer in (engine.model.first, engine.model.second)]
 
 
-def test_changes_are_refused_before_the_first_write_and_the_whole_checkpoint_is_loaded(
+def test_changes_are_taken_back_where_a_parameter_does_not_hold_the_old_bits(
     engine: StagedWeightEngine, mirrored: Mirrored
 ) -> None:
     weight = torch.arange(16.0).view(4, 4)
     deliver(engine, mirrored.put(named(first=weight, second=weight + 1)))
     later = weight.clone()
     later[0, 0] = 7.0
-    update = mirrored.put(named(first=later, second=later + 1))
+    late = mirrored.put(named(first=later, second=later + 1))
+    later[0, 1] = 8.0
+    mirrored.put(named(first=later, second=later + 1))
     with torch.no_grad():
         engine.model.second.weight[0, 0] = 5.0
-    assert engine.begin_changes(update.changes, update.state_hash) is None
-    while not engine.changes_result()[0]:
-        time.sleep(0.001)
-    assert engine.changes_result()[1] == "second.weight does not hold the weights of the last update"
-    assert float(engine.model.first.weight[0, 0]) == 0.0
-    assert deliver(engine, update) == "second.weight does not hold the weights of the last update"
+    with pytest.raises(FrameError, match=r"holds test/2 of state hash .*weights kept"):
+        deliver(engine, late)
+    assert engine.why_whole == "second.weight does not hold the weights of the last update"
+    assert torch.equal(engine.model.first.weight, weight)
+    assert float(engine.model.second.weight[0, 0]) == 5.0
+    reason = deliver(engine, mirrored.update_from("test/0"))
+    assert reason == "second.weight does not hold the weights of the last update"
     assert torch.equal(engine.model.first.weight, later)
     assert torch.equal(engine.model.second.weight, later + 1)
 

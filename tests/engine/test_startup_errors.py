@@ -6,10 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from made_profiles import store_profile
 from real_engine import READY_S, RealEngine, runtime_dir
 from references import ModelDirs
 from tiny_models import SLAB_BYTES
+from vllm.engine.arg_utils import EngineArgs
 
+from rose.engine.scheduling.recorder import profile_key
 from rose.memory.daemon.daemon import start_daemon
 from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
@@ -52,3 +58,22 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
             assert process.log_tail(200).count(f"rose: error: {message}") == 1, process.log_tail()
             assert "Traceback" not in process.log_tail(200)
             assert "Loading safetensors" not in process.log_tail(200)
+
+
+def test_an_slo_below_the_profile_ends_the_engine_with_one_line(engines_dir: Path, models: ModelDirs) -> None:
+    folder = engines_dir / "slo"
+    folder.mkdir()
+    config = EngineArgs(model=str(models.serving), enforce_eager=True).create_engine_config()
+    store_profile(profile_key(config), folder / "cache" / "profiles")
+    with ExitStack() as undo:
+        daemon = start_daemon(
+            "strict", num_slabs=8, slab_bytes=SLAB_BYTES, headroom_slabs=2, runtime_dir=runtime_dir(folder)
+        )
+        undo.callback(daemon.stop)
+        engine = RealEngine(models.serving, Role.SERVING, folder, pool="strict", slo_tpot_ms=5.0)
+        undo.callback(engine.stop)
+        assert engine.process.wait(READY_S) == 2, engine.process.log_tail()
+        log = engine.process.log_tail(200)
+    message = "rose: error: --additional-config: 'rose': slo_tpot_ms is 5, but one decode step takes up to"
+    assert log.count(message) == 1, log
+    assert "Traceback" not in log and "EngineCore" not in log and "Loading safetensors" not in log

@@ -46,3 +46,14 @@ def test_a_new_scheduler_starts_its_counters_at_zero(tmp_path: Path) -> None:
     path = page_path(tmp_path, "rollout-1")
     StatusPage(path, create=True).put(Field.STEPS, 9)
     assert StatusPage(path, create=True).get(Field.STEPS) == 0
+
+
+def test_the_page_says_where_the_engine_answers(tmp_path: Path) -> None:
+    path = page_path(tmp_path, "serving-1")
+    scheduler, endpoint = StatusPage(path, create=True), StatusPage(path, create=False)
+    assert scheduler.url == ""
+    endpoint.put_url("http://127.0.0.1:8000")
+    assert scheduler.url == "http://127.0.0.1:8000"
+    endpoint.put_url("http://" + 400 * "x")
+    assert scheduler.url == "http://127.0.0.1:8000"
+    assert scheduler.get(Field.PID) == os.getpid()

@@ -10,7 +10,7 @@ from real_engine import Answer, RealEngine, until
 from references import StockAnswers
 from shared_gpu import NUM_SLABS, SharedGpu
 
-from rose.admission.board import snapshot
+from rose.admission.board_snapshot import snapshot
 from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -7,7 +7,7 @@ import pytest
 from rose.errors import ConfigError
 from rose.jobs.stage_times import main, measure
 from rose.scheduler.node.profile import read_profile
-from rose.scheduler.sim.simulate import main as simulate
+from rose.scheduler.sim.levels import simulate
 
 
 @pytest.fixture(scope="module")

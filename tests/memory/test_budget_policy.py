@@ -121,6 +121,35 @@ def test_rollout_growth_spares_the_headroom(used: int, owned: int, budget: int, 
     assert POLICY.rollout_growth(serving_used=used, rollout_owned=owned, budget=budget) == growth
 
 
+def test_rollout_engines_share_their_budget_equally_and_take_what_others_leave() -> None:
+    def shares(*owned: int) -> list[int]:
+        return [
+            POLICY.rollout_share(budget=40, num_engines=len(owned), others_owned=sum(owned) - mine)
+            for mine in owned
+        ]
+
+    assert shares(40) == [40]
+    assert shares(40, 0) == [40, 20]  # the second may grow into its half, and the first gives it
+    assert shares(30, 20) == [20, 20]
+    assert shares(15, 15, 10) == [15, 15, 13]
+    growths = [
+        POLICY.rollout_growth(
+            serving_used=0, rollout_owned=5, budget=40, num_engines=2, others_owned=others_owned
+        )
+        for others_owned in (30, 78)
+    ]
+    assert growths == [15, 0]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 40))
+def test_a_cut_that_every_rollout_engine_obeys_lands_within_the_budget(owned: list[int], budget: int) -> None:
+    after = [
+        min(mine, POLICY.rollout_share(budget=budget, num_engines=len(owned), others_owned=sum(owned) - mine))
+        for mine in owned
+    ]
+    assert sum(after) <= max(budget, len(owned) * POLICY.min_slabs)
+
+
 FLOOR = replace(POLICY, floor_slabs=50)
 
 
@@ -173,7 +202,7 @@ def test_serving_grows_instead_of_evicting_while_rollouts_lack_nothing(
 def test_serving_gives_what_rollouts_lack_down_to_its_floor(
     owned: int, used: int, budget: int, available: int, lacks: int, given: int
 ) -> None:
-    gift = FLOOR.serving_gift(owned=owned, used=used, budget=budget, available=available, rollout_lacks=lacks)
+    gift = FLOOR.serving_gift(owned=owned, used=used, budget=budget, available=available, lacking=lacks)
     assert gift == given
 
 
@@ -200,7 +229,7 @@ def test_what_rollouts_may_have_serving_gives_and_the_rest_it_keeps(
             used=used,
             budget=budget,
             available=free - taken,
-            rollout_lacks=lacks - taken,
+            lacking=lacks - taken,
         )
         serving -= gift
         assert serving >= used

@@ -112,7 +112,7 @@ def test_an_engine_that_died_without_a_daemon_is_buried_by_the_next_one(
     rollout = start_engine("rollout", "r0", "scheduler")
     with observe(runtime_dir) as watcher:
         mine, theirs = rollout.ask("acquire", 5), serving.ask("acquire", 4)
-        watcher.ledger.serving_used_slabs = 4
+        watcher.ledger.set_serving_use(serving.slot, used=4, reserved=0)
         daemons.kill()
         serving.kill()
         assert watcher.ledger.owned(serving.slot) == theirs

@@ -96,7 +96,7 @@ class Home:
 
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]:
-    """By the name of the command; all are on their way."""
+    """Returns homes by the name of the command; all are on their way."""
     root = tmp_path_factory.mktemp("rose")
     model = make_serving_model(root / "model")
     with ExitStack() as undo:

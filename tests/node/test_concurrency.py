@@ -63,7 +63,7 @@ def test_the_page_shows_every_point_and_the_cap_per_gpu() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--concurrency", "0"], "--concurrency 0"),
+        (["--concurrency", "0"], "--concurrency: '0' is not a whole number of at least 1"),
         (["--concurrency", "--role", "serving"], "about rollouts"),
         (["--concurrency", "4", "--plot", "x.png"], "no plot"),
     ],

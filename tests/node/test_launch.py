@@ -45,13 +45,15 @@ def test_a_bad_additional_config_is_refused(text: str) -> None:
         launch.engine_process(engine(vllm_args=("--additional-config", text)), log_path=None)
 
 
-def test_only_rollouts_with_a_relay_get_a_subscriber(tmp_path: Path) -> None:
+def test_engines_that_take_weights_over_a_relay_get_a_subscriber(tmp_path: Path) -> None:
     settings = Settings.from_environment({"ROSE_RUNTIME_DIR": str(tmp_path)})
     assert launch.subscriber_processes([engine()], settings, None) == []
     relay = {"relay": "embedded://127.0.0.1:1", "staging": str(tmp_path / "staging")}
-    assert launch.subscriber_processes([engine(role=Role.SERVING, **relay)], settings, None) == []
-    (subscriber,) = launch.subscriber_processes([engine(run="r", **relay)], settings, None)
-    assert subscriber.argv[-2:] == ["--run", "r"]
+    for takes in ({}, {"role": Role.SERVING, "takes_weights": True}):
+        (subscriber,) = launch.subscriber_processes([engine(run="r", **takes, **relay)], settings, None)
+        assert subscriber.argv[-2:] == ["--run", "r"]
+    with pytest.raises(ValueError, match="a serving engine follows one only with takes_weights true"):
+        engine(role=Role.SERVING, **relay)
     assert (tmp_path / "staging").is_dir()
 
 

@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from rose._shm import Words
-from rose.admission.board import NUM_WORDS, snapshot
+from rose.admission import board, board_snapshot
+from rose.admission.board import NUM_WORDS
+from rose.admission.board_snapshot import snapshot
 from rose.admission.gate import GateReason, ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
@@ -17,17 +19,18 @@ from rose.config import Settings
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
-from rose.messages import WorkerStatus
+from rose.messages import HarmEstimate, HarmStatus, HarmWindow, Harvest, WorkerStatus
 from rose.node.grants_page import BoardReadings, grants_page
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
 from rose.node.top import Sample, main, status_page
-from rose.types import Deployment, Role
+from rose.types import Deployment, GateMode, Role
 
 STATUS = WorkerStatus.model_validate(
     {name: 0 for name in WorkerStatus.model_fields}
     | {
         "deployment": None,
         "harm": None,
+        "lease": None,
         "whole_because": None,
         "role": "rollout",
         "model": "/models/policy",
@@ -84,6 +87,32 @@ def test_slabs_in_quarantine_are_shown() -> None:
     assert "quarantine" not in render([sample(0.0, 0)], {})
 
 
+def test_a_serving_engine_has_the_short_form_of_its_harm() -> None:
+    window = HarmWindow(
+        gate=GateMode.IDLE,
+        ended_at_s=0,
+        seconds=60,
+        num_requests=100,
+        requests_s=60,
+        num_closed_slices=15,
+        latencies={"ttft_p99": HarmEstimate(value=0.01, low=0.0, high=0.015)},
+        with_rollouts_ms={"ttft_p99": 214},
+        without_rollouts_ms={"ttft_p99": 212},
+        harvest=Harvest(seconds=60, tokens=6000, rollout_s=30, serving_s=10),
+    )
+    harm = HarmStatus(
+        gate=GateMode.IDLE,
+        allow_harm=0.02,
+        is_bounded=True,
+        closed_share=0.05,
+        is_retreating=False,
+        hour=window,
+    )
+    status = STATUS.model_copy(update={"role": Role.SERVING, "harm": harm})
+    page = " ".join(render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {}).split())
+    assert "http://x:1: TTFT P99 was 212 ms, is 214 ms; rollouts earned 100 tok/s. Within the bound" in page
+
+
 def test_a_restarted_engine_has_no_rate() -> None:
     earlier = sample(taken_at_s=10.0, tokens=1000)
     assert render([sample(taken_at_s=12.0, tokens=5)], {earlier.worker: earlier}).rstrip().endswith(" -")
@@ -132,7 +161,7 @@ def test_the_page_shows_who_computes_and_why_rollouts_wait() -> None:
     now = replace(
         snapshot(words),
         taken_s=101.5,
-        serving=replace(before.serving, busy_s=before.serving.busy_s + 0.45),
+        servings=(replace(before.servings[0], busy_s=before.servings[0].busy_s + 0.45),),
     )
     (row,) = rows({"gpu0": BoardReadings(now=now, before=before)})
     for cell in ("gpu0 ", " 30% ", " 42 ms ", " 60 ", " 10% ", " no_slack 60%, saving 30% ", " 4"):
@@ -152,6 +181,31 @@ def test_the_page_shows_who_computes_and_why_rollouts_wait() -> None:
     (row,) = rows({"gpu0": BoardReadings(now=replace(pending, serving=nobody), before=before)})
     assert " none " in row and " dead " in row
     assert printed(grants_page({})).strip() == ""
+
+
+def test_every_engine_and_guest_has_a_row_where_more_than_two_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identities = iter(range(1, 9))
+    monkeypatch.setattr(board, "own_identity", lambda: next(identities))
+    for module in ("board", "board_snapshot", "rollout_side"):
+        monkeypatch.setattr(f"rose.admission.{module}.is_alive", bool)
+    words = Words(bytearray(8 * NUM_WORDS))
+    ServingSide(words)
+    guests = [RolloutSide(words) for _ in range(2)]
+    monkeypatch.setattr(board_snapshot, "is_alive", lambda identity: identity != 2)
+    before = replace(snapshot(words), taken_s=100.0)
+    for _ in range(4):
+        assert guests[1].try_begin(time.monotonic() + 1.0, guests[1].view())
+        guests[1].end_step(1)
+    now = replace(snapshot(words), taken_s=102.0)
+    parties = rows({"gpu0": BoardReadings(now=now, before=before)})[2:]
+    assert [row.split()[:5] for row in parties] == [
+        ["gpu0", "serving", "0", "1", "0%"],
+        ["gpu0", "guest", "0", "2", "dead"],
+        ["gpu0", "guest", "1", "3", "0%"],
+    ]
+    assert parties[2].split()[-1] == "2"
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -114,11 +114,11 @@ def test_a_model_larger_than_the_host_cache_stays_on_its_device(tmp_path: Path) 
 
 def test_a_transformers_trainer_goes_on_after_each_suspension_as_without(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
-    pytest.importorskip("accelerate", reason="needs the extra: vllm-rose[train]")
+    pytest.importorskip("accelerate", reason="needs the extra `train`")
     from rose.trainers.torch_state import TorchState
 
     class Suspending(transformers.TrainerCallback):
-        """As rose.phase does between two phases."""
+        """Suspends as rose.phase does between two phases."""
 
         trainer: Any = None
         num_bytes = 0

@@ -124,6 +124,10 @@ def apply_delta(mirror: WeightMirror, manifest: Manifest, frames: Sequence[bytes
     mirror.apply_delta(manifest, fetch_from(manifest, frames))
 
 
+def read_ahead(mirror: WeightMirror, frame: bytes) -> None:
+    mirror.read_ahead(frame, Frame.unpack(frame).bucket)
+
+
 def load_snapshot(mirror: WeightMirror, manifest: Manifest, frames: Sequence[bytes]) -> None:
     mirror.load_snapshot(manifest, LAYOUT, fetch_from(manifest, frames))
 

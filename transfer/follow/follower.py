@@ -11,12 +11,13 @@ import logging
 import time
 from pathlib import Path
 
-from rose.errors import FrameError, RelayError
+from rose.errors import ConfigError, FrameError, RelayError
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.follow.run_choice import RunChoice
+from rose.transfer.follow.run_choice import NAME_IT, RunChoice
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.checkpoint import fill_from_checkpoint
 from rose.transfer.format.manifest import BucketEntry, Head, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.format.signature import Verifier, frame_digest
 from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,32 @@ class Follower:
     """Follows one run, or with "auto" the only one whose trainer is alive (run_choice.py).
 
     base_checkpoint: the checkpoint that the trainer started from. When its bits are the snapshot's, the
-    snapshot need not cross the link.
+    snapshot need not cross the link. public_key: the trainer's; what it did not sign is refused, and the run,
+    which has to be named, never goes back. Raises: ConfigError on a bad public key or one for "auto",
+    ValueError on a bad run id.
     """
 
     def __init__(
-        self, relay: Relay, run_id: str, mirror: WeightMirror, base_checkpoint: Path | None = None
+        self,
+        relay: Relay,
+        run_id: str,
+        mirror: WeightMirror,
+        base_checkpoint: Path | None = None,
+        public_key: str | None = None,
     ) -> None:
+        if public_key is not None and run_id == AUTO_RUN:
+            raise ConfigError(
+                "ROSE_PUBLIC_KEY needs the name of the run: what tells which run is live is not signed; "
+                f"{NAME_IT}"
+            )
         self._relay = relay
         self._run_id = run_id if run_id == AUTO_RUN else keys.check_name(run_id, "run id")
         self._base_checkpoint = base_checkpoint
+        self._verifier = Verifier(public_key) if public_key is not None else None
+        self._digests_ahead: dict[int, str] = {}
+        """Those of the frames that the mirror has read ahead of their manifest, by bucket, if it has to be
+        signed.
+        """
         self.mirror = mirror
         self.fetched_bytes = 0
         self._writer: str | None = None
@@ -75,6 +93,7 @@ class Follower:
                 continue
             if self._is_at(run_id, head) or self._is_past(run_id, head):
                 return False
+            self._refuse_older(run_id, head.version)
             self._move(run_id, head)
             return True
 
@@ -112,6 +131,8 @@ class Follower:
         try:
             self._walk(run_id, head)
         except (FrameError, _Missing) as error:
+            if self._leads_back(run_id, head.snapshot):
+                raise
             logger.warning(
                 "delta chain unusable, starts again from the snapshot: run=%s error=%s", run_id, error
             )
@@ -142,12 +163,14 @@ class Follower:
                 continue  # the attempt failed and its frames were removed
             self.fetched_bytes += len(data)
             try:
-                self.mirror.read_ahead(data)
+                self.mirror.read_ahead(data, bucket)
             except FrameError as error:
                 # The manifest will tell whether the frame belongs to the version.
                 logger.warning("stops reading ahead at a bad frame: key=%s error=%s", key, error)
                 self._unreadable = (run_id, coming)
                 return False
+            if self._verifier is not None:
+                self._digests_ahead[bucket] = frame_digest(data)
             found = True
         return found
 
@@ -176,10 +199,25 @@ class Follower:
             and version.number > head.version
         )
 
+    def _leads_back(self, run_id: str, number: int) -> bool:
+        """Returns whether this version is one to which a signed run can't go any more."""
+        own = self.mirror.version
+        is_signed = self._verifier is not None
+        return is_signed and own is not None and own.run_id == run_id and number < own.number
+
+    def _refuse_older(self, run_id: str, number: int) -> None:
+        """Raises: RelayError where the run is signed and HEAD, which is not, leads back to this version."""
+        if self._leads_back(run_id, number):
+            raise RelayError(
+                f"HEAD of run {run_id} names version {number}, and this follower has {self.mirror.version}: "
+                "a signed run never goes back; start the trainer again under another run id"
+            )
+
     def _walk(self, run_id: str, head: Head) -> None:
         start = self._start_of_walk(run_id, head)
         for number in range(start + 1, head.version + 1):
             manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
+            self._forget_unsigned(manifest)
             self.mirror.apply_delta(manifest, self._frame)
         if not self._is_at(run_id, head):
             raise FrameError(
@@ -197,6 +235,7 @@ class Follower:
         return head.snapshot
 
     def _load_snapshot(self, run_id: str, number: int) -> None:
+        self._refuse_older(run_id, number)
         layout = self._body(keys.layout_key(run_id), LayoutBody).to_layout()
         manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
         if self._base_checkpoint is not None:
@@ -209,13 +248,26 @@ class Follower:
                 logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
         self.mirror.load_snapshot(manifest, layout, self._frame)
 
+    def _forget_unsigned(self, manifest: Manifest) -> None:
+        """Has all frames fetched again where one that was read ahead is not what the manifest says."""
+        signed = {entry.index: entry.digest for entry in manifest.buckets}
+        ahead = {bucket: self._digests_ahead.get(bucket) for bucket in self.mirror.buckets_ahead}
+        if self._verifier is not None and any(signed.get(bucket) != found for bucket, found in ahead.items()):
+            self.mirror.take_back_ahead()
+        self._digests_ahead.clear()
+
     def _frame(self, entry: BucketEntry) -> bytes:
         data = self._object(entry.key)
         self.fetched_bytes += len(data)
+        if self._verifier is not None and (found := frame_digest(data)) != entry.digest:
+            raise FrameError(f"{entry.key}: its SHA-256 is {found}, the trainer signed {entry.digest}")
         return data
 
     def _body(self, key: str, model: type[Model]) -> Model:
-        return unpack_body(self._object(key), model, key)
+        data = self._object(key)
+        if self._verifier is not None:
+            self._verifier.require_signed(key, data)
+        return unpack_body(data, model, key)
 
     def _object(self, key: str) -> bytes:
         data = self._relay.get(key)

@@ -9,13 +9,13 @@ take_back_ahead(). Where other processes read the bits (MirrorStore), such frame
 ahead, and written with the rest of their version. Pure: no relay, no files, no clock. One thread at a time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from rose.errors import FrameError
-from rose.transfer.format.codec import Patch, decode, dense_bits
+from rose.transfer.format.codec import Elements, Patch, decode, dense_bits
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest
@@ -42,7 +42,7 @@ class _Step:
         return self.after - self.before
 
 
-Change = tuple[Bucket, Patch]
+Change = tuple[Bucket, Elements]
 
 
 class MirrorStore(Protocol):
@@ -51,13 +51,25 @@ class MirrorStore(Protocol):
     def make_planes(self, layout: Layout, held: frozenset[int] | None) -> WeightPlanes:
         """Returns new planes. Raises: OSError when there is no room."""
 
+    def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
+        """Whether arrived() is to be told so many changes."""
+
     def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
         """Keeps readers out while the bits lie between two versions. Raises: FrameError."""
 
     def arrived(
-        self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash, changes: Iterable[Change]
+        self,
+        planes: WeightPlanes,
+        version: WeightVersion,
+        state_hash: StateHash,
+        num_changed: int,
+        changes: Sequence[Change],
     ) -> None:
-        """Notes that the planes hold a version now. changes: what led to it from the one before, if any."""
+        """Notes that the planes hold a version now.
+
+        num_changed: the elements in which it differs from the one before, if they held one. changes: those,
+        if keeps_changes().
+        """
 
 
 class WeightMirror:
@@ -133,25 +145,28 @@ class WeightMirror:
         """The buckets of which read_ahead() has taken a frame."""
         return frozenset(self._ahead)
 
-    def read_ahead(self, data: bytes) -> None:
-        """Checks a frame of the next version before its manifest is there, and writes it unless others read
-        the bits.
+    def read_ahead(self, data: bytes, bucket: int) -> None:
+        """Checks this bucket's frame of the next version before its manifest is there, and writes it unless
+        others read the bits.
 
         An aborted attempt may leave frames here that the version does not have in the end; apply_delta()
-        learns that from the manifest and undoes them. Raises: FrameError.
+        learns that from the manifest and undoes them. Raises: FrameError, also when the frame is another
+        bucket's or the bucket's was read before.
         """
         if self.version is None or self.planes is None:
             raise FrameError("an empty mirror can't read ahead: it needs a snapshot first")
         frame, layout = Frame.unpack(data), self.planes.layout
-        if frame.bucket not in self.planes.held:
-            raise FrameError(f"this mirror does not hold bucket {frame.bucket} of {len(layout.buckets)}")
+        if bucket not in self.planes.held:
+            raise FrameError(f"this mirror does not hold bucket {bucket} of {len(layout.buckets)}")
+        if bucket in self._ahead:
+            raise FrameError(f"bucket {bucket} was read ahead already")
         run_id, number = self.version.run_id, self.version.number
-        frame.check_place(layout.buckets[frame.bucket], layout.digest)
+        frame.check_place(layout.buckets[bucket], layout.digest)
         frame.check_version(run_id, number, number + 1)
-        step = self._check_step(self.planes, frame, layout.buckets[frame.bucket])
+        step = self._check_step(self.planes, frame, layout.buckets[bucket])
         if self._store is None:
             _apply_all(self.planes, [step])
-        self._ahead[frame.bucket] = step
+        self._ahead[bucket] = step
 
     def take_back_ahead(self) -> None:
         """Leaves only the bits of the mirror's version. What was read ahead has to be fetched again."""
@@ -179,9 +194,11 @@ class WeightMirror:
             return
         steps = sorted([*self._ahead.values(), *steps], key=lambda step: step.bucket.index)
         self._ahead.clear()  # a patch is applied once
+        num_changed = sum(step.patch.num_changed for step in steps)
+        is_noting = self._store.keeps_changes(planes, num_changed)
         with self._store.changing(planes):
-            _apply_all(planes, steps)
-            self._arrive(manifest, planes, whole, [(step.bucket, step.patch) for step in steps])
+            changes = _apply_all(planes, steps, is_noting=is_noting)
+            self._arrive(manifest, planes, whole, num_changed, changes)
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when the bits don't have the hash that is kept for them."""
@@ -195,14 +212,19 @@ class WeightMirror:
             assert not is_whole or self._held_hash == self._version_hash
 
     def _arrive(
-        self, manifest: Manifest, planes: WeightPlanes, whole: StateHash, changes: Sequence[Change] = ()
+        self,
+        manifest: Manifest,
+        planes: WeightPlanes,
+        whole: StateHash,
+        num_changed: int = 0,
+        changes: Sequence[Change] = (),
     ) -> None:
         self._ahead.clear()
         self.planes = planes
         self._version_hash, self._held_hash = whole, planes.state_hash
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
         if self._store is not None:
-            self._store.arrived(planes, self.version, self._held_hash, changes)
+            self._store.arrived(planes, self.version, self._held_hash, num_changed, changes)
 
     def _require_base(self, manifest: Manifest) -> tuple[WeightPlanes, StateHash]:
         have = (self.version.run_id, self.version.number) if self.version is not None else None
@@ -248,15 +270,23 @@ class WeightMirror:
         return _Step(bucket=bucket, patch=patch, before=before, after=frame.new_hash)
 
 
-def _apply_all(planes: WeightPlanes, steps: Sequence[_Step]) -> None:
-    """Applies all steps, or none if one of them leads to another hash than its frame says."""
+def _apply_all(planes: WeightPlanes, steps: Sequence[_Step], *, is_noting: bool = False) -> list[Change]:
+    """Applies all steps, or none if one of them leads to another hash than its frame says.
+
+    Returns what they change if `is_noting`.
+    """
+    changes: list[Change] = []
     for number, step in enumerate(steps):
-        planes.patch(step.bucket, step.patch)
+        if is_noting:
+            changes.append((step.bucket, planes.patch_noting(step.bucket, step.patch)))
+        else:
+            planes.patch(step.bucket, step.patch)
         found = planes.bucket_hash(step.bucket)
         if found != step.after:
             for done in steps[: number + 1]:
                 planes.revert(done.bucket, done.patch, done.before)
             raise FrameError(f"bucket {step.bucket.index} hashes to {found}, its frame says {step.after}")
+    return changes
 
 
 def _require_changes(manifest: Manifest, before: StateHash) -> StateHash:

@@ -15,7 +15,7 @@ from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
 
-_NAME_IT = "name its run (`--run`, or `run:` in a node's file)"
+NAME_IT = "name its run (`--run`, or `run:` in a node's file)"
 
 
 class RunChoice:
@@ -49,7 +49,7 @@ class RunChoice:
         if len(live) > 1:
             raise RelayError(
                 f"{len(live)} runs are live in this relay: {', '.join(live)}; "
-                f"an engine without a run follows the only live one; {_NAME_IT}"
+                f"an engine without a run follows the only live one; {NAME_IT}"
             )
         if len(others) > 1:
             return current  # some of them may be dead: their signs have to be watched for a while
@@ -78,6 +78,6 @@ class RunChoice:
                 current,
                 stays,
                 ", ".join(live),
-                _NAME_IT,
+                NAME_IT,
             )
         self._warned = (is_silent, live)

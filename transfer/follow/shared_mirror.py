@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,15 +73,23 @@ class SharedMirror:
     def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
         return planes.changing() if isinstance(planes, SharedPlanes) else nullcontext()
 
+    def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
+        return num_changed <= MOST_CHANGED * _num_held(planes)
+
     def arrived(
-        self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash, changes: Iterable[Change]
+        self,
+        planes: WeightPlanes,
+        version: WeightVersion,
+        state_hash: StateHash,
+        num_changed: int,
+        changes: Sequence[Change],
     ) -> None:
         assert isinstance(planes, SharedPlanes)
         if planes is self._planes:
             if self._coming is not None:  # of a snapshot that was not fetched to its end
                 self._coming.remove()
                 self._coming = None
-            self._steps.append(self._step(planes, str(version), str(state_hash), list(changes)))
+            self._steps.append(self._step(planes, str(version), str(state_hash), num_changed, changes))
             planes.settle(str(version), str(state_hash))
         else:
             with planes.changing():
@@ -135,20 +143,25 @@ class SharedMirror:
         self._steps.clear()
         self._remove("changes-*")
 
-    def _step(self, planes: SharedPlanes, version: str, state_hash: str, changes: list[Change]) -> _Step:
+    def _step(
+        self,
+        planes: SharedPlanes,
+        version: str,
+        state_hash: str,
+        num_changed: int,
+        changes: Sequence[Change],
+    ) -> _Step:
         """Writes what changed. A failure is a reason and no error, as an engine can load everything."""
         assert self._version is not None
         path: Path | None = self._folder / f"changes-{version.replace('/', '-')}"
         num_bytes, reason = 0, None
-        num_changed = sum(patch.num_changed for _, patch in changes)
-        held = sum(planes.layout.buckets[index].num_elements for index in planes.held)
-        if num_changed > MOST_CHANGED * held:
+        if not self.keeps_changes(planes, num_changed):
+            held = _num_held(planes)
             reason = f"{num_changed} of {held} elements change from {self._version} to {version}"
         else:
             try:
-                elements = [(bucket, patch.elements(planes.bits(bucket))) for bucket, patch in changes]
                 assert path is not None
-                num_bytes = write_changes(path, planes.layout, self._state_hash, state_hash, elements)
+                num_bytes = write_changes(path, planes.layout, self._state_hash, state_hash, changes)
             except OSError as error:
                 reason = f"the changes from {self._version} to {version} can't be kept: {error}"
         if reason is not None:
@@ -171,3 +184,8 @@ class SharedMirror:
         for pattern in patterns:
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
+
+
+def _num_held(planes: WeightPlanes) -> int:
+    """Returns the number of elements that the planes keep up to date."""
+    return sum(planes.layout.buckets[index].num_elements for index in planes.held)

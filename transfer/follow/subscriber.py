@@ -115,17 +115,19 @@ class Subscriber:
             self._acknowledged[delivery.name] = (update.version, now_s + ACK_EVERY_S)
 
 
-def follow(args: argparse.Namespace, key: str | None) -> None:
+def follow(args: argparse.Namespace, settings: Settings) -> None:
     """Follows until the process is told to stop.
 
-    Raises: RelayError when the relay does not answer at the start, ValueError on bad input.
+    Raises: RelayError when the relay does not answer at the start, ConfigError on a bad public key,
+    ValueError on bad input.
     """
     names = _names(args.name, args.worker)
     plans = [read_plan(path) for path in args.plan]
-    with closing(open_relay(args.relay, key)) as relay, ExitStack() as open_now:
+    with closing(open_relay(args.relay, settings.follower_key)) as relay, ExitStack() as open_now:
         store = open_now.enter_context(closing(SharedMirror(args.staging)))
-        workers = [open_now.enter_context(closing(Worker(url, key))) for url in args.worker]
-        follower = Follower(relay, args.run, WeightMirror(plans, store), args.base)
+        workers = [open_now.enter_context(closing(Worker(url, settings.key))) for url in args.worker]
+        mirror = WeightMirror(plans, store)
+        follower = Follower(relay, args.run, mirror, args.base, settings.public_key)
         subscriber = Subscriber(relay, follower, store, list(zip(names, workers, strict=True)))
         while True:
             subscriber.step(time.monotonic())
@@ -174,7 +176,11 @@ def _parser() -> CommandParser:
         "its versions.",
         f"{program} --relay embedded://relay:8400 --worker http://127.0.0.1:8001 --staging /dev/shm/rose",
     )
-    parser.add_argument("--relay", required=True, help="embedded://HOST:PORT or mooncake://HOST:PORT")
+    parser.add_argument(
+        "--relay",
+        required=True,
+        help="embedded://HOST:PORT, embedded+tls://HOST:PORT?ca=FILE or mooncake://HOST:PORT",
+    )
     parser.add_argument(
         "--run", default=AUTO_RUN, help="run id, or auto: the only live run (default %(default)s)"
     )
@@ -220,7 +226,7 @@ def main() -> None:
     except OSError as error:
         parser.error(f"--staging {args.staging}: {error.strerror}")
     try:
-        follow(args, Settings.from_environment().key)
+        follow(args, Settings.from_environment())
     except (RoseError, ValueError) as error:
         parser.error(str(error))
 

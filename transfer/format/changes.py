@@ -53,19 +53,29 @@ def write_changes(
     path: Path, layout: Layout, base_hash: str, state_hash: str, changes: Sequence[tuple[Bucket, Elements]]
 ) -> int:
     """Writes the file; returns its bytes. Raises: OSError with the numbers when the memory is full."""
-    at, buckets, bodies = 0, [], []
+    at = 0
+    buckets: list[_BucketChanges] = []
+    bodies: list[bytes | memoryview] = []
     for bucket, elements in changes:
-        body = b"".join(map(_padded, (elements.places, elements.old, elements.new)))
+        vectors: list[bytes | memoryview] = [
+            *_padded(elements.places),
+            *_padded(elements.old),
+            *_padded(elements.new),
+        ]
+        check = xxhash.xxh3_128()
+        for vector in vectors:
+            check.update(vector)
+        end = at + sum(map(len, vectors))
         entry = _BucketChanges(
             index=bucket.index,
             num_changed=elements.places.size,
             begin=at,
-            end=at + len(body),
-            check=xxhash.xxh3_128_hexdigest(body),
+            end=end,
+            check=check.hexdigest(),
         )
-        at += len(body)
+        at = end
         buckets.append(entry)
-        bodies.append(body)
+        bodies += vectors
     head = ChangesHead(layout=layout.digest, base_hash=base_hash, state_hash=state_hash, buckets=buckets)
     text = head.model_dump_json().encode()
     text += b" " * (-len(text) % 8)
@@ -127,9 +137,9 @@ class Changes:
         return Elements(places=places, old=old, new=new)
 
 
-def _padded(vector: NDArray[Any]) -> bytes:
-    data = vector.tobytes()
-    return data + bytes(_rounded(len(data)) - len(data))
+def _padded(vector: NDArray[Any]) -> tuple[memoryview, bytes]:
+    """Returns the vector's bytes, where they lie, and what fills them up."""
+    return vector.view(np.uint8).data, bytes(_rounded(vector.nbytes) - vector.nbytes)
 
 
 def _rounded(size: int) -> int:

@@ -28,6 +28,13 @@ from rose.errors import FrameError
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.format.streams import pack_streams, unpack_streams
 
+_INTERFACE = 2
+if (_found := getattr(_delta, "INTERFACE", 1)) != _INTERFACE:
+    raise ImportError(
+        f"{_delta.__file__} has interface {_found} and this code needs {_INTERFACE}: it was built from other "
+        "code; build it again in ROSE's checkout: make setup, or pip install -e . in your own environment"
+    )
+
 Bits = NDArray[np.unsignedinteger[Any]]
 """A vector of raw element bits: uint8, uint16 or uint32."""
 
@@ -70,11 +77,11 @@ class Patch(Protocol):
         hash.
         """
 
-    def revert(self, base: Bits) -> None:
-        """Undoes apply_to()."""
+    def apply_noting(self, base: Bits, first_index: int) -> tuple[StateHash, "Elements"]:
+        """Does what apply_to() does, and in the same pass notes what changes."""
 
-    def elements(self, new: Bits) -> "Elements":
-        """Returns what changed. new: the bits after apply_to()."""
+    def revert(self, base: Bits) -> None:
+        """Undoes apply_to() and apply_noting()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +106,12 @@ class SparsePatch:
     def apply_to(self, base: Bits, first_index: int) -> StateHash:
         return StateHash(*self.delta.apply(base, first_index))
 
+    def apply_noting(self, base: Bits, first_index: int) -> tuple[StateHash, Elements]:
+        lanes, places, old, new = self.delta.apply_noting(base, first_index)
+        return StateHash(*lanes), Elements(places=places, old=old, new=new)
+
     def revert(self, base: Bits) -> None:
         self.delta.revert(base, 0)
-
-    def elements(self, new: Bits) -> Elements:
-        data, count = self.delta.coo(), self.num_changed
-        places: NDArray[np.int32] = np.frombuffer(data, np.int32, count)
-        changed = new[places]
-        old = changed - np.frombuffer(data, new.dtype, count, offset=places.nbytes)
-        return Elements(places=places, old=old, new=changed)
 
     def pack(self, codec: Codec, old: Bits, dtype: str) -> bytes:
         """Returns the payload of a sparse codec. old: the bits that this patch is for; only EXPONENT reads
@@ -136,14 +140,15 @@ class DensePatch:
         self._new = None
         return StateHash.of(base, first_index) - StateHash.of(self._old, first_index)
 
+    def apply_noting(self, base: Bits, first_index: int) -> tuple[StateHash, Elements]:
+        change = self.apply_to(base, first_index)
+        assert self._old is not None
+        places = np.flatnonzero(self._old != base)
+        return change, Elements(places=places.astype(np.int32), old=self._old[places], new=base[places])
+
     def revert(self, base: Bits) -> None:
         assert self._old is not None, "revert before apply_to"
         base[:] = self._old
-
-    def elements(self, new: Bits) -> Elements:
-        assert self._old is not None, "elements before apply_to"
-        places = np.flatnonzero(self._old != new)
-        return Elements(places=places.astype(np.int32), old=self._old[places], new=new[places])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,18 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChange:
-    """Changed elements of one parameter: indices into its flat elements, their old and their new bits."""
+    """Changed elements of one parameter: where they lie, their old and their new bits."""
 
     parameter: str
-    index: Index
+    places: NDArray[np.int32] | Index
+    shift: int
+    """An element's index among the flat ones of the parameter is its place plus this."""
     old: Bits
     new: Bits
+
+    @property
+    def num_changed(self) -> int:
+        return self.places.size
 
 
 class ElementRoutes:
@@ -55,7 +61,7 @@ class ElementRoutes:
                 continue
             for copy in copies:
                 change = _change(piece, copy, mine)
-                if change.index.size > 0:
+                if change.num_changed > 0:
                     yield change
 
 
@@ -83,12 +89,18 @@ def _change(piece: Piece, copy: ShardCopy, elements: Elements) -> ParameterChang
     if shift is not None and is_contiguous(source) and is_contiguous(target):
         begin = source.offset - shift
         taken = _between(elements, begin, begin + source.num_elements)
-        index = taken.places + np.int64(target.offset - begin)
-        return ParameterChange(parameter=target.name, index=index, old=taken.old, new=taken.new)
+        return ParameterChange(
+            parameter=target.name,
+            places=taken.places,
+            shift=target.offset - begin,
+            old=taken.old,
+            new=taken.new,
+        )
     in_view, is_taken = _index_in_view(source, _tensor_index(piece, elements.places))
     return ParameterChange(
         parameter=target.name,
-        index=_index_of_target(target, in_view[is_taken]),
+        places=_index_of_target(target, in_view[is_taken]),
+        shift=0,
         old=elements.old[is_taken],
         new=elements.new[is_taken],
     )

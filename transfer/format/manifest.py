@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.errors import RelayError
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
+from rose.transfer.format.signature import Signer, body_of
 
 HEAD_RUN_KEY = "rose/HEAD_RUN"
 RUN_SIGNS = "rose/.runs/"
@@ -118,6 +119,8 @@ class BucketEntry(_Body):
     """The change of the bucket's state hash. The changes of all entries add up to the version's, so that an
     entry which was left out is noticed.
     """
+    digest: str | None = None
+    """The frame's SHA-256, in a signed manifest."""
 
 
 class Manifest(_Body):
@@ -255,14 +258,28 @@ def ack_prefix(run_id: str) -> str:
     return f"rose/{run_id}/ack/"
 
 
+def is_ack_key(key: str) -> bool:
+    """Whether the key's object is a worker's acknowledgement."""
+    return re.fullmatch(rf"rose/{_NAME.pattern}/ack/{_NAME.pattern}", key) is not None
+
+
 def pack_body(body: BaseModel) -> bytes:
-    return body.model_dump_json().encode()
+    # What was left at its default is left out: releases that do not know it refuse it.
+    return body.model_dump_json(exclude_unset=True).encode()
+
+
+def sealed(signer: Signer | None, key: str, body: BaseModel) -> bytes:
+    """Returns a body as it is stored under this key: signed where the run is."""
+    data = pack_body(body)
+    return signer.seal(key, data) if signer is not None else data
 
 
 def unpack_body(data: bytes, model: type[Model], key: str) -> Model:
-    """Returns the body in an object. Raises: RelayError naming the key when the object is no such body."""
+    """Returns the body in an object, signed or not. Raises: RelayError naming the key when the object is no
+    such body.
+    """
     try:
-        return model.model_validate_json(data)
+        return model.model_validate_json(body_of(data))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rose.transfer.format.codec import Bits, NewBits, Patch, SparsePatch, follow
+from rose.transfer.format.codec import Bits, Elements, NewBits, Patch, SparsePatch, follow
 from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout, Part
 from rose.transfer.format.state_hash import StateHash
 
@@ -54,8 +54,8 @@ class WeightPlanes:
         return self._bucket_hashes[bucket.index]
 
     def bits(self, bucket: Bucket) -> Bits:
-        """Returns the bucket's elements, in place. Only fill(), follow() and patch() may write: they update
-        the hash.
+        """Returns the bucket's elements, in place. Only fill(), follow() and the two patch functions may
+        write: they update the hash.
         """
         return self.planes[bucket.dtype][bucket.begin : bucket.end]
 
@@ -92,6 +92,12 @@ class WeightPlanes:
     def patch(self, bucket: Bucket, patch: Patch) -> None:
         """Applies a patch that was decoded against this bucket's present bits; can't fail."""
         self._bucket_hashes[bucket.index] += patch.apply_to(self.bits(bucket), bucket.first_index)
+
+    def patch_noting(self, bucket: Bucket, patch: Patch) -> Elements:
+        """Does what patch() does; returns what changed."""
+        change, elements = patch.apply_noting(self.bits(bucket), bucket.first_index)
+        self._bucket_hashes[bucket.index] += change
+        return elements
 
     def revert(self, bucket: Bucket, patch: Patch, before: StateHash) -> None:
         """Undoes the bucket's last patch. before: the bucket's hash before that patch."""

@@ -26,8 +26,10 @@ from rose.transfer.format.manifest import (
     LayoutBody,
     Manifest,
     pack_body,
+    sealed,
     unpack_body,
 )
+from rose.transfer.format.signature import Signer
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
 
@@ -54,13 +56,20 @@ class VersionChain:
     """
 
     def __init__(
-        self, relay: Relay, run_id: str, layout: Layout, snapshot_every: int, snapshot_share: float
+        self,
+        relay: Relay,
+        run_id: str,
+        layout: Layout,
+        snapshot_every: int,
+        snapshot_share: float,
+        signer: Signer | None,
     ) -> None:
         self._relay = relay
         self._run_id = run_id
         self._layout = layout
         self._snapshot_every = snapshot_every
         self._snapshot_share = snapshot_share
+        self._signer = signer
         self._writer = uuid.uuid4().hex
         self._objects: dict[tuple[int, int | None], list[str]] = {}
         self._snapshots: list[int] = []
@@ -84,7 +93,8 @@ class VersionChain:
         others_write: prefixes under which other trainer ranks may have begun to write. Raises: RelayError.
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
-            self._relay.upsert(keys.layout_key(self._run_id), pack_body(LayoutBody.of(self._layout)))
+            key = keys.layout_key(self._run_id)
+            self._relay.upsert(key, sealed(self._signer, key, LayoutBody.of(self._layout)))
             self.is_announced = False
             self._folding = None
         else:
@@ -119,7 +129,7 @@ class VersionChain:
 
         Late joiners walk the chain from the snapshot, so it may be neither long nor nearly as big as the
         snapshot: then the relay is asked to fold it. The trainer sends only what the relay has no deltas for,
-        or does not fold in time.
+        or does not fold in time, and all snapshots of a signed run.
         """
         self._chain_bytes += num_bytes
         folding, latest = self._folding, self._snapshots[-1]
@@ -128,6 +138,8 @@ class VersionChain:
         num_versions = version - (folding.version if folding is not None else latest)
         max_bytes = self._snapshot_bytes * self._snapshot_share
         is_long = num_versions >= self._snapshot_every or self._chain_bytes > max_bytes
+        if self._signer is not None:  # a relay can't sign what it folds
+            return is_long
         self._is_fold_due = is_long and folding is None
         is_late = folding is not None and time.monotonic() - folding.asked_s > FOLD_TIMEOUT_S
         if is_long and is_late:
@@ -213,10 +225,13 @@ class VersionChain:
         del self._objects[number, base]
 
     def acks(self) -> dict[str, Ack]:
-        """Returns the last acknowledgement of each worker of this run. Raises: RelayError."""
+        """Returns the last acknowledgement of each worker of this run, without those that can't be read.
+
+        Raises: RelayError.
+        """
         bodies = self._relay.get_all(keys.ack_prefix(self._run_id))
-        acks = [unpack_body(data, Ack, key) for key, data in bodies.items()]
-        return {ack.worker: ack for ack in acks}
+        acks = [read_ack(key, data) for key, data in bodies.items()]
+        return {ack.worker: ack for ack in acks if ack is not None}
 
     def _choose_oldest_base(self) -> int:
         """Returns the latest snapshot once all workers are past it, else the one before it, for workers that
@@ -238,6 +253,17 @@ class VersionChain:
             logger.info("workers that left: run=%s workers=%s", self._run_id, sorted(gone))
             self._relay.remove(keys.ack_prefix(self._run_id) + name for name in sorted(gone))
         return [ack for name, ack in acks.items() if name not in gone]
+
+
+def read_ack(key: str, data: bytes) -> Ack | None:
+    """Returns the acknowledgement in an object; None, and a line in the log, when it is none: whoever has the
+    relay's read key can write there, and is not to stop the trainer.
+    """
+    try:
+        return unpack_body(data, Ack, key)
+    except RelayError as error:
+        logger.warning("acknowledgement skipped: %s", error)
+        return None
 
 
 def claim_run(relay: Relay, run_id: str, relay_url: str) -> None:

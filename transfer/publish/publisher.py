@@ -24,12 +24,13 @@ from rose.errors import RelayError, WorkerError
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import BUCKET_BYTES
-from rose.transfer.format.manifest import Ack, Manifest, unpack_body
+from rose.transfer.format.manifest import Ack, Manifest
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardPlan
+from rose.transfer.format.signature import Signer
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.bucket_encoder import BucketEncoder
-from rose.transfer.publish.chain import VersionChain, claim_run
+from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
 from rose.transfer.publish.kept_copy import open_kept_copy
 from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.torch_source import TorchSource
@@ -76,6 +77,14 @@ class SyncReport:
     """The time spent waiting for the relay when nothing was left to encode meanwhile."""
 
 
+def _num_encode_threads(wanted: int | None, num_ranks: int) -> int:
+    """Returns this rank's share of the cores, unless another number is wanted. Raises: ValueError."""
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"encode_threads must be >= 1, got {wanted}")
+    share = len(os.sched_getaffinity(0)) // max(num_ranks, 1)
+    return wanted if wanted is not None else min(max(share, 1), _MOST_ENCODE_THREADS)
+
+
 class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
@@ -92,7 +101,10 @@ class WeightPublisher:
     ranks_timeout_s for each other.
     encode_threads: the number of buckets that are compared and packed at the same time; None: this rank's
     share of the cores that the process may use, 4 at most.
-    Raises: RelayError when the relay does not answer or already holds a run with this id; ValueError.
+    key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
+    is signed, and the trainer sends its snapshots itself.
+    Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
+    bad signing key; ValueError.
     """
 
     def __init__(
@@ -114,26 +126,26 @@ class WeightPublisher:
         ranks_timeout_s: float = RANKS_TIMEOUT_S,
         encode_threads: int | None = None,
         key: str | None = None,
+        signing_key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         if link_gbps <= 0 or snapshot_every < 1:
             raise ValueError(
                 f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
             )
-        if encode_threads is None:
-            encode_threads = min(
-                max(len(os.sched_getaffinity(0)) // max(num_ranks, 1), 1), _MOST_ENCODE_THREADS
-            )
-        if encode_threads < 1:
-            raise ValueError(f"encode_threads must be >= 1, got {encode_threads}")
+        num_threads = _num_encode_threads(encode_threads, num_ranks)
         self._source = TorchSource(weights, dtype)
         self._full_wait_s = full_wait_s
         self._number = -1
         settings = Settings.from_environment()
+        signing_key = signing_key if signing_key is not None else settings.signing_key
+        self._signer = Signer(signing_key) if signing_key is not None else None
         self._relay = open_relay(relay_url, key if key is not None else settings.key)
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
         try:
-            self._ranks = TrainerRanks(self._relay, self.run_id, rank, num_ranks, ranks_timeout_s)
+            self._ranks = TrainerRanks(
+                self._relay, self.run_id, rank, num_ranks, ranks_timeout_s, self._signer
+            )
             if self._ranks.is_leader:
                 claim_run(self._relay, self.run_id, relay_url)
             specs, held = self._source.specs(), self._source.holdings()
@@ -144,14 +156,16 @@ class WeightPublisher:
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
-        self._chain = VersionChain(self._relay, self.run_id, self.layout, snapshot_every, snapshot_share)
+        self._chain = VersionChain(
+            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer
+        )
         self._lease = RunLease(self._relay, self.run_id)
         self._version_hash = StateHash()
         self._is_followed = False
         self._is_under_way = False
         """Whether a version was begun whose commit is not known of yet."""
         self._kept = open_kept_copy(self._source, self._planes, settings.delta_library)
-        self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, encode_threads)
+        self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, num_threads)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -227,7 +241,8 @@ class WeightPublisher:
 
     def _acked_version(self, key: str) -> int:
         data = self._relay.get(key)
-        return unpack_body(data, Ack, key).version if data is not None else -1
+        ack = read_ack(key, data) if data is not None else None
+        return ack.version if ack is not None else -1
 
     def close(self) -> None:
         """Says that the run has ended, and closes the connection; what was published stays in the relay."""
@@ -248,6 +263,7 @@ class WeightPublisher:
             written=self._chain.start(version, base),
             make_room=self._chain.make_room,
             full_wait_s=self._full_wait_s,
+            signer=self._signer,
         )
         try:
             put(writer)

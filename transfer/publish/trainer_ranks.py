@@ -14,9 +14,18 @@ from typing import TypeVar
 from rose.errors import RelayError
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout, TensorSpec
-from rose.transfer.format.manifest import Manifest, PartBody, RankBody, ShardBody, pack_body, unpack_body
+from rose.transfer.format.manifest import (
+    Manifest,
+    Model,
+    PartBody,
+    RankBody,
+    ShardBody,
+    sealed,
+    unpack_body,
+)
 from rose.transfer.format.partition import Holdings, assign_buckets, cut_by_holdings
 from rose.transfer.format.shard_plan import Box, ShardPlan
+from rose.transfer.format.signature import Signer, Verifier
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.version_writer import VersionWriter
 from rose.transfer.relay.protocol import Relay
@@ -25,9 +34,21 @@ Found = TypeVar("Found")
 
 
 class TrainerRanks:
-    """This rank among `num_ranks`, which wait up to timeout_s for each other."""
+    """This rank among `num_ranks`, which wait up to timeout_s for each other.
 
-    def __init__(self, relay: Relay, run_id: str, rank: int, num_ranks: int, timeout_s: float) -> None:
+    signer: the same for all ranks, which take nothing from each other that it did not sign; None: a run that
+    is not signed.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        run_id: str,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        signer: Signer | None,
+    ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank must be at least 0 and below num_ranks, got rank {rank} of {num_ranks}")
         self._relay = relay
@@ -35,6 +56,8 @@ class TrainerRanks:
         self.rank = rank
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._signer = signer
+        self._verifier = Verifier(signer.public_key) if signer is not None else None
         self.attempt = 0
 
     @property
@@ -51,7 +74,8 @@ class TrainerRanks:
             cuts = cut_by_holdings(specs, [plan.boxes() for plan in plans]) if plans else None
             layout = Layout(specs, bucket_bytes, cuts)
             return layout, frozenset(range(len(layout.buckets)))
-        self._relay.upsert(keys.rank_key(self._run_id, self.rank), pack_body(_rank_body(specs, held)))
+        key = keys.rank_key(self._run_id, self.rank)
+        self._relay.upsert(key, sealed(self._signer, key, _rank_body(specs, held)))
         bodies = [self._wait_for_rank(rank) for rank in range(self.num_ranks)]
         all_specs, all_held = _merge(bodies)
         cuts = cut_by_holdings(all_specs, [*all_held, *(plan.boxes() for plan in plans)])
@@ -70,7 +94,7 @@ class TrainerRanks:
         if not self.is_leader:
             key = keys.part_key(self._run_id, writer.version, writer.base, self.rank)
             writer.note(key)
-            self._relay.upsert(key, pack_body(part))
+            self._relay.upsert(key, sealed(self._signer, key, part))
             manifest_key = keys.manifest_key(self._run_id, writer.version, writer.base)
             what = f"manifest of version {writer.version}"
             return self._wait(manifest_key, lambda: self.committed(writer.version, writer.base), what)
@@ -93,16 +117,13 @@ class TrainerRanks:
 
     def committed(self, version: int, base: int | None) -> Manifest | None:
         """Returns the version's manifest if it was committed, else None. Raises: RelayError."""
-        key = keys.manifest_key(self._run_id, version, base)
-        data = self._relay.get(key)
-        return unpack_body(data, Manifest, key) if data is not None else None
+        return self._body(keys.manifest_key(self._run_id, version, base), Manifest)
 
     def _collect(self, writer: VersionWriter, rank: int) -> PartBody:
         key = keys.part_key(self._run_id, writer.version, writer.base, rank)
 
         def look() -> PartBody | None:
-            data = self._relay.get(key)
-            part = unpack_body(data, PartBody, key) if data is not None else None
+            part = self._body(key, PartBody)
             # The part of another attempt names frames that were taken back.
             return part if part is not None and part.attempt == self.attempt else None
 
@@ -110,12 +131,16 @@ class TrainerRanks:
 
     def _wait_for_rank(self, rank: int) -> RankBody:
         key = keys.rank_key(self._run_id, rank)
+        return self._wait(key, lambda: self._body(key, RankBody), f"shards of rank {rank}")
 
-        def look() -> RankBody | None:
-            data = self._relay.get(key)
-            return unpack_body(data, RankBody, key) if data is not None else None
-
-        return self._wait(key, look, f"shards of rank {rank}")
+    def _body(self, key: str, model: type[Model]) -> Model | None:
+        """Returns what a rank wrote, or None. Raises: RelayError where it is not signed as this run is."""
+        data = self._relay.get(key)
+        if data is None:
+            return None
+        if self._verifier is not None:
+            self._verifier.require_signed(key, data)
+        return unpack_body(data, model, key)
 
     def _wait(self, key: str, look: Callable[[], Found | None], what: str) -> Found:
         """Calls `look` whenever the object was written, until it returns something. Raises: RelayError after

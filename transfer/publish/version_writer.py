@@ -15,7 +15,8 @@ from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Bits, Codec, Encoded
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
-from rose.transfer.format.manifest import BucketEntry, Manifest, pack_body
+from rose.transfer.format.manifest import BucketEntry, Manifest, sealed
+from rose.transfer.format.signature import Signer, frame_digest
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
 
@@ -42,6 +43,7 @@ class VersionWriter:
         written: list[str],
         make_room: Callable[[], None],
         full_wait_s: float,
+        signer: Signer | None,
     ) -> None:
         self._relay = relay
         self._executor = executor
@@ -52,6 +54,7 @@ class VersionWriter:
         self._written = written
         self._make_room = make_room
         self._full_wait_s = full_wait_s
+        self._signer = signer
         self.num_changed = 0
         self.coo_bytes = 0
         self.wire_bytes = 0
@@ -99,7 +102,10 @@ class VersionWriter:
         key = keys.bucket_key(self._run_id, self.version, self.base, bucket.index)
         data = frame.pack()
         change = str(after - before)
-        self._entries.append(BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change))
+        entry = BucketEntry(index=bucket.index, key=key, num_bytes=len(data), change=change)
+        if self._signer is not None:
+            entry = entry.model_copy(update={"digest": frame_digest(data)})
+        self._entries.append(entry)
         self.num_changed += num_changed
         self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
         self._send(key, data)
@@ -139,7 +145,8 @@ class VersionWriter:
             is_followed=is_followed,
             buckets=entries,
         )
-        self._send(keys.manifest_key(self._run_id, self.version, self.base), pack_body(manifest))
+        key = keys.manifest_key(self._run_id, self.version, self.base)
+        self._send(key, sealed(self._signer, key, manifest))
         self._wait_for_puts(0)
         return manifest
 

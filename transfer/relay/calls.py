@@ -7,12 +7,13 @@ This is Python's own HTTP client because a call through httpx takes several time
 sync of small deltas consists of many calls.
 """
 
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
 from rose.errors import RelayUnreachable
 from rose.http import KEEPALIVE_S
@@ -40,11 +41,15 @@ class Answer:
 
 
 class RelayCalls:
-    """The calls to one relay. key: the relay's bearer key, or None where it needs none."""
+    """The calls to one relay. key: the relay's bearer key, or None where it needs none.
 
-    def __init__(self, host: str, port: int, key: str | None) -> None:
+    tls: for a relay that serves TLS.
+    """
+
+    def __init__(self, host: str, port: int, key: str | None, tls: ssl.SSLContext | None = None) -> None:
         self._host = host
         self._port = port
+        self._tls = tls
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self._idle: list[tuple[HTTPConnection, float]] = []
         self._lock = threading.Lock()
@@ -58,7 +63,7 @@ class RelayCalls:
         except (OSError, HTTPException) as error:
             if connection is not None:
                 connection.close()
-            where = f"http://{self._host}:{self._port}"
+            where = f"{'http' if self._tls is None else 'https'}://{self._host}:{self._port}"
             raise RelayUnreachable(f"relay {where}: {method} {path}: {error!r}") from error
         if stays_open:
             with self._lock:
@@ -81,7 +86,7 @@ class RelayCalls:
         is_sent = True
         try:
             connection.request(method, path, _pieces(content) if content else content, headers)
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
             is_sent = False  # a full relay answers without reading the body, so its answer may be there
         with connection.getresponse() as response:
             answer = Answer(status=response.status, headers=response.headers, body=response.read())
@@ -100,7 +105,10 @@ class RelayCalls:
         return None
 
     def _connect(self) -> HTTPConnection:
-        connection = HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        if self._tls is None:
+            connection = HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        else:
+            connection = HTTPSConnection(self._host, self._port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
         connection.connect()
         connection.sock.settimeout(SILENCE_S)
         return connection

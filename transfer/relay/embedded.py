@@ -2,8 +2,9 @@
 
 Owns the server (aiohttp, one event loop) and its blocking client. An object becomes visible only when its
 last byte has arrived. A full relay refuses with the numbers. With ROSE_KEY set, every call needs that key as
-a bearer token. A thread of the process folds snapshots (folding.py). Never writes to disk and never evicts:
-what the trainer put stays until the trainer removes it.
+a bearer token; with ROSE_READ_KEY set too, that one reads everything and writes acknowledgements alone. It
+serves TLS where it was given a certificate (tls.py). A thread of the process folds snapshots (folding.py).
+Never writes to disk and never evicts: what the trainer put stays until the trainer removes it.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import hmac
 import json
 import logging
 import signal
+import ssl
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from urllib.parse import quote, urlencode
@@ -18,13 +20,15 @@ from urllib.parse import quote, urlencode
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.typedefs import Middleware
 
-from rose.errors import RelayError, RelayFull
+from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
+from rose.transfer.format.manifest import is_ack_key
 from rose.transfer.relay.calls import CONNECT_TIMEOUT_S, Answer, RelayCalls
 from rose.transfer.relay.change_log import ChangeLog
 from rose.transfer.relay.folding import SnapshotFolder
 from rose.transfer.relay.object_store import ObjectStore, StoreClient
 from rose.transfer.relay.protocol import Changes, Relay
-from rose.transfer.relay.url import address_of, parse_relay_url
+from rose.transfer.relay.tls import advice
+from rose.transfer.relay.url import copy_address
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +39,22 @@ _HAND_ON_S = 2.0
 _HAND_ON_BYTES_PER_S = 20e6
 _FULL = web.HTTPInsufficientStorage.status_code
 _MISSED_HEADER = "X-Rose-Missed"
+_MOST_ACK_BYTES = 4096
+_READS_ALONE = "rose_reads_alone"
+"""Set on a request that came with the read key."""
 
 
-def make_app(store: ObjectStore, key: str | None) -> web.Application:
-    """Returns the relay's HTTP application."""
-    app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key)])
-    _Routes(store, _Peers(key)).add_to(app)
+def make_app(
+    store: ObjectStore, key: str | None, read_key: str | None = None, tls: ssl.SSLContext | None = None
+) -> web.Application:
+    """Returns the relay's HTTP application. tls: for handing objects on to relays that serve TLS.
+
+    Raises: ConfigError on a read key without another key.
+    """
+    if read_key is not None and (key is None or read_key == key):
+        raise ConfigError("ROSE_READ_KEY: needs ROSE_KEY beside it, and a different one, which writes")
+    app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key, read_key)])
+    _Routes(store, _Peers(key, tls)).add_to(app)
     return app
 
 
@@ -71,10 +85,12 @@ class _Routes:
         self._store.write(name, data, replace=is_replacing)
         self._log.note(name)
         addresses = [address for address in request.query.get("copy_to", "").split(",") if address]
-        is_taken = await asyncio.gather(
-            *(self._peers.send(each, name, data, is_replacing) for each in addresses)
-        )
-        missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
+        if request.get(_READS_ALONE, False):
+            missed = addresses  # this relay's own key goes with what it hands on
+        else:
+            sends = (self._peers.send(each, name, data, is_replacing) for each in addresses)
+            is_taken = await asyncio.gather(*sends)
+            missed = [each for each, taken in zip(addresses, is_taken, strict=True) if not taken]
         return web.Response(status=204, headers={_MISSED_HEADER: ",".join(missed)})
 
     async def read(self, request: web.Request) -> web.Response:
@@ -126,22 +142,24 @@ def _timeout_s(request: web.Request) -> float:
 class _Peers:
     """Hands objects on to other relays, so that a writer far away sends each of them once."""
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(self, key: str | None, tls: ssl.SSLContext | None) -> None:
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._tls: ssl.SSLContext | bool = tls if tls is not None else True
         self._session: ClientSession | None = None
 
     async def send(self, address: str, name: str, data: bytes, is_replacing: bool) -> bool:
-        """Returns whether the relay at host:port took the object; if it did not, the writer is told and sends
-        it itself.
+        """Returns whether the relay at host:port, or https://host:port, took the object; if it did not, the
+        writer is told and sends it itself.
         """
         if self._session is None:
             self._session = ClientSession(headers=self._headers)
         timeout = ClientTimeout(
             total=_HAND_ON_S + len(data) / _HAND_ON_BYTES_PER_S, sock_connect=CONNECT_TIMEOUT_S
         )
-        url = f"http://{address}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
+        server = address if address.startswith("https://") else f"http://{address}"
+        url = f"{server}/v1/objects/{quote(name)}" + ("?replace=1" if is_replacing else "")
         try:
-            async with self._session.put(url, data=data, timeout=timeout) as response:
+            async with self._session.put(url, data=data, timeout=timeout, ssl=self._tls) as response:
                 return response.ok
         except (ClientError, TimeoutError) as error:
             logger.warning("copy not sent: key=%s to=%s error=%r", name, address, error)
@@ -155,25 +173,51 @@ class _Peers:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _require_key(key: str | None) -> Middleware:
+def _require_key(key: str | None, read_key: str | None) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise web.HTTPUnauthorized(text="wrong or missing key: set ROSE_KEY to the relay's key")
+        given = request.headers.get("Authorization", "").encode()
+
+        def has(wanted: str) -> bool:
+            return hmac.compare_digest(given, f"Bearer {wanted}".encode())
+
+        if key is not None and not has(key):
+            if read_key is None or not has(read_key):
+                raise web.HTTPUnauthorized(
+                    text="wrong or missing key: set ROSE_KEY, or ROSE_READ_KEY for a follower, to the relay's"
+                )
+            if not _may_follow(request):
+                raise web.HTTPForbidden(
+                    text=f"ROSE_READ_KEY reads, and writes acknowledgements of up to {_MOST_ACK_BYTES} bytes "
+                    f"alone: {request.method} {request.path} of {request.content_length} bytes needs the "
+                    "relay's ROSE_KEY"
+                )
+            request[_READS_ALONE] = True
         return await handler(request)
 
     return check
 
 
+def _may_follow(request: web.Request) -> bool:
+    """Whether this is a call of a follower."""
+    name = request.match_info.get("key", "")
+    is_ack = request.method == "PUT" and is_ack_key(name) and request.query.get("replace") == "1"
+    num_bytes = request.content_length
+    return request.method == "GET" or (is_ack and num_bytes is not None and num_bytes <= _MOST_ACK_BYTES)
+
+
 class EmbeddedRelay(Relay):
     """The client of an embedded relay; see rose.transfer.relay.protocol.Relay."""
 
-    def __init__(self, host: str, port: int, key: str | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, key: str | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address = f"{host}:{port}"
-        self._calls = RelayCalls(host, port, key)
+        self._calls = RelayCalls(host, port, key, tls)
         try:
             self.keys("rose/HEAD_RUN")
+        except RelayUnreachable as error:
+            raise RelayUnreachable(f"{error}{advice(error.__cause__)}") from error
         except RelayError:
             self._calls.close()
             raise
@@ -188,7 +232,8 @@ class EmbeddedRelay(Relay):
         self, key: str, data: bytes, *, is_replacing: bool, copy_to: Sequence[str]
     ) -> Sequence[str]:
         """The relay hands the object on to the other embedded relays before it answers."""
-        addresses = {url: address_of(url) for url in copy_to if parse_relay_url(url)[0] == "embedded"}
+        found = {url: copy_address(url) for url in copy_to}
+        addresses = {url: address for url, address in found.items() if address is not None}
         query = f"?copy_to={','.join(addresses.values())}" + ("&replace=1" if is_replacing else "")
         answer = self._call("PUT", self._path(key) + query, data)
         missed = answer.headers.get(_MISSED_HEADER, "").split(",")
@@ -236,20 +281,22 @@ class EmbeddedRelay(Relay):
         raise RelayFull(refused) if answer.status == _FULL else RelayError(refused)
 
 
-async def serve(host: str, port: int, capacity_bytes: int, key: str | None) -> None:
-    """Serves until SIGTERM or SIGINT; prints {"url": ...} once it listens. Raises: OSError when the port is
-    taken.
+async def serve(host: str, port: int, app: web.Application, tls: ssl.SSLContext | None) -> None:
+    """Serves until SIGTERM or SIGINT; prints {"url": ...} once it listens.
+
+    tls: with the relay's certificate; None for plain HTTP. Raises: OSError when the port is taken.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    runner = web.AppRunner(make_app(ObjectStore(capacity_bytes), key), access_log=None)
+    runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
         bound = runner.addresses[0][1]
-        print(json.dumps({"url": f"embedded://{host}:{bound}"}), flush=True)
+        kind = "embedded" if tls is None else "embedded+tls"
+        print(json.dumps({"url": f"{kind}://{host}:{bound}"}), flush=True)
         await stopped.wait()
     finally:
         await runner.cleanup()

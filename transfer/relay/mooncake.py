@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.config import default_variable
-from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
+from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable, install_hint
 from rose.transfer.relay.calls import RelayCalls
 from rose.transfer.relay.protocol import Changes, Relay
 
@@ -205,7 +205,7 @@ def mooncake_available() -> tuple[bool, str]:
     Probes in a child process, because a library clash inside Mooncake ends the process that imports it.
     """
     if importlib.util.find_spec("mooncake") is None:
-        return False, "Python package missing: pip install 'vllm-rose[mooncake]'"
+        return False, f"Python package missing; {install_hint('mooncake')}"
     probe = subprocess.run(
         [sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, timeout=300
     )
@@ -228,7 +228,7 @@ def explain_import_failure(stderr: str, status: int) -> str:
 def _master_binary() -> Path:
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
-        raise RelayError("Python package mooncake missing: pip install 'vllm-rose[mooncake]'")
+        raise RelayError(f"Python package mooncake missing; {install_hint('mooncake')}")
     binary = Path(spec.origin).with_name("mooncake_master")
     if not os.access(binary, os.X_OK):
         binary.chmod(binary.stat().st_mode | 0o111)  # unpacking a wheel can lose the executable bit

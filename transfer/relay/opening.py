@@ -3,13 +3,15 @@
 from functools import partial
 
 from rose.transfer.relay.protocol import Relay
+from rose.transfer.relay.tls import client_context
 from rose.transfer.relay.url import parse_relay_url
 
 
 def open_relay(url: str, key: str | None = None) -> Relay:
     """Connects to a running relay, or to several copies of one, whose URLs are separated by commas.
 
-    key: sent to embedded relays. Raises: RelayError when nothing answers there; ValueError on a bad URL.
+    key: sent to embedded relays. Raises: RelayError when nothing answers there; ValueError on a bad URL;
+    ConfigError on a bad file of certificates.
     """
     urls = url.split(",")
     if len(urls) == 1:
@@ -28,7 +30,8 @@ def _open_one(url: str, key: str | None) -> Relay:
     if kind == "embedded":
         from rose.transfer.relay.embedded import EmbeddedRelay
 
-        return EmbeddedRelay(host, port, key)
+        tls = client_context(options.get("ca")) if "tls" in options else None
+        return EmbeddedRelay(host, port, key, tls)
     from rose.transfer.relay.mooncake import MooncakeRelay
 
     admin = options.get("admin")

@@ -6,22 +6,27 @@ is ready. SIGTERM or SIGINT stops everything that it started. Never falls back f
 other.
 """
 
+import argparse
 import asyncio
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from rose.arguments import MOST_PORT, CommandParser, port_number, positive_int, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, RelayError
+from rose.host_memory import available_bytes
+from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.relay import embedded as embedded_relay
 from rose.transfer.relay.folding import SnapshotFolder
 from rose.transfer.relay.mooncake import MooncakeRelay, start_mooncake_master
 from rose.transfer.relay.nearby_copies import NearbyCopies
+from rose.transfer.relay.object_store import ObjectStore
 from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.tls import client_context, server_context
 from rose.transfer.relay.url import add_beside, require_mooncake
 
 _CHECK_MASTER_S = 0.5
@@ -62,6 +67,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs until a stop signal. Raises: ConfigError for a flag's value that can't be used; RelayError."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.make_keys:
+        signing_key = make_signing_key()
+        print(f"ROSE_SIGNING_KEY={signing_key}\nROSE_PUBLIC_KEY={Signer(signing_key).public_key}")
+        return 0
     try:
         if args.beside is not None:
             require_mooncake(args.beside)
@@ -71,24 +80,31 @@ def main(argv: Sequence[str]) -> int:
         parser.error(
             f"--port {MOST_PORT}: the Mooncake master also needs the port above it; choose a lower one"
         )
-    if args.capacity_bytes > _host_bytes():
-        parser.error(f"--capacity-bytes {args.capacity_bytes}: this host has {_host_bytes()} bytes of memory")
+    if args.capacity_bytes > (free_bytes := available_bytes()):
+        parser.error(f"--capacity-bytes {args.capacity_bytes}: {free_bytes} bytes of memory are free here")
+    if (args.tls_certificate is None) != (args.tls_key is None):
+        parser.error("--tls-certificate and --tls-key go together: give both")
+    if args.kind == "mooncake" and (args.tls_certificate is not None or args.tls_ca is not None):
+        parser.error("--tls-certificate and --tls-ca are for --kind embedded: a Mooncake store has no TLS")
     if args.beside is not None and args.kind != "mooncake":
         parser.error("--beside is for --kind mooncake: embedded relays hand objects on themselves")
     try:
         if args.kind == "mooncake":
             serve_mooncake(args.host, args.port, args.capacity_bytes, args.beside)
         else:
-            key = Settings.from_environment().key
-            asyncio.run(embedded_relay.serve(args.host, args.port, args.capacity_bytes, key))
+            _serve_embedded(args)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--port {args.port} on {args.host}: {reason}; choose another port") from error
     return 0
 
 
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _serve_embedded(args: argparse.Namespace) -> None:
+    settings = Settings.from_environment()
+    trusts = client_context(args.tls_ca) if args.tls_ca is not None else None
+    app = embedded_relay.make_app(ObjectStore(args.capacity_bytes), settings.key, settings.read_key, trusts)
+    shows = server_context(args.tls_certificate, args.tls_key) if args.tls_certificate is not None else None
+    asyncio.run(embedded_relay.serve(args.host, args.port, app, shows))
 
 
 def _parser() -> CommandParser:
@@ -110,10 +126,24 @@ def _parser() -> CommandParser:
         help="a Mooncake store nearby whose frames this one copies, so that the trainer sends them once",
     )
     parser.add_argument(
+        "--tls-certificate", type=Path, metavar="FILE", help="serve TLS with this certificate, in PEM"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's key, in PEM")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="certificates to trust where objects are handed on to other relays (default: the system's)",
+    )
+    parser.add_argument(
+        "--make-keys",
+        action="store_true",
+        help="print a new key for a trainer that signs its weights, and the public one for followers",
+    )
+    parser.add_argument(
         "--capacity-bytes",
         type=positive_int,
-        default=min(embedded_relay.DEFAULT_CAPACITY_BYTES, _host_bytes() // 2),
-        help="memory for objects (default: 8 GiB, or half of the host's memory where that is less)",
+        default=min(embedded_relay.DEFAULT_CAPACITY_BYTES, available_bytes() // 2),
+        help="memory for objects (default: 8 GiB, or half of the free memory where that is less)",
     )
     return parser
 

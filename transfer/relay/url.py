@@ -1,22 +1,34 @@
-"""Relay URLs: ``embedded://HOST:PORT`` and ``mooncake://HOST:PORT?admin=PORT``."""
+"""Relay URLs: ``embedded://HOST:PORT``, ``embedded+tls://HOST:PORT?ca=FILE`` and
+``mooncake://HOST:PORT?admin=PORT``."""
 
 from urllib.parse import parse_qs, urlsplit
+
+_TLS = "+tls"
 
 
 def parse_relay_url(url: str) -> tuple[str, str, int, dict[str, str]]:
     """Returns (kind, host, port, options) of "embedded://host:port" or "mooncake://host:port?admin=PORT".
 
-    Raises: ValueError on anything else.
+    The option "tls" stands for embedded+tls. Raises: ValueError on anything else.
     """
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"relay URL {url!r}: {error}") from error
-    if parts.scheme not in ("embedded", "mooncake") or not parts.hostname or port is None or parts.path:
-        raise ValueError(f"relay URL {url!r} must be embedded://HOST:PORT or mooncake://HOST:PORT")
+    is_known = parts.scheme in ("embedded", "embedded" + _TLS, "mooncake")
+    if not is_known or not parts.hostname or port is None or parts.path:
+        raise ValueError(
+            f"relay URL {url!r} must be embedded://HOST:PORT, embedded+tls://HOST:PORT?ca=FILE or "
+            "mooncake://HOST:PORT"
+        )
     options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    return parts.scheme, parts.hostname, port, options
+    kind = parts.scheme.removesuffix(_TLS)
+    if kind != parts.scheme:
+        options["tls"] = "1"
+    elif "ca" in options or "tls" in options:
+        raise ValueError(f"relay URL {url!r}: for TLS it must be embedded+tls://HOST:PORT?ca=FILE")
+    return kind, parts.hostname, port, options
 
 
 def require_mooncake(url: str) -> None:
@@ -29,6 +41,13 @@ def address_of(url: str) -> str:
     """Returns the host:port of a relay."""
     _, host, port, _ = parse_relay_url(url)
     return f"{host}:{port}"
+
+
+def copy_address(url: str) -> str | None:
+    """Returns where another embedded relay hands copies of objects to; None for a Mooncake store."""
+    kind, host, port, options = parse_relay_url(url)
+    scheme = "https://" if "tls" in options else ""
+    return f"{scheme}{host}:{port}" if kind == "embedded" else None
 
 
 def add_beside(url: str, other: str) -> str:

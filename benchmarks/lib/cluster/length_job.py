@@ -20,7 +20,7 @@ from rose.scheduler.group.tail import RolloutSpeed
 
 REPORT_S = 0.05
 CHUNK_S = 0.02
-"""As long a sleep at most: a move begins no later than that."""
+"""The longest sleep: a move begins no later than that."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     speed: RolloutSpeed
     lengths: list[list[int]]
-    """Of each iteration's responses."""
+    """The lengths of each iteration's responses."""
     train_s: float
 
 

@@ -20,10 +20,11 @@ from rose.scheduler.group.tail import RolloutSpeed
 BENCHMARKS = Path(__file__).resolve().parents[2]
 JOB = ("env", f"PYTHONPATH={BENCHMARKS}:{BENCHMARKS.parent}", sys.executable, "-m", "lib.cluster.length_job")
 SCALE = 1 / 50
-"""Of a phase: still long beside the 0.1 s in which the scheduler chooses a threshold."""
+"""Phases are this much shorter than real ones, and still long beside the 0.1 s in which the scheduler
+chooses a threshold."""
 SLO = 2.5
 SLACK = 1.05
-"""Of the files' worst cases over the model's: for what processes take between two phases."""
+"""The files' worst cases are this much above the model's: for what processes take between two phases."""
 RUN_S = 170.0
 NUM_REQUESTS = 256
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 
 from lib.cpu_times import CORE, cpu_use_s
-from rose.admission.board import snapshot
+from rose.admission.board_snapshot import snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.plan import DemoPlan
 from rose.engine.hooks.priority import GUEST_NICE

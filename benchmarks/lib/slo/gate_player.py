@@ -17,19 +17,20 @@ from rose.admission.board import NUM_WORDS
 from rose.admission.gate import GatePolicy, GateSettings, RolloutCandidate
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.step_time import StepTimeModel
+from rose.memory.pool.pool_memory import BOARD_BYTES
 from rose.types import SLO
 
 GATE = GateSettings(slo=SLO(ttft_s=0.5, tpot_s=0.15))
 MODEL = StepTimeModel(base_s=0.001, per_prefill_token_s=1e-5, per_decode_s=1e-5)
 CANDIDATE = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=16, context_tokens=0)
 PATIENCE_S = 30.0
-BARE_BELL, BARE_READY = NUM_WORDS - 1, NUM_WORDS - 2
+BARE_BELL, BARE_READY = NUM_WORDS, NUM_WORDS + 8
 """Words that the board leaves unused."""
 
 
 def main() -> int:
     with Path(sys.argv[1]).open("r+b") as file:
-        words = Words(mmap.mmap(file.fileno(), 8 * NUM_WORDS))
+        words = Words(mmap.mmap(file.fileno(), BOARD_BYTES))
     num_steps, step_s = int(sys.argv[2]), float(sys.argv[3]) / 1000
     times = _take_turns(words, num_steps, step_s) if step_s > 0 else _wake_up(words, num_steps)
     print(json.dumps(times))

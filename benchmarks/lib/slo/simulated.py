@@ -3,7 +3,6 @@
 Owns the simulated workloads and their tables.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from sim.twin.gpu import TwinGpu, TwinOutcome
 from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
 from sim.twin.serving import Arrival, for_decoder, for_prefiller
+from sim.twin.traffic import RATES_RPS, sample
 
 from lib.slo.figures import (
     ALONE,
@@ -29,15 +29,11 @@ from rose.measure.figures import Figure
 from rose.scheduler.sim.requests import TraceRow
 from rose.types import SLO, Deployment, GateMode
 
-RATES_RPS = {"8B": 0.35, "32B": 0.25}
-"""Of one GPU at density 1: serving alone then computes for about 30% of the time, as in the prototype's runs;
-the paper's clusters show 19% (SM utilization)."""
 BURST = "burst"
 """5 s at four times the rate of density 1, then 15 s of silence."""
 BURST_ON_S, BURST_PERIOD_S = 5.0, 20.0
 HEAVY_DENSITY = 6.0
 """Serving alone then computes for nine tenths of the time."""
-MAX_PROMPT_TOKENS = 8192
 TIGHT_STEPS = 5.0
 FRONTIER_TARGETS = (1.8, 2.0, 2.2, 2.4, 2.6, 3.0, 4.0, 5.0, 5.7, 6.4)
 """TPOT targets of the frontier, in decode steps."""
@@ -235,18 +231,3 @@ def trend_figures(pair: str, by_density: Sequence[dict[str, Run]]) -> list[Figur
             first.figure(f"rollout_time[{pair}, density {density:g} over 1]", value, "ratio", None, paper)
         )
     return figures
-
-
-def sample(trace: Sequence[TraceRow], count: int, horizon_s: float, seed: int) -> list[Arrival]:
-    """A random stretch of the trace with its own lengths, its time stretched to the horizon."""
-    start = random.Random(seed).randrange(len(trace) - count)
-    rows, end_s = trace[start : start + count], trace[start + count].arrival_s
-    stretch = horizon_s / max(end_s - rows[0].arrival_s, 1e-9)
-    return [
-        Arrival(
-            at_s=(row.arrival_s - rows[0].arrival_s) * stretch,
-            prompt_tokens=min(row.prompt_tokens, MAX_PROMPT_TOKENS),
-            output_tokens=max(2, row.output_tokens),
-        )
-        for row in rows
-    ]

@@ -75,7 +75,7 @@ PEERS = (
     PeerFormat(name="gap16_zstd", encode=_encode_gaps, apply=_apply_gaps),
     PeerFormat(name="xor_zstd", encode=_encode_xor, apply=_apply_xor),
 )
-"""Of ROSE's paper, vLLM and verl (int32 + value, written with torch); of PULSE; of slime."""
+"""The formats of ROSE's paper, vLLM and verl (int32 + value, written with torch), of PULSE and of slime."""
 
 
 def adam_step(num_elements: int, lr: float, seed: int) -> tuple[Any, Any]:

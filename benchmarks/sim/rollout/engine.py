@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -106,6 +107,17 @@ class Engine:
             self.version += 1
         return prefilled, ended
 
+    def stop(self) -> list[tuple[Run, int]]:
+        """Ends every turn, with the tokens that it has generated, and drops the cache."""
+        stopped = [(run, 0) for run in self._prefills]
+        for ends_at_tokens, _, run in sorted(self._decodes, key=lambda entry: entry[:2]):
+            left = max(1, math.ceil(ends_at_tokens - self._tokens - 1e-6))
+            stopped.append((run, max(0, run.step.generated_tokens - left)))
+        self._prefills, self._decodes, self._running_tokens = [], [], 0
+        self.drop_cache()
+        self.version += 1
+        return stopped
+
     def _step_s(self) -> float:
         """Wall time of a step of the present batch."""
         speed = self.scenario.speed
@@ -126,6 +138,11 @@ class Engine:
         lease_s = self.scenario.lease_s if self.is_serving else float("inf")
         self._cache[trajectory] = (tokens, self.now_s + lease_s)
         self._evict()
+
+    def drop_cache(self) -> None:
+        """Forgets all prefixes, as new weights or a lost GPU make it."""
+        self._cache.clear()
+        self._cached_tokens = 0
 
     def _evict(self) -> None:
         """The least recently used leave first."""

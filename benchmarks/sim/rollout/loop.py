@@ -100,7 +100,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now_s = 0.0
-        self._num_open = len(self._trajectories)
+        self._num_open = self._num_at_start = len(self._trajectories)
         self._counts = {"generated": 0, "prefilled": 0, "prompt": 0, "context": 0, "serving": 0, "turns": 0}
 
     def members(self) -> Mapping[str, Worker]:
@@ -120,7 +120,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Simulate until the last trajectory ends."""
         self._heartbeat()
-        for index in range(len(self._trajectories)):
+        for index in range(self._num_at_start):
             self._at(0.0, lambda index=index: self._begin_turn(index))  # type: ignore[misc]
         while self._num_open:
             self._now_s, _, act = heapq.heappop(self._events)

@@ -97,7 +97,8 @@ class TwinGpu:
         self._num_late = 0
         self._peak_batch = 0
         self.log: list[tuple[str, float, float]] = []
-        """(engine, start, end) of every step, or of its part up to a pause."""
+        """(engine, start, end) of every step, or of its part up to a pause. Without a gate: of rollout steps
+        alone, the GPU time that each part of one gets."""
 
     def run(self) -> TwinOutcome:
         """Runs to the horizon, and on until serving has answered everybody."""
@@ -248,7 +249,7 @@ class TwinGpu:
         """Time passes until the first of both steps ends or, on a GPU without serving, a request arrives."""
         if serving_step is None:
             until_arrival_s = self._arrivals[0].at_s - self._now if self._arrivals else NEVER
-            seconds = min(rollout_step.left_s, max(0.0, until_arrival_s))
+            seconds = work_s = min(rollout_step.left_s, max(0.0, until_arrival_s))
             rollout_step.left_s -= seconds
         else:
             work_s = min(serving_step.left_s, rollout_step.left_s)
@@ -256,6 +257,7 @@ class TwinGpu:
             serving_step.left_s -= work_s
             rollout_step.left_s -= work_s
             self._busy_s["serving"] += work_s if self._now < self._horizon_s else 0.0
+        self.log.append(("rollout", self._now + seconds - work_s, self._now + seconds))
         self._now += seconds
 
     def _begin(self, name: str, model: EngineModel, work: StepShape) -> "_Running":

@@ -18,6 +18,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from rose.scheduler.rollout.formats.resume import must_restart
+
 Json = dict[str, Any]
 _Valued = tuple[int, float]
 """A token and its log-probability."""
@@ -73,6 +75,12 @@ def wants_stream(params: SamplingParams) -> bool:
     return params.output_kind is not RequestOutputKind.FINAL_ONLY or bool(params.stop)
 
 
+def has_state(body: Json) -> bool:
+    """Returns whether the call's parameters begin anew where its tokens are made elsewhere."""
+    params = body["sampling_params"]
+    return must_restart({**params, "vllm_xargs": params.get("extra_args")})
+
+
 def _checked(request: EngineCoreRequest) -> SamplingParams:
     params = request.sampling_params
     if params is None or not request.prompt_token_ids or request.prompt_embeds is not None:
@@ -113,7 +121,13 @@ class Outputs:
         self._num_logprobs = params.num_logprobs
         self._tokens: list[int] = []
         self._rows: list[Json] = []
+        self.so_far: list[int] = []
+        """All tokens that were handed on."""
         self.is_finished = False
+
+    def drop_held(self) -> None:
+        """Drops what was held back, as another router makes it anew."""
+        self._tokens, self._rows = [], []
 
     def take(self, part: Json) -> Iterator[EngineCoreOutput]:
         """Takes a streamed event, or the whole answer; yields what may be handed on.
@@ -144,6 +158,7 @@ class Outputs:
     ) -> EngineCoreOutput:
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         rows, self._rows = self._rows[:count], self._rows[count:]
+        self.so_far += tokens
         return EngineCoreOutput(
             request_id=self._id,
             new_token_ids=tokens,

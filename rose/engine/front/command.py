@@ -7,6 +7,7 @@ take vLLM's own flags. What can't work is refused with one line before anything 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -14,14 +15,17 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import httpx
+
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.engine.front.agreement import RouterQuestions
 from rose.errors import ConfigError
-from rose.http import http_client
+from rose.http import http_client, urls_of
 
 _MIDDLEWARE = "rose.engine.front.caller.NotesCaller"
 _ASK_S = 30.0
+_LISTENS_S = 5.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EXAMPLE = (
     "rose front --router http://127.0.0.1:8100 --model ./models/policy --port 8200"
@@ -35,7 +39,11 @@ def main(argv: Sequence[str]) -> int:
     own, vllm_argv = _parser().parse_known_args(argv)
     if own.stop_with_stdin:
         stop_with_stdin()
-    router_url = own.router.rstrip("/")
+    try:
+        router_urls = urls_of(own.router)
+    except ValueError as error:
+        raise ConfigError(f"--router {error}") from error
+    router_url = _listening(router_urls)
     args = _vllm_arguments(own.model, vllm_argv)
     settings = Settings.from_environment()
     with http_client(router_url, key=settings.router_api_key, timeout=_ASK_S) as client:
@@ -50,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         config = front_config(args)
         _check_context(config.model_config.max_model_len, context, router_url)
         questions.check_tokenizer(card["id"], tokenizer_of(config))
-    serve(config, args, TokenPlane(router_url, card["id"], settings.front_secret))
+    serve(config, args, TokenPlane(router_urls, card["id"], settings.front_secret))
     return 0
 
 
@@ -62,7 +70,12 @@ def _parser() -> CommandParser:
         "\nOther flags are vLLM's own (vllm serve --help); give parsers and templates as the workers do.",
         _EXAMPLE,
     )
-    parser.add_argument("--router", required=True, metavar="URL", help="address of rose router")
+    parser.add_argument(
+        "--router",
+        required=True,
+        metavar="URL[,URL...]",
+        help="address of rose router, or of several before the same workers: a turn goes on at the next one",
+    )
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="the workers' model; its weights are not loaded"
     )
@@ -98,6 +111,15 @@ def _vllm_arguments(model: str, argv: Sequence[str]) -> argparse.Namespace:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(str(error.args[0] if error.args else error)) from error
     return args
+
+
+def _listening(router_urls: Sequence[str]) -> str:
+    """Returns the first router that listens; the first of all if none does yet."""
+    for url in router_urls if len(router_urls) > 1 else ():
+        with contextlib.suppress(httpx.HTTPError), http_client(url, key=None, timeout=_LISTENS_S) as client:
+            client.get("/health")
+            return url
+    return router_urls[0]
 
 
 def _check_context(own: int, theirs: int | None, router_url: str) -> None:

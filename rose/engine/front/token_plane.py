@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -24,27 +25,38 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rose.engine.front.caller import caller_headers
-from rose.engine.front.calls import Outputs, call_body, error_of, wants_stream
-from rose.http import FRONT_SECRET_HEADER
+from rose.engine.front.calls import Outputs, call_body, error_of, has_state, wants_stream
+from rose.errors import RoseError
+from rose.http import FRONT_SECRET_HEADER, SO_FAR, WATCHED
 
 logger = logging.getLogger(__name__)
 
 _PATH = "/inference/v1/generate"
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-"""The router itself watches every turn."""
+"""The router itself watches every turn, and the kernel its host."""
 _DATA = b"data: "
 _DONE = b"[DONE]"
 _LINE_BYTES = 2**24
 """A line of a stream holds one event, with the log-probabilities of a few tokens."""
 
 
+class _RouterLost(RoseError):
+    """A router did not answer to the end; another one may go on."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class TokenPlane(EngineCoreClient):
     """Stands where vLLM's AsyncLLM has the client of its engine core."""
 
-    def __init__(self, router_url: str, model: str, secret: str | None) -> None:
-        """`secret`: by which a router that started this front knows its turns."""
-        self._url = router_url + _PATH
-        self._router_url = router_url
+    def __init__(self, router_urls: Sequence[str], model: str, secret: str | None) -> None:
+        """`router_urls`: routers before the same workers. A turn goes on at the next one if its router dies.
+        `secret`: by which a router that started this front knows its turns."""
+        self._router_urls = router_urls
+        self._at = 0
+        """The router that is asked first: the one that answered last."""
         self._model = model
         self._own_headers = {"Content-Type": "application/json"}
         if secret is not None:
@@ -106,8 +118,31 @@ class TokenPlane(EngineCoreClient):
         self, request: EngineCoreRequest, headers: Mapping[str, str]
     ) -> AsyncIterator[EngineCoreOutput]:
         body, outputs = call_body(request, self._model), Outputs(request)
-        async with self._posted(body, headers) as response:
-            if not wants_stream(request.sampling_params):
+        is_streamed = wants_stream(request.sampling_params)
+        for num_left in reversed(range(len(self._router_urls))):
+            at = self._at
+            try:
+                async for output in self._part(self._router_urls[at], body, headers, outputs, is_streamed):
+                    yield output
+                return
+            except _RouterLost as error:
+                if outputs.is_finished:
+                    return
+                if num_left == 0 or (outputs.so_far and has_state(body)):
+                    raise _http_error(error.status, str(error)) from error
+                logger.warning("turn goes on at the next router request=%s %s", request.request_id, error)
+            if self._at == at:
+                self._at = (at + 1) % len(self._router_urls)
+            outputs.drop_held()
+            if outputs.so_far:
+                body[SO_FAR] = outputs.so_far
+
+    async def _part(
+        self, url: str, body: dict[str, Any], headers: Mapping[str, str], outputs: Outputs, is_streamed: bool
+    ) -> AsyncIterator[EngineCoreOutput]:
+        """Yields what one router answers. Raises: _RouterLost; GracefulHTTPError."""
+        async with self._posted(url, body, headers) as response:
+            if not is_streamed:
                 for output in outputs.take(msgspec.json.decode(await response.read())):
                     yield output
                 return
@@ -119,31 +154,33 @@ class TokenPlane(EngineCoreClient):
                     raise _http_error(*error)
                 for output in outputs.take(event):
                     yield output
-        if not outputs.is_finished:
-            raise _http_error(502, f"the stream of the router at {self._router_url} broke off; send it again")
+            if not outputs.is_finished:
+                raise _RouterLost(502, f"the stream of the router at {url} broke off; send it again")
 
     @asynccontextmanager
     async def _posted(
-        self, body: dict[str, Any], headers: Mapping[str, str]
+        self, url: str, body: dict[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a call. Raises: GracefulHTTPError for an answer other than 200, or none."""
+        """Sends a call. Raises: GracefulHTTPError for an answer other than 200; _RouterLost for none."""
         all_headers = {**headers, **self._own_headers}
         try:
             async with self._http().post(
-                self._url, data=msgspec.json.encode(body), headers=all_headers, timeout=_TIMEOUT
+                url + _PATH, data=msgspec.json.encode(body), headers=all_headers, timeout=_TIMEOUT
             ) as response:
+                if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise _RouterLost(503, _message(await response.text()))
                 if response.status != 200:
                     raise _http_error(response.status, _message(await response.text()))
                 yield response
         except aiohttp.ClientError as error:
             reason = f"{type(error).__name__}: {error}"
-            raise _http_error(503, f"the router at {self._router_url} does not answer ({reason})") from error
+            raise _RouterLost(503, f"the router at {url} does not answer ({reason})") from error
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._loop = asyncio.get_running_loop()
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, socket_factory=_watched),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_LINE_BYTES,
             )
@@ -161,6 +198,15 @@ class TokenPlane(EngineCoreClient):
         for sibling in self.processor.abort_requests([whole], internal=True):
             if sibling != request_id and (turn := self._turns.get(sibling)) is not None:
                 turn.cancel()
+
+
+def _watched(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Makes a socket that notices the death of the router's host."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    for option in WATCHED:
+        made.setsockopt(*option)
+    return made
 
 
 def _http_error(status: int, message: str) -> GracefulHTTPError:

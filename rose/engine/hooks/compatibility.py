@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rose.admission.profile import load_profile
+from rose.admission.reach import floors_s, unreachable_slo
+from rose.config import Settings
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
 from rose.types import Deployment, GateMode, Role
@@ -76,6 +79,20 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
     _check_model(config.model_config)
     _check_connectors(config, settings.role)
     _check_scheduling(config, settings)
+    if settings.role is Role.SERVING:
+        _check_slo(config, settings)
+
+
+def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:
+    """Refuses an SLO that the engine's profile says it can't reach, with what it can."""
+    from rose.engine.scheduling.recorder import profile_key  # imports vllm
+
+    stored = load_profile(Settings.from_environment().profile_dir, profile_key(config))
+    if stored is None:
+        return
+    deployment = settings.deployment if settings.deployment is not None else Deployment.COLLOCATED
+    if problem := unreachable_slo(settings.slo(), floors_s(stored[0]), deployment):
+        raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
 
 
 def _check_model(model: ModelConfig) -> None:

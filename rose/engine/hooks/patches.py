@@ -152,7 +152,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
     from rose.engine.hooks.executor import RanksExecutor
 
-    num_ranks = _check_parallelism(engine_args)
+    num_ranks = _check_parallelism(engine_args, has_pool=settings.pool is not None)
     check_arguments(engine_args)
     settings = resolve_deployment(settings, engine_args.kv_transfer_config)
     engine_args.additional_config = {
@@ -164,7 +164,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
     # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
-    if settings.role is Role.ROLLOUT:
+    if settings.is_updated:
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
         size = _pool_for(settings.pool, num_ranks, backend)
@@ -176,20 +176,27 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
             engine_args.max_num_batched_tokens = min(given or settings.chunk_tokens, settings.chunk_tokens)
 
 
-def _check_parallelism(engine_args: Any) -> int:
-    """Returns the number of ranks. Raises: ConfigError for other than tensor parallelism on one host."""
-    for kind in ("pipeline", "prefill_context", "decode_context"):
-        size = getattr(engine_args, f"{kind}_parallel_size", 1)
-        if size > 1:
+def _check_parallelism(engine_args: Any, *, has_pool: bool) -> int:
+    """Returns the number of ranks. In a pool they are tensor-parallel ones, and always on one host.
+
+    Raises: ConfigError.
+    """
+    sizes = {
+        kind: getattr(engine_args, f"{kind}_parallel_size", 1)
+        for kind in ("pipeline", "prefill_context", "decode_context")
+    }
+    for kind, size in sizes.items():
+        if has_pool and size > 1:
             raise ConfigError(
-                f"--{kind.replace('_', '-')}-parallel-size {size}: rose engines support tensor parallelism "
-                f"alone so far; use --tensor-parallel-size"
+                f"--{kind.replace('_', '-')}-parallel-size {size}: engines in a slab pool support tensor "
+                f"parallelism alone so far: use --tensor-parallel-size, or leave --pool out"
             )
     if engine_args.nnodes > 1:
+        what = "a slab pool is" if has_pool else "the copy of new weights that all ranks read is"
         raise ConfigError(
-            f"--nnodes {engine_args.nnodes}: a slab pool is on one host, and so are its engines; use one host"
+            f"--nnodes {engine_args.nnodes}: {what} on one host, and so are the ranks: use one host"
         )
-    num_ranks: int = engine_args.tensor_parallel_size
+    num_ranks: int = engine_args.tensor_parallel_size * sizes["pipeline"] * sizes["prefill_context"]
     return num_ranks
 
 

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -29,6 +30,19 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
         self._is_placed = False
         # No engine argument sets this; vLLM looks the backend up by its name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Makes the buffers in which a pipeline's later ranks receive.
+
+        Why: vLLM makes them in the trial step before compiling, which an engine without compilation skips on
+        the CPU, and its first request ends it (vLLM 0.32).
+        """
+        runner = self.model_runner
+        if not self.use_v2_model_runner and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not self._is_placed and scheduler_output.total_num_scheduled_tokens > 0:

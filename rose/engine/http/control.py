@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import astuple
 
 from prometheus_client import REGISTRY
@@ -15,13 +16,15 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from rose._shm import Words
-from rose.admission.board import announce_arrival, snapshot
+from rose.admission.board import announce_arrival
+from rose.admission.board_snapshot import ServingTime
 from rose.admission.profile import load_profile
 from rose.config import Settings
 from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.http.activation import INACTIVE, Activation
 from rose.engine.http.followers import Followers
 from rose.engine.http.harm import HarmWatch
+from rose.engine.http.leases import Leases
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.http.streams import check_output_processor, send_held_back
@@ -32,7 +35,15 @@ from rose.engine.weights.weights import check_staged
 from rose.errors import ConfigError, WorkerError
 from rose.memory.ledger.policy_word import Pressure
 from rose.memory.pool.pool import PoolClient, describe_pool
-from rose.messages import ActivationChange, GateStatus, Profile, WeightUpdate, WeightUpdated, WorkerStatus
+from rose.messages import (
+    ActivationChange,
+    GateStatus,
+    HarmHistory,
+    Profile,
+    WeightUpdate,
+    WeightUpdated,
+    WorkerStatus,
+)
 from rose.types import GateMode, Role
 
 logger = logging.getLogger(__name__)
@@ -56,12 +67,15 @@ class EngineControl:
         self._weights_whole = 0
         self._whole_because: str | None = None
         self.followers = Followers()
+        self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
+        """None where several API servers share the engine."""
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
         self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
         # It stays open, because the board and the ledger are mapped through it.
         self._pool = PoolClient.observe(settings.pool) if settings.pool is not None else None
+        self._serving_time = ServingTime(self._pool.board_words) if self._pool is not None else None
         host = Settings.from_environment()
         self._profile_dir = host.profile_dir
         self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
@@ -70,7 +84,7 @@ class EngineControl:
         board = self._serving_board
         if board is not None:
             records = HarmRecords(records_path(host.runtime_dir, settings.engine_id), create=False)
-            self._harm = HarmWatch(board, records, settings.allow_harm)
+            self._harm = HarmWatch(board, records, settings, self._floors_s, self._page.get(Field.BOARD_SLOT))
 
     @property
     def is_active(self) -> bool:
@@ -79,17 +93,34 @@ class EngineControl:
     async def start(self) -> None:
         """Measures the weights and registers the metrics. Call once, when the engine is up."""
         await self._activation.measure()
-        REGISTRY.register(RoseCollector(self.status, self._serving_board))
+        slot = self._page.get(Field.BOARD_SLOT)
+        REGISTRY.register(RoseCollector(self.status, self.harm, self._serving_board, slot))
         if self._harm is not None:
             self._harm_task = asyncio.create_task(self._harm.run(self.gate_mode))
+
+    def listens_at(self, url: str) -> None:
+        """Tells the commands of this host where the engine answers."""
+        self._page.put_url(url)
 
     @property
     def role(self) -> Role:
         return self._settings.role
 
+    @property
+    def is_updated(self) -> bool:
+        """Whether new weights may come while the engine runs."""
+        return self._settings.is_updated
+
     def gate_mode(self) -> GateMode:
         """The gate's mode now; the profiling run and the operator change it."""
         return GATE_MODES[self._page.get(Field.GATE_MODE)]
+
+    def harm(self) -> HarmHistory | None:
+        """What rollouts cost serving; None on a rollout engine and without a pool."""
+        return self._harm.history() if self._harm is not None else None
+
+    def _floors_s(self) -> tuple[float, float]:
+        return self._page.get(Field.TTFT_FLOOR_US) / 1e6, self._page.get(Field.TPOT_FLOOR_US) / 1e6
 
     @property
     def _serving_board(self) -> Words | None:
@@ -130,7 +161,7 @@ class EngineControl:
             cuts=get(Field.CUTS),
             generated_tokens=get(Field.GENERATED_TOKENS),
             busy_s=get(Field.BUSY_NS) / 1e9,
-            serving_busy_s=snapshot(pool.board_words).serving.busy_s if pool is not None else None,
+            serving_busy_s=self._serving_time.read_s() if self._serving_time is not None else None,
             serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
             is_active=self._activation.is_active,
             is_updating=self._is_updating,
@@ -281,4 +312,4 @@ class EngineControl:
         """Tells a waiting serving scheduler that a request is on its way through this API server."""
         board = self._serving_board
         if board is not None:
-            announce_arrival(board)
+            announce_arrival(board, self._page.get(Field.BOARD_SLOT))

@@ -7,6 +7,7 @@ control.py does what they ask. vLLM loads the module only if ``VLLM_PLUGINS`` na
 from __future__ import annotations
 
 import hmac
+import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,12 +22,13 @@ from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.control import EngineControl
 from rose.engine.http.front_door import FrontDoor
+from rose.engine.http.leases import Ask
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
 from rose.messages import (
     ActivationChange,
     GateChange,
-    HarmStatus,
+    HarmHistory,
     Profile,
     RlStep,
     WeightUpdate,
@@ -63,20 +65,32 @@ async def get_status(
     follower: str | None = None,
     knows: str | None = None,
     every_s: Annotated[float, Query(gt=0)] = 0.5,
+    cap: Annotated[int | None, Query(ge=1)] = None,
+    wants: Annotated[int, Query(ge=0)] = 0,
+    lends: Annotated[str | None, Query(min_length=1)] = None,
+    needs: bool = False,
+    gone: str | None = None,
 ) -> WorkerStatus:
     """Returns the engine's status. A router names itself as ``follower``, with the weight version it
     ``knows`` and the interval of its questions: no token of new weights leaves before it knows their
-    version."""
+    version. With a ``cap``, the answer has its lease: the turns that it may have of what it ``wants``, and
+    the job that the GPU is lent to, which is the one that it ``lends`` to, or another router's."""
     control = _control(request)
-    if follower is not None:
-        control.followers.asked(follower, knows, every_s)
-    return control.status()
+    status = control.status()
+    if follower is None:
+        return status
+    control.followers.asked(follower, knows, every_s)
+    if cap is not None and control.leases is not None:
+        ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone)
+        status.lease = control.leases.asked(ask, time.monotonic())
+    return status
 
 
 @router.get("/harm")
-async def get_harm(request: Request) -> HarmStatus:
-    """Returns what rollouts cost serving on this engine: the last minute and the last hours."""
-    harm = _control(request).status().harm
+async def get_harm(request: Request) -> HarmHistory:
+    """Returns what rollouts cost serving on this engine, and what they earned: lately, and in the last hours
+    by tenant."""
+    harm = _control(request).harm()
     if harm is None:
         raise HTTPException(409, "only a serving engine in a pool measures what rollouts cost")
     return harm
@@ -103,8 +117,10 @@ async def post_gate(body: GateChange, request: Request) -> GateChange:
 async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
     """Loads a staged checkpoint; an error leaves the old weights in place."""
     control = _control(request)
-    if control.role is not Role.ROLLOUT:
-        raise HTTPException(409, "weights of a serving engine are not updated through rose")
+    if not control.is_updated:
+        raise HTTPException(
+            409, "weights of a serving engine are not updated through rose unless it has --takes-weights true"
+        )
     if not Path(body.path).is_file():
         raise HTTPException(422, f"no staged checkpoint at {body.path}")
     try:
@@ -154,6 +170,15 @@ async def post_profile(request: Request) -> Profile:
         raise HTTPException(500, str(error)) from error
 
 
+def _own_url(args: Namespace) -> str:
+    """Returns where this API server answers on its host; empty if it listens on a Unix socket."""
+    if getattr(args, "uds", None):
+        return ""
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
+    scheme = "https" if getattr(args, "ssl_certfile", None) else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
+
+
 class RoseEndpoint:
     """vLLM's ``EndpointPlugin``. It attaches the routes, and finds the engine once it is up."""
 
@@ -172,7 +197,10 @@ class RoseEndpoint:
         settings = EngineSettings.parse(config.additional_config)
         if settings is not None:
             control = EngineControl(engine_client, settings, str(config.model_config.served_model_name))
+            if config.parallel_config._api_process_count > 1:
+                control.leases = None  # each process would see a part of the turns
             await control.start()
+            control.listens_at(_own_url(args))
             state.rose = control
             if settings.role is Role.ROLLOUT and settings.pool is not None:
                 give_way_on_cpus()

@@ -1,7 +1,7 @@
 """What ROSE does with each generation request before vLLM's API server sees it, and with the answer.
 
 Owns the ASGI middleware of one engine. Promises that a request which ROSE has nothing to say about passes
-unchanged. Never tokenizes, queues or delays a request.
+unchanged. Never tokenizes or queues a request, and delays one only where a place is about to come free.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.control import EngineControl
+from rose.engine.http.leases import Leases, begun
 from rose.engine.http.prompt_ids import without_prompt_ids
-from rose.engine.scheduling.request_keys import KEYS, key_problem
+from rose.engine.scheduling.request_keys import KEYS, TENANT_HEADER, TENANT_KEY, key_problem, tenant_problem
+from rose.http import LEASE_HEADER, NO_LEASE
 
 _KEYS = tuple(key.encode() for key in KEYS)
+_XARGS = "vllm_xargs"
+_HEADER = TENANT_HEADER.lower().encode()
+_LEASE = LEASE_HEADER.lower().encode()
 
 
 class FrontDoor:
@@ -28,6 +33,9 @@ class FrontDoor:
       can tell a 503 from a turn that was lost.
     - It answers 400 to a request whose own SLO is no latency, or whose tenant is no name. vLLM does not look
       at these values.
+    - It writes the tenant of an ``X-Rose-Tenant`` header into the body, where the scheduler finds it. A
+      gateway sets the header, so it wins over the body's key.
+    - It counts the turns of each router, and answers 503 to one that its router's lease has no room for.
     - It leaves the prompt's token ids out of the answer if the request asks for that.
     """
 
@@ -43,12 +51,36 @@ class FrontDoor:
                     return
                 control.announce_arrival()
                 messages = await _read(receive)
-                if (problem := _key_problem(messages)) is not None:
+                tenant = _header_tenant(scope)
+                wrong_name = tenant_problem(TENANT_HEADER, tenant) if tenant is not None else None
+                problem = wrong_name if wrong_name is not None else _key_problem(messages)
+                if problem is not None:
                     await _error(400, "BadRequestError", problem)(scope, receive, send)
                     return
+                if tenant is not None and _is_whole(messages):
+                    scope, messages = _with_tenant(scope, messages, tenant)
                 receive = _replayed(messages, receive)
                 send = without_prompt_ids(scope, send)
+                given = dict(scope["headers"]).get(_LEASE)
+                if given is not None and control.leases is not None:
+                    await self._leased(given.decode(errors="replace"), control.leases, scope, receive, send)
+                    return
         await self._app(scope, receive, send)
+
+    async def _leased(self, given: str, leases: Leases, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs a router's turn under its lease."""
+        name, _, fence = given.rpartition(" ")
+        if not name or not fence.isdecimal():
+            problem = f"{LEASE_HEADER}: {given[:80]!r}: send ROUTER FENCE"
+            await _error(400, "BadRequestError", problem)(scope, receive, send)
+            return
+        if (refusal := await begun(leases, name, int(fence))) is not None:
+            await _error(503, NO_LEASE, refusal)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            leases.end(name)
 
 
 def _error(status: int, kind: str, message: str) -> JSONResponse:
@@ -76,13 +108,38 @@ def _replayed(messages: list[Message], receive: Receive) -> Receive:
     return replay
 
 
+def _header_tenant(scope: Scope) -> str | None:
+    """Returns the tenant that the request's header names; None if it has no such header."""
+    values = [value for name, value in scope["headers"] if name == _HEADER]
+    return values[-1].decode(errors="backslashreplace") if values else None
+
+
+def _is_whole(messages: list[Message]) -> bool:
+    return messages[-1]["type"] == "http.request"
+
+
+def _with_tenant(scope: Scope, messages: list[Message], tenant: str) -> tuple[Scope, list[Message]]:
+    """Returns the request with the tenant in its body. A body that is no JSON object stays as it is: vLLM
+    answers it, or it is a form, which has no such key."""
+    body = b"".join(message.get("body", b"") for message in messages)
+    try:
+        fields = json.loads(body)
+        fields[_XARGS] = {**(fields.get(_XARGS) or {}), TENANT_KEY: tenant}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return scope, messages
+    body = json.dumps(fields).encode()
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    length = (b"content-length", str(len(body)).encode())
+    return {**scope, "headers": [*headers, length]}, [{"type": "http.request", "body": body}]
+
+
 def _key_problem(messages: list[Message]) -> str | None:
     """Returns what is wrong with ROSE's keys in a request's body. Only a body that has one is parsed."""
     body = b"".join(message.get("body", b"") for message in messages)
     if not any(key in body for key in _KEYS):
         return None
     try:
-        extra_args = json.loads(body)["vllm_xargs"]
+        extra_args = json.loads(body)[_XARGS]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None  # vLLM answers a body that is no such object
     return key_problem(extra_args) if isinstance(extra_args, dict) else None

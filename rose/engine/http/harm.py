@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from rose._shm import Words
-from rose.admission.board import closed_slices, set_closed_share, snapshot
+from rose.admission.board import closed_slices, set_closed_share
+from rose.admission.board_snapshot import snapshot
 from rose.admission.harm import (
     MEASURING_SHARE,
     Estimate,
@@ -22,11 +24,15 @@ from rose.admission.harm import (
     RequestDelay,
     SliceTime,
     estimate_harm,
+    least_seconds_to_know,
 )
+from rose.admission.reach import is_kept, missed_slo, unreachable_slo
 from rose.admission.slices import SLICE_S
 from rose.engine.harm_records import HarmRecords
-from rose.messages import HarmEstimate, HarmStatus, HarmWindow
-from rose.types import GateMode
+from rose.engine.http.harvest import HarvestLog
+from rose.engine.settings import EngineSettings
+from rose.messages import HarmEstimate, HarmHistory, HarmStatus, HarmWindow
+from rose.types import Deployment, GateMode
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +50,38 @@ NO_ROLLOUTS = "no rollout engine is attached"
 class HarmWatch:
     """One serving engine's. ``run`` is a task of the API server; one of several API servers controls."""
 
-    def __init__(self, board: Words, records: HarmRecords, allowed: float) -> None:
+    def __init__(
+        self,
+        board: Words,
+        records: HarmRecords,
+        settings: EngineSettings,
+        floors_s: Callable[[], tuple[float, float]],
+        slot: int = 0,
+    ) -> None:
+        """``floors_s`` tells the TTFT and TPOT that the engine keeps at best, 0 while that is unknown.
+        ``slot`` is the engine's on the board."""
         self._board = board
+        self._slot = slot
         self._records = records
-        self._control = HarmControl(allowed)
+        self._settings = settings
+        self._floors_s = floors_s
+        self._control = HarmControl(settings.allow_harm)
         self._is_controlling = records.claim()
+        self._mode = settings.gate_mode
+        self._harvest = HarvestLog(math.ceil(HOUR_S / EVERY_S) + 2)
         self._recent: HarmWindow | None = None
-        self._hour: HarmWindow | None = None
-        self._tenants: dict[str, HarmWindow] = {}
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
+        self._hour = self._window(HarmReport.nothing(), self._hour_began_s, -math.inf, self._hour_began_s)
         self._num_looks = 0
-        self._mode: GateMode | None = None
         self._note: str | None = NO_ROLLOUTS
+        self._told: set[str] = set()
 
     async def run(self, mode: Callable[[], GateMode]) -> None:
         """Looks every few seconds until it is cancelled. ``mode`` tells the gate's."""
+        allowed = self._control.allowed
+        least_s = least_seconds_to_know(allowed)
+        logger.info("allow_harm=%s takes at least %.0f s of steady traffic to show", allowed, least_s)
         while True:
             try:
                 await asyncio.to_thread(self.look, mode())
@@ -72,35 +94,41 @@ class HarmWatch:
         """Estimates once, and adjusts the share of closed slices."""
         now = time.monotonic()
         if mode is not self._mode:
-            if self._mode is not None:
-                self._begin_anew(now)
-            self._mode = mode
-        if not snapshot(self._board).rollout.alive:
+            self._begin_anew(mode, now)
+        elif now - self._hour_began_s >= HOUR_S:
+            self._begin_hour(now)
+        seen = snapshot(self._board)
+        self._harvest.add(seen)
+        if not seen.rollout.alive:
             self._note = NO_ROLLOUTS
             self._set_closed_share(0.0)
             return
+        dropped = self._records.has_dropped_requests
         requests, slices = self._records.requests(), self._records.slices()
+        oldest_s = requests[0].at_s if dropped and requests else -math.inf
         report, began_s = HarmReport.nothing(), now
         for began_s in self._control.window_starts(now):
             report = _estimate(requests, slices, began_s)
             if report.latencies:
                 break
-        self._recent = self._window(report, now - began_s)
+        recent = self._window(report, began_s, oldest_s, now)
+        self._recent = recent.model_copy(update={"harvest": self._harvest.since(began_s)})
         self._adjust(report, mode, now)
         if self._num_looks % LOOKS_PER_HOURLY == 0:
-            self._look_at_hour(requests, slices, now)
+            self._look_at_hour(requests, slices, oldest_s, now)
         self._num_looks += 1
 
-    def _begin_anew(self, now: float) -> None:
+    def _begin_anew(self, mode: GateMode, now: float) -> None:
         """Forgets what rollouts cost and were shut out for, which says nothing about the gate's new mode."""
         self._control.let_in(now)
-        self._end_hour(now)
-        self._hour = None
+        self._mode, self._recent = mode, None
+        self._begin_hour(now)
 
-    def _end_hour(self, now: float) -> None:
-        if self._hour is not None:
+    def _begin_hour(self, now: float) -> None:
+        if self._hour.num_requests > 0:
             self._earlier.appendleft(self._hour)
-        self._hour_began_s = now
+        self._hour_began_s, self._num_looks = now, 0
+        self._hour = self._window(HarmReport.nothing(), now, -math.inf, now)
 
     def _adjust(self, report: HarmReport, mode: GateMode, now: float) -> None:
         control, before = self._control, self._control.closed_share
@@ -113,49 +141,107 @@ class HarmWatch:
 
     def _set_closed_share(self, share: float) -> None:
         if self._is_controlling:
-            set_closed_share(self._board, share)
+            set_closed_share(self._board, share, self._slot)
 
     def _look_at_hour(
-        self, requests: Sequence[RequestDelay], slices: Sequence[SliceTime], now: float
+        self, requests: Sequence[RequestDelay], slices: Sequence[SliceTime], oldest_s: float, now: float
     ) -> None:
-        if now - self._hour_began_s >= HOUR_S:
-            self._end_hour(now)
-        report = _estimate(requests, slices, self._hour_began_s)
-        self._hour = self._window(report, now - self._hour_began_s)
-        self._note = self._why_unknown(self._hour)
-        self._tenants = {
-            tenant: self._window(
-                _estimate([each for each in requests if each.tenant == tenant], slices, self._hour_began_s),
-                now - self._hour_began_s,
-            )
-            for tenant, _ in Counter(each.tenant for each in requests if each.tenant).most_common(MAX_TENANTS)
+        began_s = self._hour_began_s
+        by_tenant = defaultdict[str, list[RequestDelay]](list)
+        for each in requests:
+            if each.tenant and each.at_s >= began_s:
+                by_tenant[each.tenant].append(each)
+        most = sorted(by_tenant, key=lambda tenant: -len(by_tenant[tenant]))[:MAX_TENANTS]
+        tenants = {
+            tenant: self._window(_estimate(by_tenant[tenant], slices, began_s), began_s, oldest_s, now)
+            for tenant in most
         }
+        hour = self._window(_estimate(requests, slices, began_s), began_s, oldest_s, now)
+        self._hour = hour.model_copy(update={"harvest": self._harvest.since(began_s), "tenants": tenants})
+        self._note = self._why_unknown(hour)
+        self._warn_of_noise(hour)
+        if (problem := self._slo_problem()) is not None:
+            self._tell("slo", problem)
+
+    def _warn_of_noise(self, window: HarmWindow) -> None:
+        shown, allowed = window.shown_in_a_day, self._control.allowed
+        if shown is not None and shown > allowed:
+            self._tell(
+                "noise",
+                f"allow_harm is {allowed:g}, and a day of this traffic shows a difference of {shown:.2%} at "
+                f"best: set allow_harm to at least {_rounded_up(shown):g}",
+            )
+
+    def _tell(self, what: str, text: str) -> None:
+        """Logs a warning the first time."""
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s", text)
 
     def status(self) -> HarmStatus:
-        """What is known now."""
+        """What is known now, in short: routers ask for it twice a second."""
         closed_share = closed_slices(self._board).share
+        kept_ms = {
+            name: slo_ms if is_kept(name, self._deployment) else None
+            for name, slo_ms in (("ttft", self._settings.slo_ttft_ms), ("tpot", self._settings.slo_tpot_ms))
+        }
         return HarmStatus(
+            gate=self._mode,
             allow_harm=self._control.allowed,
+            is_bounded=self._mode in BOUNDED_MODES,
             closed_share=closed_share,
             is_retreating=closed_share > MEASURING_SHARE,
+            slo_ttft_ms=kept_ms["ttft"],
+            slo_tpot_ms=kept_ms["tpot"],
+            slo_problem=self._slo_problem(),
             note=self._note,
             recent=self._recent,
-            hours=[*([self._hour] if self._hour is not None else []), *self._earlier],
-            tenants=self._tenants,
+            hour=self._hour.model_copy(update={"tenants": {}}),
         )
 
-    def _window(self, report: HarmReport, seconds: float) -> HarmWindow:
+    def history(self) -> HarmHistory:
+        """All that is known."""
+        return HarmHistory(**dict(self.status()), hours=[self._hour, *self._earlier])
+
+    @property
+    def _deployment(self) -> Deployment:
+        given = self._settings.deployment
+        return given if given is not None else Deployment.COLLOCATED
+
+    def _slo_problem(self) -> str | None:
+        """Says which SLO serving can't reach at all or misses at its load, rollouts or not."""
+        slo, hour = self._settings.slo(), self._hour
+        if (problem := unreachable_slo(slo, self._floors_s(), self._deployment)) is not None:
+            return problem
+        alone_s = {
+            kind: (value_ms / 1000, hour.with_rollouts_ms[name] / 1000 / (1 + hour.latencies[name].high))
+            for kind, name in (("ttft", "ttft_p99"), ("tpot", "tpot_p99"))
+            if (value_ms := hour.without_rollouts_ms.get(name)) is not None
+        }
+        return missed_slo(slo, alone_s, self._deployment)
+
+    def _window(self, report: HarmReport, began_s: float, oldest_s: float, now: float) -> HarmWindow:
+        """Returns the message for a report on the time from ``began_s`` to now. Of requests that ended before
+        ``oldest_s`` nothing is known."""
+        seconds = now - began_s
         needed = report.closed_slices_needed(self._control.allowed)
         until_s = None
         if needed is not None:
             until_s = max(0.0, seconds * (needed / report.num_closed_slices - 1))
+        with_ms = {name: 1000 * value_s for name, value_s in report.measured_s.items()}
         return HarmWindow(
+            gate=self._mode,
+            ended_at_s=time.time(),
             seconds=seconds,
             num_requests=report.num_requests,
+            requests_s=now - max(began_s, oldest_s),
             num_closed_slices=report.num_closed_slices,
             slowdown=_message(report.slowdown) if report.slowdown is not None else None,
             latencies={name: _message(one) for name, one in report.latencies.items()},
+            with_rollouts_ms=with_ms,
+            without_rollouts_ms={n: with_ms[n] / (1 + one.value) for n, one in report.latencies.items()},
             seconds_until_known=until_s,
+            shown_in_a_day=report.shown_in_a_day(seconds),
         )
 
     def _why_unknown(self, window: HarmWindow) -> str | None:
@@ -174,6 +260,12 @@ def _estimate(requests: Sequence[RequestDelay], slices: Sequence[SliceTime], sin
     return estimate_harm(
         [each for each in requests if each.at_s >= since_s], [each for each in slices if each.number >= first]
     )
+
+
+def _rounded_up(share: float) -> float:
+    """Rounds up to two figures."""
+    unit: float = 10 ** (math.floor(math.log10(share)) - 1)
+    return math.ceil(share / unit) * unit
 
 
 def _message(one: Estimate) -> HarmEstimate:

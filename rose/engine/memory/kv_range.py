@@ -87,24 +87,23 @@ class KVRange:
 def pinned_slab(client: PoolClient, *, acquire: bool) -> int:
     """Returns the slab of position 0, which rank 0 acquires and all others find in the ledger.
 
-    If serving's prefix cache fills the pool, a rollout engine waits until serving gives a slab.
+    If a serving engine's prefix cache fills the pool, the engine waits until it is given a slab.
     Raises:
         PoolError: the pool has no free slab, or rank 0 acquired none in time.
     """
     ledger = client.ledger
     deadline = time.monotonic() + PINNED_SLAB_TIMEOUT_S
-    is_rollout = ledger.engines()[client.slot].role is Role.ROLLOUT
     while not (owned := ledger.owned(client.slot)):
         if acquire and ledger.acquire(client.slot, 1):
             continue
-        if acquire and is_rollout:
-            ledger.rollout_wanted_slabs = 1
-        is_given_up = acquire and not (is_rollout and ledger.num_held(Role.SERVING))
+        if acquire:
+            ledger.want(client.slot, 1)
+        is_given_up = acquire and not ledger.num_held(Role.SERVING)
         if is_given_up or time.monotonic() > deadline:
-            held = {str(one.role): ledger.num_owned(slot) for slot, one in ledger.engines().items()}
+            held = {str(role): ledger.num_held(role) for role in Role}
             raise PoolError(
                 f"need 1 slab for this engine's first block, {ledger.num_free} free of "
-                f"{client.num_slabs}, held {held}: wait until the other engine is idle, or start the pool "
+                f"{client.num_slabs}, held {held}: wait until the other engines are idle, or start the pool "
                 f"with more --num-slabs"
             )
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The rollout engine's side of the memory policy (ROSE §4.1): it stays within its budget and keeps prefix
+"""A rollout engine's side of the memory policy (ROSE §4.1): it stays within its budget and keeps prefix
 cache on leases.
 
 Owns when a rollout engine acts; rose.memory.policy owns the rules. Promises that the slabs of a cut start
@@ -17,6 +17,7 @@ from rose.engine.memory.tenant import Tenant
 from rose.memory.ledger.ledger_words import Word
 from rose.memory.policy.budget import BudgetPolicy
 from rose.memory.policy.victims import choose_victims
+from rose.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class RolloutMemory:
 
     def give_everything_back(self) -> None:
         """Returns every slab but the pinned one, and drops the prefix cache. No request may hold a block."""
-        self._tenant.ledger.rollout_wanted_slabs = 0
+        self._tenant.ledger.want(self._tenant.client.slot, 0)
         if idle := self._tenant.idle_positions():
             self._tenant.give_back(idle)
             logger.info("everything given back slabs=%d", len(idle))
@@ -87,7 +88,13 @@ class RolloutMemory:
 
     def _shrink(self, now: float, unfinished: Iterable[Request]) -> None:
         tenant = self._tenant
-        excess = tenant.num_owned - max(tenant.ledger.policy.rollout_budget_slabs, self._policy.min_slabs)
+        num_engines, others_owned = self._rollout_engines()
+        share = self._policy.rollout_share(
+            budget=tenant.ledger.policy.rollout_budget_slabs,
+            num_engines=num_engines,
+            others_owned=others_owned,
+        )
+        excess = tenant.num_owned - share
         if excess <= 0:
             return
         plan = choose_victims(needed=excess, uses=tenant.uses(unfinished), now=now)
@@ -104,14 +111,23 @@ class RolloutMemory:
         more than are missing, because a request that finds none free is preempted."""
         tenant, ledger = self._tenant, self._tenant.ledger
         owned = tenant.num_owned
+        num_engines, others_owned = self._rollout_engines()
         allowed = self._policy.rollout_growth(
             serving_used=ledger.serving_used_slabs,
             rollout_owned=owned,
             budget=ledger.policy.rollout_budget_slabs,
+            num_engines=num_engines,
+            others_owned=others_owned,
         )
         ahead = self._policy.rollout_spare(owned) - len(tenant.pool.empty_positions()) if has_work else 0
         tenant.grow(min(missing, allowed))
-        ledger.rollout_wanted_slabs = owned + min(missing + max(0, ahead), allowed)
+        ledger.want(tenant.client.slot, owned + min(missing + max(0, ahead), allowed))
+
+    def _rollout_engines(self) -> tuple[int, int]:
+        """Returns how many rollout engines share the budget, and the slabs of the others."""
+        ledger, mine = self._tenant.ledger, self._tenant.client.slot
+        others = [slot for slot in ledger.slots_of(Role.ROLLOUT) if slot != mine]
+        return 1 + len(others), sum(map(ledger.num_owned, others))
 
     def _return_empty(self, wanted_blocks: int) -> int:
         """Returns slabs whose last request left no cache, or that a prompt hit in the cache made needless."""

@@ -1,4 +1,4 @@
-"""The serving engine's side of the memory policy (ROSE §4.1): it takes the slabs it needs, cuts rollout's
+"""A serving engine's side of the memory policy (ROSE §4.1): it takes the slabs it needs, cuts rollout's
 budget under pressure, gives rollouts the least valuable of its prefix cache when they want memory, and lends
 its headroom while it is out of service.
 
@@ -65,11 +65,14 @@ class ServingMemory:
         shortage = tenant.shortage(running, waiting)
         used = tenant.pool.num_positions_in_use() + len(shortage.hit_positions) + shortage.keeping_cache
         self._publish(used, now)
-        self._watch_pressure(used)
-        if used:
+        self._watch_pressure()
+        if tenant.ledger.serving_used_slabs:
             self._busy_at_s = now
         grown = self._grow(shortage) if shortage.keeping_cache else 0
         self.is_short = shortage.evicting_cache > grown
+        # Another serving engine may give of its prefix cache.
+        lacking = shortage.evicting_cache - grown
+        tenant.ledger.want(tenant.client.slot, tenant.num_owned + lacking if self.is_short else 0)
         # The next steps also take free blocks that it has, and the pinned slab can't be given.
         kept = used + shortage.from_uncached + int(tenant.pool.num_used[PINNED_POSITION] == 0)
         if self._give(kept, shortage.hit_positions, now):
@@ -89,7 +92,7 @@ class ServingMemory:
         return tenant.grow(growth)
 
     def _give(self, used: int, keep: AbstractSet[int], now: float) -> int:
-        """Gives rollouts slabs that they lack, those that cost serving least first and none of ``keep``;
+        """Gives other engines slabs that they lack, those that cost serving least first and none of ``keep``;
         returns how many."""
         tenant, ledger = self._tenant, self._tenant.ledger
         count = self._policy.serving_gift(
@@ -97,7 +100,7 @@ class ServingMemory:
             used=used,
             budget=ledger.policy.rollout_budget_slabs,
             available=ledger.num_free + ledger.num_draining,
-            rollout_lacks=ledger.rollout_lacks,
+            lacking=ledger.others_lack(tenant.client.slot),
         )
         return tenant.give_back(tenant.least_valuable(count, keep, now)) if count else 0
 
@@ -117,17 +120,17 @@ class ServingMemory:
 
     def _publish(self, used: int, now: float) -> None:
         self._peak.update(used, now)
-        ledger = self._tenant.ledger
-        ledger.serving_used_slabs = used
-        ledger.serving_reserve_slabs = self._policy.reserve(self._peak.peak(now))
+        reserved = self._policy.reserve(self._peak.peak(now))
+        self._tenant.ledger.set_serving_use(self._tenant.client.slot, used=used, reserved=reserved)
 
-    def _watch_pressure(self, used: int) -> None:
+    def _watch_pressure(self) -> None:
         ledger = self._tenant.ledger
+        used = ledger.serving_used_slabs
         while True:
             seen = ledger.policy
             decision = self._policy.observe(
                 serving_used=used,
-                rollout_owned=self._tenant.ledger.num_held(Role.ROLLOUT),
+                rollout_owned=ledger.num_held(Role.ROLLOUT),
                 budget=seen.rollout_budget_slabs,
                 state=seen.pressure,
             )

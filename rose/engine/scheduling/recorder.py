@@ -55,6 +55,11 @@ class StepRecorder:
         return self._online.model
 
     @property
+    def observed_model(self) -> StepTimeModel:
+        """The model as the steps bear it out. ``model`` is more cautious without a profile."""
+        return self._online.observed
+
+    @property
     def is_recording(self) -> bool:
         """Whether a profiling run is on."""
         return self._observations is not None

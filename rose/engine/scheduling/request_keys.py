@@ -1,9 +1,9 @@
 """What a request says to ROSE: keys that its client or a gateway may set in the OpenAI API's ``vllm_xargs``.
 
 Two keys are latency objectives of its own: milliseconds above 0, as a number or as text that is one. The
-third names its tenant, for the reports of harm. The API server refuses other values
-(rose/engine/http/front_door.py). A request that reaches the engine by another way is never failed for them:
-it counts as if it had not named them, and a warning is logged.
+third names its tenant, for the reports of harm, as the header X-Rose-Tenant does. The API server refuses
+other values (rose/engine/http/front_door.py). A request that reaches the engine by another way is never
+failed for them: it counts as if it had not named them, and a warning is logged.
 """
 
 import logging
@@ -17,6 +17,7 @@ from rose.types import SLO
 TTFT_KEY = "rose_ttft_ms"
 TPOT_KEY = "rose_tpot_ms"
 TENANT_KEY = "rose_tenant"
+TENANT_HEADER = "X-Rose-Tenant"
 KEYS = (TTFT_KEY, TPOT_KEY, TENANT_KEY)
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,10 @@ def requested_tenant(extra_args: Mapping[str, Any] | None) -> str:
 
 def key_problem(extra_args: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with the keys' values and what is allowed, or None if all may be used."""
-    if TENANT_KEY in extra_args and not _is_tenant(extra_args[TENANT_KEY]):
-        return (
-            f"vllm_xargs.{TENANT_KEY} is {extra_args[TENANT_KEY]!r:.100}: send a name of 1 to "
-            f"{TENANT_BYTES} printable characters, or leave the key out"
-        )
+    if TENANT_KEY in extra_args:
+        problem = tenant_problem(f"vllm_xargs.{TENANT_KEY}", extra_args[TENANT_KEY])
+        if problem is not None:
+            return problem
     for key in (TTFT_KEY, TPOT_KEY):
         if key in extra_args and _seconds(extra_args[key]) is None:
             return (
@@ -57,6 +57,14 @@ def key_problem(extra_args: Mapping[str, Any]) -> str | None:
                 f"leave the key out for the engine's own SLO"
             )
     return None
+
+
+def tenant_problem(place: str, tenant: Any) -> str | None:
+    """Returns what is wrong with a tenant's name and what is allowed, or None; ``place``: where it stands."""
+    if _is_tenant(tenant):
+        return None
+    allowed = f"a printable name of 1 to {TENANT_BYTES} bytes"
+    return f"{place} is {tenant!r:.100}: send {allowed}, or leave it out"
 
 
 def _is_tenant(name: Any) -> bool:

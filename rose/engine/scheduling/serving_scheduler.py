@@ -21,7 +21,7 @@ from rose.admission.board import closed_slices
 from rose.admission.deadlines import ServingDeadlines, monotonic_arrival
 from rose.admission.gate import GatePolicy, GateSettings, ServingView
 from rose.admission.harm import SliceTime
-from rose.admission.reach import unreachable_slo
+from rose.admission.reach import floors_s, unreachable_slo
 from rose.admission.serving_side import NO_WORK, ServingSide, StepStart
 from rose.admission.slack import NEVER
 from rose.admission.slices import slice_number
@@ -30,8 +30,7 @@ from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.memory.serving_memory import ServingMemory
 from rose.engine.scheduling.request_keys import requested_slo, requested_tenant
 from rose.engine.scheduling.scheduler import RoseScheduler
-from rose.engine.settings import CONFIG_KEY
-from rose.errors import ConfigError
+from rose.engine.status import Field
 from rose.types import SLO, GateMode
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,8 @@ class ServingScheduler(RoseScheduler):
     _records: HarmRecords | None = None
     _slice: SliceTime | None = None
     """The steps of the present slice of time."""
+    _has_told_floors = False
+    """Whether the log has told of an SLO below the floors, if it is."""
     _context_tokens = 0
     """Computed tokens of the running requests. Summed once per step: a sum over hundreds of requests costs
     more than a publication."""
@@ -54,7 +55,6 @@ class ServingScheduler(RoseScheduler):
         super().__init__(*args, **kwargs)
         self._memory: ServingMemory | None = None
         if self.tenant is not None:
-            self._check_slo()
             self._memory = ServingMemory(
                 self.tenant,
                 self.rose.budget_policy(self.tenant.client),
@@ -64,25 +64,35 @@ class ServingScheduler(RoseScheduler):
             )
             self.wake_at(self._memory.lends_at_s)
             self._side = ServingSide(self.tenant.client.board_words)
+            self.page.put(Field.BOARD_SLOT, self._side.slot)
             self._side.set_max_step(self._gate.settings.effective_max_step_s)
             runtime_dir = Settings.from_environment().make_runtime_dir()
             self._records = HarmRecords(records_path(runtime_dir, self.rose.engine_id), create=True)
+            self._tell_floors()
 
-    def _check_slo(self) -> None:
-        if problem := self._slo_problem():
-            raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
+    def _tell_floors(self) -> None:
+        """Publishes which latencies the step times allow. The log tells once if an SLO is below them: an
+        engine with a profile did not start then, but one without learns it from its own steps."""
+        if not self.recorder.is_profiled:
+            return
+        ttft_s, tpot_s = floors_s(self.recorder.observed_model)
+        self.page.put(Field.TTFT_FLOOR_US, round(1e6 * ttft_s))
+        self.page.put(Field.TPOT_FLOOR_US, round(1e6 * tpot_s))
+        if not self._has_told_floors:
+            self._has_told_floors = True
+            if (problem := self._slo_problem()) is not None:
+                logger.error("serving can't reach its SLO, with rollouts or without: %s", problem)
 
     def _slo_problem(self, own_slo: SLO | None = None) -> str | None:
         if not self.recorder.is_profiled:
             return None
         slo = own_slo if own_slo is not None else self.rose.slo()
-        return unreachable_slo(slo, self.recorder.model, self._gate.settings.deployment)
+        floors = floors_s(self.recorder.observed_model)
+        return unreachable_slo(slo, floors, self._gate.settings.deployment)
 
     def after_profile(self) -> None:
-        problem = self._slo_problem()
-        if problem is not None:
-            # The gate keeps this SLO, so rollouts step only while serving is idle.
-            logger.error("SLO can't be reached, rollouts step only while serving is idle: %s", problem)
+        self._has_told_floors = False
+        self._tell_floors()
         if self._memory is not None:
             self._memory.forget_peak()
 
@@ -149,7 +159,8 @@ class ServingScheduler(RoseScheduler):
             return waited_s > 0 and self.has_input() and self._may_join()
         if self._must_let_finish(side):
             # Whatever slack there is: the rest of a step that has begun, once.
-            self._deadlines.waited(side.offer_grant(NEVER, handover_s), time.monotonic())
+            waited_s = side.offer_grant(NEVER, handover_s, to_paused=True)
+            self._deadlines.waited(waited_s, time.monotonic())
         return False
 
     def must_drain(self) -> bool:
@@ -161,7 +172,7 @@ class ServingScheduler(RoseScheduler):
             return False
         end_s = self.recorder.end_of_steps()
         if self._must_let_finish(side):
-            return side.may_offer(end_s, NEVER)
+            return side.may_offer(end_s, NEVER, to_paused=True)
         view = self._deadlines.view_after(end_s, self.recorder.model, self._context_tokens)
         return self._gate.may_yield(end_s, view) and side.may_offer(end_s, view.latest_start_s)
 
@@ -228,6 +239,7 @@ class ServingScheduler(RoseScheduler):
         if sofar is None or sofar.number != number:
             if sofar is not None:
                 self._records.add_slice(sofar)
+            self._tell_floors()
             is_closed = closed_slices(self.tenant.client.board_words).is_closed(started_s)
             sofar = SliceTime(number=number, is_closed=is_closed)
         recorder = self.recorder

@@ -1,28 +1,32 @@
 """Live weights updated in place: only what the changes files of an update name is written.
 
-Owns which models allow this, finding the changed elements in one rank's parameters, and writing them. All
-checks come before the first write and beside the engine's steps: the checksum of each changed bucket, and
-that the parameters hold the old bits. Where vLLM's CPU backend computes with a packed copy of a parameter,
-the changed ones are packed anew from the mirror (packed.py). Never guesses where a tensor goes: that is
-recorded from the model's own loader.
+Owns which models allow this, finding the changed elements in one rank's parameters, and writing them. The
+checksum of each changed bucket is checked, and the elements' places are found, beside the engine's steps. In
+the pause, one pass compares each element with its old bits and writes the new ones; the changes files have
+both, so what was written is taken back where a parameter holds others. Where vLLM's CPU backend computes with
+a packed copy of a parameter, the changed ones are packed anew from the mirror (packed.py). Never guesses
+where a tensor goes: that is recorded from the model's own loader.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from rose import _delta
 from rose.engine.weights.packed import PackedLayer, packed_layers
 from rose.errors import FrameError
 from rose.transfer.format.changes import Changes
-from rose.transfer.format.element_routes import ElementRoutes, ParameterChange
+from rose.transfer.format.codec import Bits
+from rose.transfer.format.element_routes import ElementRoutes, Index, ParameterChange
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.shared_planes import PlanesFile
@@ -30,44 +34,110 @@ from rose.transfer.format.shared_planes import PlanesFile
 logger = logging.getLogger(__name__)
 
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
 _CHUNK = 1 << 22
-"""Elements that are on their way to the device at once: the step that runs meanwhile needs the memory."""
+"""Elements that are on their way to a device at once, where other work may need the memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Write:
-    """The elements of one parameter; index and new are on the host."""
+class _Exchange:
+    """The elements of one parameter that an update changes."""
 
-    target: torch.Tensor
-    index: torch.Tensor
-    new: torch.Tensor
+    def __init__(self, parameter: torch.Tensor, change: ParameterChange) -> None:
+        """Raises: FrameError where they don't fit the parameter."""
+        name, width = change.parameter, change.old.itemsize
+        if not parameter.is_contiguous() or parameter.element_size() != width:
+            raise FrameError(f"{name} is not the parameter of the plan")
+        last = int(change.places[-1]) + change.shift
+        if parameter.numel() <= last:
+            raise FrameError(f"{name} has {parameter.numel()} elements, element {last} changes")
+        self.parameter = name
+        self._target = parameter.view(-1).view(_VIEWS[width])
+        self._change = change
 
-    def write(self) -> None:
-        device = self.target.device
-        for index, new in zip(torch.split(self.index, _CHUNK), torch.split(self.new, _CHUNK), strict=True):
-            # Twice as fast as an assignment.
-            self.target.scatter_(0, index.to(device), new.to(device))
+    def write(self) -> bool:
+        """Replaces the old bits by the new ones; False, with nothing written, where others are found."""
+        return self._replace(self._change.old, self._change.new)
+
+    def take_back(self) -> bool:
+        """Undoes write()."""
+        return self._replace(self._change.new, self._change.old)
+
+    def _replace(self, old: Bits, new: Bits) -> bool:
+        places, shift = self._change.places, self._change.shift
+        if self._target.device.type != "cpu":
+            return replace_on_device(self._target, places, shift, old, new)
+        if self._target.untyped_storage().nbytes() == 0:
+            raise FrameError(f"{self.parameter} has no memory: the engine is inactive")
+        # After numpy(), an engine could not free the memory any more when it becomes inactive (sleep.py).
+        memory = (ctypes.c_char * self._target.nbytes).from_address(self._target.data_ptr())
+        return _delta.exchange(np.frombuffer(memoryview(memory), old.dtype), places, shift, old, new)
+
+
+def replace_on_device(
+    target: torch.Tensor, places: NDArray[np.int32] | Index, shift: int, old: Bits, new: Bits
+) -> bool:
+    """Does what _delta.exchange() does, with torch, on any device.
+
+    target: the flat bits, as integers of their width. Raises: whatever the device fails with, and then some
+    elements may be written.
+    """
+    on_host = torch.from_numpy(places)
+
+    def chunks(values: Bits) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        bits = torch.from_numpy(values).view(target.dtype)
+        for index, some in zip(torch.split(on_host, _CHUNK), torch.split(bits, _CHUNK), strict=True):
+            yield index.to(target.device, torch.int64) + shift, some.to(target.device)
+
+    if not all(torch.equal(target.index_select(0, index), some) for index, some in chunks(old)):
+        return False
+    for index, some in chunks(new):
+        target.scatter_(0, index, some)  # twice as fast as an assignment
+    return True
 
 
 class PreparedChanges:
-    """Changes that were checked against the live parameters, ready to be written."""
+    """Changes whose places in the live parameters are known.
 
-    def __init__(self, writes: list[_Write], layers: list[PackedLayer], num_changed: int) -> None:
-        self._writes = writes
+    Call write(), and if any rank's has failed, take_back(); then pack().
+    """
+
+    def __init__(self, exchanges: list[_Exchange], layers: list[PackedLayer], num_changed: int) -> None:
+        self._exchanges = exchanges
+        self._begun: list[_Exchange] = []
         self._layers = layers
         self.num_changed = num_changed
         self.num_packed = len(layers)
 
-    def write(self, planes: PlanesFile, plan: ShardPlan) -> None:
-        """Writes all of them. planes: the mirror at the version that the changes lead to, under its lock."""
-        for write in self._writes:
-            write.write()
+    def write(self) -> None:
+        """Writes all of them. Raises: FrameError where a parameter does not hold the old bits."""
+        for exchange in self._exchanges:
+            self._begun.append(exchange)
+            if not exchange.write():
+                self._begun.pop()
+                raise FrameError(f"{exchange.parameter} does not hold the weights of the last update")
+        _finish_on_device()
+
+    def take_back(self) -> str | None:
+        """Undoes write(), or as much of it as was done; returns why that can't be, or None."""
+        try:
+            while self._begun:
+                exchange = self._begun.pop()
+                if not exchange.take_back():  # a device has failed within it
+                    return f"{exchange.parameter} holds a part of an update"
+            _finish_on_device()
+        except Exception as error:  # whatever failed, the other ranks wait for this rank's answer
+            return repr(error)
+        return None
+
+    def pack(self, planes: PlanesFile, plan: ShardPlan) -> None:
+        """Packs anew what changed. planes: the mirror at the version of the changes, under its lock."""
         for layer in self._layers:
             layer.pack(planes, plan)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the answer says that it is done, and the next preparation reads it
+
+
+def _finish_on_device() -> None:
+    """Waits for the device: whoever is told that weights were written may read them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class InPlaceWriter:
@@ -129,62 +199,26 @@ class InPlaceWriter:
         self._thread.shutdown()
 
     def _prepare(self, layout: Layout, files: Sequence[Changes]) -> PreparedChanges:
-        """Raises: FrameError when the parameters don't hold the old bits."""
+        """Raises: FrameError on a bad changes file, and on one that does not fit the parameters."""
         assert self._routes is not None
         found: dict[str, list[ParameterChange]] = {}
-        for file in files:
+        for file in files:  # a parameter's changes stay in the order of the versions
             for bucket, elements in file.buckets(layout):
                 for change in self._routes.changes(bucket, elements):
                     found.setdefault(change.parameter, []).append(change)
         parameters = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
         packed = packed_layers(self._model)
-        writes, layers = [], []
+        exchanges, layers = [], []
         for name, changes in found.items():
             if name not in parameters:
                 raise FrameError(f"the model has no parameter {name}")
             layers += [layer for layer in packed if layer.computes_with(name, parameters[name])]
             if parameters[name].numel() > 0:
-                each_once = changes if len(files) == 1 else [_joined(changes)]
-                writes += [_checked(name, parameters[name].detach(), change) for change in each_once]
+                exchanges += [_Exchange(parameters[name].detach(), change) for change in changes]
             elif not layers or layers[-1].parameter != name:
                 raise FrameError(f"{name} is empty, and nothing computes with a packed copy of it")
-        num_changed = sum(change.index.size for changes in found.values() for change in changes)
-        return PreparedChanges(writes, layers, num_changed)
-
-
-def _joined(changes: Sequence[ParameterChange]) -> ParameterChange:
-    """Joins changes of one parameter; an element that changes twice keeps its first old and last new bits.
-
-    Raises: FrameError where one change does not begin with what the one before it left.
-    """
-    index = np.concatenate([change.index for change in changes])
-    old = np.concatenate([change.old for change in changes])
-    new = np.concatenate([change.new for change in changes])
-    if np.any(index[1:] <= index[:-1]):
-        order = np.argsort(index, kind="stable")
-        index, old, new = index[order], old[order], new[order]
-        follows = index[1:] == index[:-1]
-        if np.any(old[1:][follows] != new[:-1][follows]):
-            raise FrameError(f"changes of {changes[0].parameter} don't follow each other")
-        is_first, is_last = np.append(True, ~follows), np.append(~follows, True)
-        index, old, new = index[is_first], old[is_first], new[is_last]
-    return ParameterChange(parameter=changes[0].parameter, index=index, old=old, new=new)
-
-
-def _checked(name: str, parameter: torch.Tensor, change: ParameterChange) -> _Write:
-    """Raises: FrameError unless the parameter holds the change's old bits."""
-    width = change.old.itemsize
-    if not parameter.is_contiguous() or parameter.element_size() != width:
-        raise FrameError(f"{name} is not the parameter of the plan")
-    if parameter.numel() <= change.index[-1]:
-        raise FrameError(f"{name} has {parameter.numel()} elements, element {change.index[-1]} changes")
-    target = parameter.view(-1).view(_VIEWS[width])
-    index = torch.from_numpy(change.index)
-    old, new = (torch.from_numpy(bits).view(_VIEWS[width]) for bits in (change.old, change.new))
-    for some, bits in zip(torch.split(index, _CHUNK), torch.split(old, _CHUNK), strict=True):
-        if not torch.equal(target.index_select(0, some.to(target.device)), bits.to(target.device)):
-            raise FrameError(f"{name} does not hold the weights of the last update")
-    return _Write(target=target, index=index, new=new)
+        num_changed = sum(change.num_changed for changes in found.values() for change in changes)
+        return PreparedChanges(exchanges, layers, num_changed)
 
 
 def why_not_in_place(model: torch.nn.Module, quantization: str | None) -> str | None:

@@ -198,7 +198,9 @@ def pretended_rank(
     config.parallel_config.world_size = tp_size * pp_size
     alone = _PretendedGroup(0, 1, ranks=(0,))
     # vLLM's own group would need a process group of all ranks, each in its own process.
+    world_rank, world_size = pp_rank * tp_size + tp_rank, pp_size * tp_size
     groups: dict[str, Any] = {
+        "_WORLD": _PretendedGroup(world_rank, world_size, ranks=range(world_size), rank=world_rank),
         "_TP": _PretendedGroup(tp_rank, tp_size, ranks=range(tp_size), rank=tp_rank),
         "_PP": _PretendedGroup(pp_rank, pp_size, ranks=range(pp_size), rank=pp_rank),
         # Without expert parallelism every rank holds its slice of all experts.

@@ -1,9 +1,9 @@
 """vLLM's weight-transfer backend ``rose``: brings an engine's live weights to a version of the mirror.
 
 Owns the step from a host's files to live weights, in place (in_place.py) or whole, and where the weights come
-from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. All
-checks come *before* the first parameter changes, so bad input leaves the old weights in use; most of them run
-ahead of the engine's pause.
+from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. Bad
+input leaves the old weights in use: files are checked ahead of the engine's pause, and the changes that were
+written are taken back where a parameter does not hold the bits that they start from.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Whether some of the present update was written, and not all."""
         self._staged: StagedFile | None = None
         self._state_hash: str | None = None
-        """Of the weights in use, since the first update."""
+        """The hash of the weights in use; None before the first update."""
         self._in_place: InPlaceWriter | None = None
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
@@ -150,8 +150,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     def _write_in_place(self, state_hash: str) -> bool:
         """Writes the prepared changes, on all ranks or on none.
 
-        Returns False when the checkpoint is to be loaded whole, which also replaces what a rank has written
-        by then.
+        Returns False when the checkpoint is to be loaded whole. The old weights are then in use again, unless
+        _is_mixed.
         """
         prepared = self._in_place.take() if self._in_place is not None else None
         if any(_gather(None if prepared is not None else "has no changes")):
@@ -159,23 +159,30 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             return False
         assert prepared is not None
         try:
-            self._write(prepared, state_hash)
+            _on_all_ranks(prepared.write)
         except Exception as error:  # some rank failed, so this is raised on all ranks
+            self.why_whole = str(error)
+            self._is_mixed = any(_gather(prepared.take_back()))
+            return False
+        try:
+            self._pack(prepared, state_hash)
+        except Exception as error:  # on all ranks too
             self.why_whole, self._is_mixed = str(error), True
             return False
         counts = (prepared.num_changed, prepared.num_packed)
         logger.info("weights changed in place elements=%d packed_anew=%d", *counts)
         return True
 
-    def _write(self, prepared: PreparedChanges, state_hash: str) -> None:
+    def _pack(self, prepared: PreparedChanges, state_hash: str) -> None:
+        """Packs what is packed, from the mirror, which has to be at this version."""
+        if not any(_gather("packs" if prepared.num_packed > 0 else None)):
+            return
         assert self._in_place is not None and self._in_place.plan is not None
         assert self._staged is not None and self._staged.planes is not None
-        staged, write = self._staged, partial(prepared.write, self._staged.planes, self._in_place.plan)
+        staged, pack = self._staged, partial(prepared.pack, self._staged.planes, self._in_place.plan)
         with ExitStack() as reading:
-            # What is packed anew comes from the mirror, which has to be at this version.
-            if any(_gather("packs" if prepared.num_packed > 0 else None)):
-                _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
-            _on_all_ranks(write)
+            _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
+            _on_all_ranks(pack)
 
     def _load_instead(self, staged: StagedFile) -> None:
         """Loads all tensors; where that fails, the old weights again."""
@@ -297,10 +304,10 @@ def _on_all_ranks(act: Callable[[], object]) -> None:
 
 
 def _gather(verdict: str | None) -> list[str | None]:
-    """Returns every tensor-parallel rank's verdict, in order."""
-    from vllm.distributed.parallel_state import get_tp_group
+    """Returns every rank's verdict, in order."""
+    from vllm.distributed.parallel_state import get_world_group
 
-    group = get_tp_group()
+    group = get_world_group()
     verdicts: list[str | None] = [verdict] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(verdicts, verdict, group=group.cpu_group)

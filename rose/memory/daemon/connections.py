@@ -23,7 +23,7 @@ from rose.memory.pool.wire import Refusal, Welcome
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 64
-"""Enough for two engines of 16 ranks (MAX_SHARDS) and a few observers."""
+"""Enough for two engines of 16 ranks (MAX_SHARDS), or twelve of four, and a few observers."""
 _SEND_TIMEOUT_S = 1.0
 """A reply of 200 bytes fits into any socket buffer, so a client that can't take it is broken."""
 

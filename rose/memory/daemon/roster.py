@@ -15,7 +15,7 @@ from rose.errors import PoolError
 from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.ledger.slab_word import MAX_SLOT
 from rose.memory.pool.wire import Hello, Kind
-from rose.types import Role
+from rose.types import MAX_ENGINES, Role
 
 
 class AttachRefused(PoolError):
@@ -171,33 +171,36 @@ class Roster:
         return [slot for slot, engine in self._engines.items() if engine.is_broken]
 
     def check_integrity(self) -> None:
-        """Checks that a role has one engine and an engine's part one process. Raises: AssertionError."""
-        roles = [engine.role for engine in self._engines.values()]
-        assert len(roles) == len(set(roles)), roles
+        """Checks that engines differ and that an engine's part has one process. Raises: AssertionError."""
+        names = [(engine.role, engine.engine_id) for engine in self._engines.values()]
+        assert len(names) == len(set(names)), names
         for slot, engine in self._engines.items():
             parts = [member.part for member in engine.members.values()]
             assert 1 <= slot <= MAX_SLOT and 0 < len(parts) == len(set(parts)), (slot, parts)
 
     def _slot_for(self, hello: Hello) -> int:
-        for slot, engine in self._engines.items():
-            if engine.role is not hello.role:
-                continue
+        same_role = {slot: engine for slot, engine in self._engines.items() if engine.role is hello.role}
+        for slot, engine in same_role.items():
+            if engine.engine_id == hello.engine_id and not engine.is_leaving:
+                self._check_same_engine(engine, hello)
+                return slot
+        for engine in same_role.values():
+            # The newcomer may be its successor, which finds its slabs free only then.
             if engine.is_leaving:
                 raise AttachRefused(
                     f"pool {self._pool}: the {engine.describe()} is leaving, its slabs come free when its "
                     f"processes have ended",
                     is_transient=True,
                 )
-            self._check_same_engine(engine, hello)
-            return slot
+        if len(same_role) == MAX_ENGINES[hello.role]:
+            engines = ", ".join(engine.describe() for engine in same_role.values())
+            raise AttachRefused(
+                f"pool {self._pool} has {len(same_role)} {hello.role} engines, the most that can share "
+                f"a GPU: {engines}; stop one, or give {hello.engine_id!r} another pool"
+            )
         return next(slot for slot in range(1, MAX_SLOT + 1) if slot not in self._engines)
 
     def _check_same_engine(self, engine: _Engine, hello: Hello) -> None:
-        if engine.engine_id != hello.engine_id:
-            raise AttachRefused(
-                f"pool {self._pool} already has a {engine.describe()}; stop it first, or give "
-                f"{hello.engine_id!r} another pool"
-            )
         if engine.world_size != hello.world_size:
             raise AttachRefused(
                 f"the {engine.describe()} has world size {engine.world_size}, got {hello.world_size}"

@@ -9,6 +9,7 @@ because a process that is left may still have them mapped, and the slot is marke
 """
 
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 _ROLES = (None, Role.SERVING, Role.ROLLOUT)
+_SLOTS = range(1, MAX_SLOT + 1)
 _BACKENDS = (BackendKind.HOST, BackendKind.CUDA)
 
 
@@ -55,6 +57,13 @@ class Ledger(SlabTable):
         self.headroom_slabs = words.load(Word.HEADROOM_SLABS)
         self.num_shards = words.load(Word.NUM_SHARDS)
         self.backend = _BACKENDS[words.load(Word.BACKEND)]
+        # What is read of every slot in every step; one load after another would take 5 us. Each word is one
+        # process's, and a sum of several is of about one moment either way.
+        header = np.frombuffer(buffer, dtype=np.int64, count=Word.SLABS)
+        self._roles = header[Word.SLOTS : Word.SLOTS + SLOT_WORDS * (MAX_SLOT + 1) : SLOT_WORDS]
+        self._used, self._reserved, self._wanted = (
+            header[first : first + MAX_SLOT + 1] for first in (Word.USED, Word.RESERVED, Word.WANTED)
+        )
 
     @classmethod
     def create(
@@ -107,41 +116,42 @@ class Ledger(SlabTable):
 
     @property
     def serving_used_slabs(self) -> int:
-        """Slabs that serving's KV needs now. It is set in every serving step, so setting it doesn't
-        notify."""
-        return self._words.load(Word.SERVING_USED)
-
-    @serving_used_slabs.setter
-    def serving_used_slabs(self, value: int) -> None:
-        self._words.store(Word.SERVING_USED, value)
+        """Slabs that the serving engines' KV needs now."""
+        return sum(self._used.tolist())
 
     @property
     def serving_reserve_slabs(self) -> int:
-        """What rollout budgets leave to serving beside the headroom. Setting it doesn't notify."""
-        return self._words.load(Word.SERVING_RESERVE)
+        """What rollout budgets leave to the serving engines beside the headroom."""
+        return sum(self._reserved.tolist())
 
-    @serving_reserve_slabs.setter
-    def serving_reserve_slabs(self, value: int) -> None:
-        self._words.store(Word.SERVING_RESERVE, value)
+    def set_serving_use(self, slot: int, *, used: int, reserved: int) -> None:
+        """Sets a serving engine's part of these two. It is set in every serving step, so it doesn't
+        notify."""
+        self._words.store(Word.USED + slot, used)
+        self._words.store(Word.RESERVED + slot, reserved)
 
-    @property
-    def rollout_wanted_slabs(self) -> int:
-        """How many slabs rollout wants to own, which it may by its budget."""
-        return self._words.load(Word.ROLLOUT_WANTED)
+    def want(self, slot: int, num_slabs: int) -> None:
+        """Sets how many slabs an engine wants to own, which it may; 0 if it lacks none.
 
-    @rollout_wanted_slabs.setter
-    def rollout_wanted_slabs(self, value: int) -> None:
-        """Notifies if rollout now lacks more slabs than are free or on their way: serving has to give."""
-        is_more = value > self._words.load(Word.ROLLOUT_WANTED)
-        self._words.store(Word.ROLLOUT_WANTED, value)
-        if is_more and self.rollout_lacks > self.num_free + self.num_draining:
+        Notifies if engines now lack more slabs than are free or on their way: serving has to give.
+        """
+        is_more = num_slabs > self._words.load(Word.WANTED + slot)
+        self._words.store(Word.WANTED + slot, num_slabs)
+        if is_more and self._lacking(_SLOTS) > self.num_free + self.num_draining:
             self.notify()
 
     @property
     def rollout_lacks(self) -> int:
-        """How many of the slabs that it wants rollout doesn't own."""
-        wanted = self.rollout_wanted_slabs
-        return max(0, wanted - self.num_held(Role.ROLLOUT)) if wanted else 0
+        """How many of the slabs that they want the rollout engines don't own."""
+        return self._lacking(self.slots_of(Role.ROLLOUT))
+
+    def others_lack(self, slot: int) -> int:
+        """How many of the slabs that they want the engines in other slots don't own."""
+        return self._lacking(other for other in _SLOTS if other != slot)
+
+    def _lacking(self, slots: Iterable[int]) -> int:
+        wanted = self._wanted.tolist()
+        return sum(max(0, wanted[slot] - self.num_owned(slot)) for slot in slots if wanted[slot])
 
     def count(self, counter: Word, increment: int = 1) -> int:
         """Adds to one of ``COUNTERS`` and returns the new value; an increment of 0 reads it."""
@@ -154,7 +164,7 @@ class Ledger(SlabTable):
     def engines(self) -> dict[int, EngineSlot]:
         """The engines attached to the pool, by slot."""
         found: dict[int, EngineSlot] = {}
-        for slot in range(1, MAX_SLOT + 1):
+        for slot in _SLOTS:
             at = Word.SLOTS + slot * SLOT_WORDS
             role = _ROLES[self._words.load(at)]
             if role is not None:
@@ -163,6 +173,11 @@ class Ledger(SlabTable):
                     role=role, pid=pid, world_size=world_size, is_leaving=bool(is_leaving)
                 )
         return found
+
+    def slots_of(self, role: Role) -> list[int]:
+        """The slots of the engines of a role."""
+        number = _ROLES.index(role)
+        return [slot for slot, one in enumerate(self._roles.tolist()) if one == number]
 
     def set_engine(self, slot: int, engine: EngineSlot | None) -> None:
         """Records the engine in a slot, None for an empty one. For the daemon alone."""
@@ -177,12 +192,9 @@ class Ledger(SlabTable):
     def vacate(self, slot: int) -> int:
         """Frees an engine's slabs and its slot; returns how many slabs came free. For the daemon, as
         force_free."""
-        # Nothing else resets them, and each side would leave alone memory that nobody uses.
-        if self.engines()[slot].role is Role.SERVING:
-            self.serving_used_slabs = 0
-            self.serving_reserve_slabs = 0
-        else:
-            self.rollout_wanted_slabs = 0
+        # Nothing else resets them, and the others would leave alone memory that nobody uses.
+        self.set_serving_use(slot, used=0, reserved=0)
+        self._words.store(Word.WANTED + slot, 0)
         num_freed = len(self.force_free(slot))
         self.count(Word.EXIT_FREED_SLABS, num_freed)
         self.set_engine(slot, None)
@@ -190,7 +202,7 @@ class Ledger(SlabTable):
 
     def num_held(self, role: Role) -> int:
         """Slabs that the engines of a role own."""
-        return sum(self.num_owned(slot) for slot, one in self.engines().items() if one.role is role)
+        return sum(map(self.num_owned, self.slots_of(role)))
 
     @property
     def num_quarantined(self) -> int:

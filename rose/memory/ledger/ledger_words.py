@@ -1,15 +1,15 @@
 """Where each int64 word of the ledger lies, and the version of this layout.
 
 [0, 8)     header: magic, version, sizes           [32, 96)   engine slots, 4 words each
-[8, 16)    change sequence, on its own cache line  [96, 128)  unused
-[16, 24)   policy: see rose/memory/ledger/policy_word.py  [128, ..)  one word per slab:
+[8, 16)    change sequence, on its own cache line  [96, 144)  what engines use, reserve and want, by slot
+[16, 24)   policy: see rose/memory/ledger/policy_word.py  [144, ..)  one word per slab:
 [24, 32)   counters                                           see rose/memory/ledger/slab_word.py
 """
 
 from enum import IntEnum
 
 MAGIC = 0x524F53454C454447  # "ROSELEDG"
-VERSION = 4
+VERSION = 5
 WORD_BYTES = 8
 SLOT_WORDS = 4
 
@@ -26,15 +26,15 @@ class Word(IntEnum):
     BACKEND = 6
     CHANGE_SEQ = 8
     POLICY = 16
-    SERVING_USED = 17
-    SERVING_RESERVE = 18
-    ROLLOUT_WANTED = 19
     CUTS = 24
     RECLAIMED_REQUESTS = 25
     EXPIRED_LEASES = 26
     EXIT_FREED_SLABS = 27
     SLOTS = 32
-    SLABS = 128
+    USED = 96
+    RESERVED = 112
+    WANTED = 128
+    SLABS = 144
 
 
 COUNTERS = (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES, Word.EXIT_FREED_SLABS)

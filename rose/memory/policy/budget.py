@@ -1,4 +1,4 @@
-"""How many slabs each of two engines may hold: serving first (ROSE §4.1, preemptive memory sharing).
+"""How many slabs each engine may hold: serving first (ROSE §4.1, preemptive memory sharing).
 
 This module has the budget formula, the rule of pressure, cut and freeze, and what serving keeps when rollouts
 want memory. It is pure: the state lives with the caller, in the ledger's policy words.
@@ -24,7 +24,7 @@ RETURN_PACE_SLABS = 8
 70 us, so this takes about 0.6 ms."""
 
 ROLLOUT_SPARE_SHARE = 16
-"""Of this many slabs that it owns, rollout keeps one empty for the next turn: turns end and begin all the
+"""Rollout keeps one of this many slabs that it owns empty for the next turn: turns end and begin all the
 time, and each slab that leaves and comes back costs an unmap, a map and a zeroing."""
 
 
@@ -129,8 +129,23 @@ class BudgetPolicy:
             return BudgetDecision(budget=budget, state=Pressure.FROZEN, event=BudgetEvent.FROZEN)
         return BudgetDecision(budget=budget, state=state)
 
-    def rollout_growth(self, *, serving_used: int, rollout_owned: int, budget: int) -> int:
-        """Returns how many more slabs rollout may hold now, within its budget and outside the headroom.
+    def rollout_share(self, *, budget: int, num_engines: int, others_owned: int) -> int:
+        """Returns how many slabs one of ``num_engines`` rollout engines may hold of their budget: an equal
+        part, and what the others leave of theirs."""
+        return max(budget // num_engines, budget - others_owned, self.min_slabs)
+
+    def rollout_growth(
+        self,
+        *,
+        serving_used: int,
+        rollout_owned: int,
+        budget: int,
+        num_engines: int = 1,
+        others_owned: int = 0,
+    ) -> int:
+        """Returns how many more slabs a rollout engine may hold now, within its share of the budget and
+        outside the headroom. ``rollout_owned`` are its own slabs, ``others_owned`` the other rollout
+        engines'.
 
         Serving can reach every slab that rollout doesn't hold. Of those, at least the headroom (or the part
         of it that isn't lent) must stay unused. Up to ``min_slabs`` rollout may always grow. Of what it may
@@ -139,8 +154,9 @@ class BudgetPolicy:
         Source: ROSE §4.1, second condition of admission.
         """
         headroom = min(self.headroom_slabs, self.num_slabs - budget)
-        spare = self.num_slabs - rollout_owned - serving_used - headroom
-        return max(min(budget - rollout_owned, spare), self.min_slabs - rollout_owned, 0)
+        spare = self.num_slabs - rollout_owned - others_owned - serving_used - headroom
+        share = self.rollout_share(budget=budget, num_engines=num_engines, others_owned=others_owned)
+        return max(min(share - rollout_owned, spare), self.min_slabs - rollout_owned, 0)
 
     def rollout_spare(self, owned: int) -> int:
         """Returns how many slabs rollout wants to find free when its requests grow."""
@@ -163,15 +179,16 @@ class BudgetPolicy:
         due = max(must, self.floor_slabs - owned)
         return max(min(missing, free, max(due, free - rollout_lacks)), 0)
 
-    def serving_gift(self, *, owned: int, used: int, budget: int, available: int, rollout_lacks: int) -> int:
-        """Returns how many slabs serving should give to rollouts in this step.
+    def serving_gift(self, *, owned: int, used: int, budget: int, available: int, lacking: int) -> int:
+        """Returns how many slabs a serving engine should give to the others in this step, which lack
+        ``lacking``.
 
         ``available`` are free or on their way. The floor stays, unless ``budget`` says that it is lent with
         the headroom.
         """
         floor = 0 if self.has_headroom_lent(budget) else self.floor_slabs
         surplus = owned - max(used, floor, self.min_slabs)
-        return max(min(rollout_lacks - available, surplus, RETURN_PACE_SLABS), 0)
+        return max(min(lacking - available, surplus, RETURN_PACE_SLABS), 0)
 
 
 class RecentPeak:

@@ -26,7 +26,7 @@ from rose.memory.slabs.backend import Backend, BackendKind, Slabs, open_backend
 
 BOARD_BYTES = 4096
 MIN_SLABS = 2
-"""Every engine keeps one slab mapped for good, and two engines share a pool."""
+"""Every engine keeps one slab mapped for good, and at least two engines share a pool."""
 MAX_SLABS = (1 << 24) - 1
 """The ledger's policy word has 24 bits for a number of slabs."""
 MAX_SHARDS = 16

@@ -31,11 +31,11 @@ _MIN_BLOCKS = 4
 """A slab holds so many blocks of each model: an estimate may be too small, and each slab can lose a block."""
 _GOOD_USE = 0.99
 _FEWEST_SLABS = 16
-"""Of a pool whose size is chosen. With fewer, hardly any memory could change hands."""
+"""The fewest slabs of a pool whose size is chosen. With fewer, hardly any memory could change hands."""
 _BLOCK_TOKENS = {BackendKind.HOST: 128, BackendKind.CUDA: 16}
 """vLLM's defaults. Kernels of latent attention want up to 128 on a GPU, too."""
 _MEMORY_SHARE = {BackendKind.HOST: 0.25, BackendKind.CUDA: 0.9}
-"""Of the memory that is free beside the models. A host has other things to do with its own."""
+"""The share of the memory beside the models that a pool takes. A host has other uses for its own."""
 _ENGINE_BYTES = {BackendKind.HOST: 1 << 30, BackendKind.CUDA: 3 << 30}
 """What an engine takes beside weights and KV: activations, workspaces, CUDA graphs."""
 _NARROW_TYPES = {"bfloat16": 2, "float16": 2, "half": 2}
@@ -46,7 +46,7 @@ class ModelNeeds:
     """What one rank of a model's engine needs."""
 
     block_bytes: int
-    """Of one KV block in all layers."""
+    """The bytes of one KV block in all layers."""
     weights_bytes: int
 
     @classmethod
@@ -55,7 +55,7 @@ class ModelNeeds:
 
         Returns None if there is no config.json, or one that does not say what KV the model keeps.
         """
-        folder = _folder(model)
+        folder = model_folder(model)
         if folder is None:
             return None
         try:
@@ -171,7 +171,7 @@ def kv_block_bytes(config: Mapping[str, Any], *, num_shards: int, backend: Backe
     return int(model["num_hidden_layers"] * elements * element_bytes * tokens)
 
 
-def _folder(model: str) -> Path | None:
+def model_folder(model: str) -> Path | None:
     """Returns the directory with a model's config.json, if this host has it."""
     path = Path(model).expanduser()
     if path.is_dir():

@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from rose._vmm import CudaDevice, CudaSlabs, SlabFile, host_granularity
+from rose.host_memory import available_bytes
 from rose.memory.slabs.fd_limit import ensure_fd_limit
-from rose.memory.slabs.host_memory import available_bytes
 
 CUDA_DRIVER = "libcuda.so.1"
 

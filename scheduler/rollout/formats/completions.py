@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rose.http import SO_FAR
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt, text_offsets
@@ -84,11 +85,13 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
     per request slows vLLM's sampler. Engines behind one router therefore need seeds of their own (rose serve
     gives each one), or siblings on different engines could be equal.
 
+    A call whose stream broke off says in `rose_so_far` which tokens have arrived; it goes on from there.
+
     `shown_id`: the id of the answer. Workers get an id of the router's, since two clients' ids could be
     equal.
 
     Raises:
-        BadRequest: prompt, n, max_tokens or seed is malformed.
+        BadRequest: prompt, n, max_tokens or seed is malformed, or the call can't be continued.
     """
     prompts = split_prompts(body.get("prompt"))
     n, call_id = checked_n(body, len(prompts)), uuid.uuid4().hex
@@ -96,10 +99,30 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
     for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
         request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
         generation = Accumulated(request=request, prompt_token_ids=known_prompt(request))
+        if (given := body.get(SO_FAR)) is not None:
+            generation.resume(_checked_so_far(given, body, generation, len(prompts) * n))
         singles.append(Single(index=index, prompt=prompt, generation=generation))
     name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
     is_batch = n > 1 or isinstance(body.get("prompt"), list)
     return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
+
+
+def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumulated, count: int) -> list[int]:
+    """Returns the tokens that have arrived. Raises: BadRequest."""
+    if not isinstance(given, list) or not _are_ids(given):
+        raise BadRequest(f"{SO_FAR}: expected a list of token ids, got {str(given)[:40]!r}")
+    if count != 1 or not body.get("stream") or not body.get("return_token_ids"):
+        raise BadRequest(
+            f"{SO_FAR}: only a stream with return_token_ids and one answer (n = 1, one prompt) can go on"
+        )
+    if generation.must_restart:
+        raise BadRequest(
+            f"{SO_FAR}: only a prompt of token ids can go on, and no stop strings, penalties or other"
+            " parameters with a state; leave it out, and drop what has arrived"
+        )
+    if len(given) > generation.max_tokens:
+        raise BadRequest(f"{SO_FAR}: {len(given)} tokens, but max_tokens is {generation.max_tokens}")
+    return given
 
 
 _MAX_SINGLES = 2**16
@@ -128,7 +151,7 @@ def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
     return n
 
 
-_OF_THE_CALL = ("stream", "stream_options", "n", "request_id")
+_OF_THE_CALL = ("stream", "stream_options", "n", "request_id", SO_FAR)
 
 
 def child_body(body: Mapping[str, Any], child: int) -> Json:

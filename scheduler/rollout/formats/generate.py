@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from rose.http import SO_FAR
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, encode
 from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
@@ -55,6 +56,8 @@ _SAMPLING = frozenset(
 """Sampling parameters that have the same name in /v1/completions."""
 _IGNORED = frozenset(("detokenize", "output_kind", "skip_clone", "truncate_prompt_tokens", "guided_decoding"))
 """Parameters that change nothing, because an answer always holds ids and text."""
+_WHOLE = ("stop", "length")
+"""The reasons for which an answer ends, and is not cut."""
 TOKEN_PREFIX = "token_id:"
 
 
@@ -139,7 +142,7 @@ class TokenGenerate:
         ids = prompt if isinstance(prompt, TokenIds) else None
         if ids is None or ids.is_empty:
             raise BadRequest("token_ids: expected a list of token ids that is not empty")
-        passed_on = ("model", "stream", "stream_options", "cache_salt", "priority", "session_id")
+        passed_on = ("model", "stream", "stream_options", "cache_salt", "priority", "session_id", SO_FAR)
         completion = {name: body[name] for name in passed_on if body.get(name) is not None}
         given = body.get("sampling_params")
         completion |= sampling(given, {"extra_args": "vllm_xargs"}, frozenset())
@@ -183,6 +186,8 @@ class TokenGenerate:
         choice: Json = {"index": single.index, "token_ids": list(chunk.token_ids), "text": chunk.text}
         if chunk.logprobs is not None:
             choice["logprobs"] = {"content": token_logprobs(chunk.logprobs, chunk.token_ids)}
+        if news := _news(single.generation, chunk):
+            choice["rose"] = news
         return {"request_id": call.id, "model": model, "choices": [choice]}
 
     def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
@@ -193,6 +198,16 @@ class TokenGenerate:
         if not call.wants_usage:
             return None
         return {"request_id": call.id, "model": model, "choices": [], "usage": usage_of(call)}
+
+
+def _news(generation: Accumulated, chunk: Chunk) -> Json:
+    """Returns what a client has to know with these tokens, if the stream breaks off behind them: who made
+    them, once, and whether they are the last."""
+    news: Json = generation.spans[-1].as_json() if generation.begins_span(chunk) else {}
+    news.pop("tokens", None)
+    if chunk.finish_reason in _WHOLE:
+        news |= {"finish_reason": chunk.finish_reason}
+    return news
 
 
 def _finish(generation: Accumulated) -> Json:

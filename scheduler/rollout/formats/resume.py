@@ -138,6 +138,11 @@ class Accumulated:
         """Whether a cut forces the generation to start again."""
         return self.prompt_token_ids is None or must_restart(self.request)
 
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Begins behind tokens that another router has sent the client."""
+        if token_ids:
+            self.token_ids, self.num_resumes = list(token_ids), 1
+
     def begin(self) -> int:
         """Starts the next attempt and returns its epoch. Chunks of earlier epochs are dropped from now on."""
         if self.token_ids:
@@ -207,6 +212,10 @@ class Accumulated:
         if self.spans and (self.spans[-1].worker, self.spans[-1].weight_version) == (worker, version):
             num_tokens += self.spans.pop().num_tokens
         self.spans.append(Span(worker=worker, weight_version=version, num_tokens=num_tokens))
+
+    def begins_span(self, chunk: Chunk) -> bool:
+        """Whether the chunk, which was just added, is the first of its worker and weight version."""
+        return bool(chunk.token_ids) and self.spans[-1].num_tokens == len(chunk.token_ids)
 
     def finish(self, reason: str | None, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason

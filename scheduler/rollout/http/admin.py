@@ -13,12 +13,15 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rose.errors import WorkerError
+from rose.errors import RoseError, WorkerError
 from rose.messages import RlStep, parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Conflict, NotFound
 from rose.scheduler.rollout.http.guard import Guard
 from rose.scheduler.rollout.http.metrics import prometheus_text
+from rose.scheduler.rollout.http.shared.changes import Changes
+from rose.scheduler.rollout.http.shared.entries import Value
+from rose.scheduler.rollout.http.shared.peers import Exchange, Peers
 from rose.scheduler.rollout.placing.versions import VersionMode
 from rose.scheduler.rollout.router_config import JobSpec, WorkerSpec
 from rose.scheduler.rollout.turn.dataplane import DataPlane
@@ -52,9 +55,11 @@ class StepBegun(RlStep):
 
 
 class Admin:
-    def __init__(self, plane: DataPlane, guard: Guard) -> None:
+    def __init__(self, plane: DataPlane, guard: Guard, changes: Changes, peers: Peers) -> None:
         self._plane = plane
         self._guard = guard
+        self._changes = changes
+        self._peers = peers
 
     def add_routes(self, app: web.Application) -> None:
         router = app.router
@@ -74,6 +79,7 @@ class Admin:
         router.add_put("/admin/version", self.change_version)
         router.add_delete("/admin/runs/{run_id}", self.forget_run)
         router.add_post("/admin/drain", self.drain)
+        router.add_post("/admin/peers", self.exchange)
         router.add_get("/metrics", self.metrics)
 
     # Workers ----------------------------------------------------------------------------------------------
@@ -95,18 +101,21 @@ class Admin:
         if run_id is not None and version is not None and version.run_id != run_id:
             registry.remove(worker.id)
             raise Conflict(f"worker {worker.id} has weights {version}; this router's run is {run_id}")
+        self._note("worker", spec.model_dump(mode="json"), worker.id)
         return web.json_response({"id": worker.id, "alive": worker.is_alive}, status=201)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
         """Removes a worker; its turns continue on others."""
         worker = self._worker(request)
         self._plane.registry.remove(worker.id)
+        self._note("worker", None, worker.id)
         return web.json_response({"removed": worker.id})
 
     async def drain_worker(self, request: web.Request) -> web.Response:
         """Keeps new turns from a worker; its running turns finish."""
         worker = self._worker(request)
         worker.drain()
+        self._note("worker", {**worker.spec.model_dump(mode="json"), "draining": True}, worker.id)
         return web.json_response({"draining": worker.id, "in_flight": worker.in_flight})
 
     def _worker(self, request: web.Request) -> Worker:
@@ -130,6 +139,7 @@ class Admin:
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
+        self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
         return web.json_response({name: job.as_json(0)})
 
     async def forget_job(self, request: web.Request) -> web.Response:
@@ -143,6 +153,7 @@ class Admin:
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
+        self._note("job", None, name)
         return web.json_response({"forgotten": name})
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -160,6 +171,7 @@ class Admin:
         else:
             self._plane.jobs.get(name, time.monotonic()).is_paused = is_paused
             self._plane.dispatcher.pump()
+        self._note("paused", is_paused, name or "")
         return web.json_response({"job": name, "paused": is_paused})
 
     async def abort(self, request: web.Request) -> web.Response:
@@ -181,6 +193,7 @@ class Admin:
         """Changes which weights turns may run on."""
         change = await _read(request, VersionChange)
         self._plane.set_versions(change.mode, change.max_lag)
+        self._note("versions", change.model_dump(mode="json"))
         return await self.show_version(request)
 
     async def forget_run(self, request: web.Request) -> web.Response:
@@ -194,6 +207,7 @@ class Admin:
                 f"run {run_id} is unknown; known runs: {', '.join(sorted(newest.numbers)) or 'none'}"
             ) from error
         self._plane.dispatcher.pump()
+        self._note("forgotten", True, run_id)
         return web.json_response({"forgotten": run_id})
 
     async def rl_step(self, request: web.Request) -> web.Response:
@@ -209,7 +223,10 @@ class Admin:
             self._plane.registry.newest.announced(version, time.monotonic())
         self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
-        results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))
+        try:
+            self._note("step", begun.model_dump())
+        finally:  # the engines need it even if a full disk does not keep it
+            results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))
         answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}
         return web.json_response({"step": step.step, "workers": answers})
 
@@ -234,8 +251,31 @@ class Admin:
         return web.json_response({"draining": True, "queued": self._plane.dispatcher.num_queued})
 
     async def status(self, _request: web.Request) -> web.Response:
-        """Shows workers, jobs, queues and counters as JSON."""
-        return web.json_response(self._plane.status())
+        """Shows workers, jobs, queues, counters and the routers as JSON."""
+        routers = {"router": self._plane.registry.name, "peers": self._peers.names}
+        return web.json_response({**self._plane.status(), **routers})
+
+    async def exchange(self, request: web.Request) -> web.Response:
+        """Takes over what admins have set at another router, and answers with what they have set here."""
+        said = await _read(request, Exchange)
+        try:
+            answer = self._peers.told(said)
+        except ValueError as error:
+            raise Conflict(str(error)) from error
+        except OSError as error:
+            raise self._not_kept(error) from error
+        return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+
+    def _note(self, kind: str, value: Value, name: str = "") -> None:
+        """Keeps a change that was made, for this router's next process and for its peers."""
+        try:
+            self._changes.note(kind, value, name)
+        except OSError as error:
+            raise self._not_kept(error) from error
+
+    def _not_kept(self, error: OSError) -> RoseError:
+        file = self._plane.config.state
+        return RoseError(f"done, but not kept: {file}: {error.strerror}; a restart would not know of it")
 
     async def metrics(self, _request: web.Request) -> web.Response:
         """Answers the router's metrics in Prometheus' text format."""

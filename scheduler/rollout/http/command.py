@@ -19,7 +19,7 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import CommandParser, port_number, positive_int, run_command
 from rose.config import Settings, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
@@ -58,7 +58,11 @@ class RunningRouter:
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=_READ_BYTES
         )
         self.plane = DataPlane(self._config, self._http)
-        self._service = Service(self._config, self.plane)
+        try:
+            self._service = Service(self._config, self.plane)
+        except ConfigError:
+            await self._http.close()
+            raise
         app = self._service.build_app()
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -75,6 +79,12 @@ class RunningRouter:
         self.url = f"http://{host}:{port}"
         for spec in self._config.workers:
             self.plane.registry.add(spec)
+        try:
+            self._service.changes.restore()
+        except ConfigError:
+            await self._close()
+            raise
+        self._service.peers.start()
         if self._service.fronts.are_configured:
             own_host = _LOOPBACK.get(host, host)
             self.fronts = self._service.fronts.start(f"http://{own_host}:{port}")
@@ -101,6 +111,7 @@ class RunningRouter:
         if self._listener is not None:
             self._listener.close()
         await self._service.fronts.close()
+        await self._service.peers.close()
         await self._runner.cleanup()
         await self.plane.registry.close()
         self.plane.wire.close()
@@ -166,6 +177,10 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
     fields |= {name: value for name, value in flags.items() if value is not None}
     if parsed.concurrency_profile is not None:
         fields["concurrency_profile"] = parsed.concurrency_profile
+    if parsed.state is not None:
+        fields["state"] = parsed.state
+    if parsed.peer:
+        fields["peers"] = [*fields.get("peers", ()), *parsed.peer]
     if parsed.worker:
         fields["workers"] = [*fields.get("workers", ()), *(parse_worker(text) for text in parsed.worker)]
     given = {"count": parsed.front} if parsed.front is not None else {}
@@ -202,8 +217,18 @@ def _parser() -> CommandParser:
         metavar="URL[,dedicated|serving][,gpus=N]",
         help="address of a rollout engine; may be repeated (default kind dedicated, gpus 1)",
     )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="address of another router before the same workers; may be repeated",
+    )
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="keep what an admin sets here, and begin with it"
+    )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8100)")
+    parser.add_argument("--port", type=port_number, help="port to listen on (default 8100)")
     parser.add_argument(
         "--concurrency-profile",
         type=Path,
@@ -212,7 +237,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--front",
-        type=int,
+        type=positive_int,
         metavar="N",
         help="start N processes of rose front, whose flags follow: -- --model DIR --tool-call-parser NAME",
     )

@@ -33,6 +33,8 @@ class _RouterCollector(Collector):
         for job, length in self._plane.dispatcher.queued_by_job().items():
             queued.add_metric([job], length)
         yield queued
+        routers = self._plane.jobs.num_routers
+        yield GaugeMetricFamily("rose_router_peers", "Other routers that live.", value=routers - 1)
         yield from self._by_job()
         yield from self._workers()
         yield from self._plane.records.latencies.metrics()
@@ -56,6 +58,9 @@ class _RouterCollector(Collector):
             "GPU time that serving leaves.",
             labels=names,
         )
+        lease = GaugeMetricFamily(
+            "rose_router_worker_lease", "Turns that the worker leases to this router.", labels=names
+        )
         for worker in workers:
             labels = [worker.id, worker.spec.kind.value]
             tokens.add_metric(labels, worker.num_tokens)
@@ -63,7 +68,9 @@ class _RouterCollector(Collector):
             in_flight.add_metric(labels, worker.in_flight)
             if (known := worker.view().share) is not None:
                 share.add_metric(labels, known)
-        yield from (tokens, alive, in_flight, share)
+            if worker.lease is not None:
+                lease.add_metric(labels, worker.lease.turns)
+        yield from (tokens, alive, in_flight, share, lease)
 
 
 def _by(name: str, text: str, label: str, counts: Counter[str]) -> Metric:

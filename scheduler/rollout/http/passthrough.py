@@ -22,6 +22,7 @@ from rose.scheduler.rollout.turn.attempt.progress import probed
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey, Route
+from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import openai_headers
@@ -71,7 +72,7 @@ class Passthrough:
             place = await self._plane.dispatcher.place(journey)
             worker = place.worker
             parent = span.begin_attempt(worker.id) if span is not None else None
-            attempt = _WholeAttempt(self._plane, worker, journey, parent)
+            attempt = _WholeAttempt(self._plane, place, journey, parent)
             try:
                 outcome = await attempt.run(request, body)
             finally:
@@ -90,9 +91,10 @@ class Passthrough:
 class _WholeAttempt:
     """One worker's answer to a whole request. Runs once."""
 
-    def __init__(self, plane: DataPlane, worker: Worker, journey: Journey, parent: str | None) -> None:
+    def __init__(self, plane: DataPlane, place: Place, journey: Journey, parent: str | None) -> None:
         self._plane = plane
-        self._worker = worker
+        self._place = place
+        self._worker = place.worker
         self._journey = journey
         self._parent = parent
         self._answer: web.StreamResponse | None = None
@@ -138,7 +140,7 @@ class _WholeAttempt:
         worker, plane = self._worker, self._plane
         if request.path != RENDER_PATH:
             body = salted(body, worker.weight_version)
-        headers = {**openai_headers(plane.config), **JSON_HEADERS}
+        headers = {**openai_headers(plane.config), **JSON_HEADERS, **self._place.lease_headers}
         if self._parent is not None:
             headers[PARENT_HEADER] = self._parent
         url, data = f"{worker.spec.url}{request.path}", encode(body)

@@ -28,6 +28,8 @@ from rose.scheduler.rollout.http.guard import Guard, Handler
 from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, SharedAnswer
 from rose.scheduler.rollout.http.intake import Asked, Intake
 from rose.scheduler.rollout.http.passthrough import RENDER_PATH, Passthrough
+from rose.scheduler.rollout.http.shared.changes import Changes
+from rose.scheduler.rollout.http.shared.peers import Peers
 from rose.scheduler.rollout.placing.views import of_model
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.dataplane import DataPlane
@@ -58,6 +60,8 @@ class Service:
         )
         self._guard = Guard(config, self._callers)
         self._in_flight = InFlight()
+        self.changes = Changes(plane)
+        self.peers = Peers(plane, self.changes)
         self.fronts = Fronts(config.fronts, self._callers.front_key, self._callers.front_secret)
         self._parsed_models: set[str | None] = set()
         """The models whose chats a parser in the workers splits into reasoning and tool calls."""
@@ -77,7 +81,7 @@ class Service:
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
         app.router.add_post(_FINISH_PATH, self.finish_session)
-        Admin(self._plane, self._guard).add_routes(app)
+        Admin(self._plane, self._guard, self.changes, self.peers).add_routes(app)
         return app
 
     async def drain(self) -> None:

@@ -14,7 +14,7 @@ GPUs by weight where the bounds exceed their number is an addition.
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rose.scheduler.rollout.placing.views import NOBODY, Wants
 from rose.types import WeightVersion
@@ -32,6 +32,11 @@ class Borrower:
     """N_serving; None: as many as there are."""
     wants: AbstractSet[Wants] | None = None
     """The models and runs that its turns ask for; None: any will do."""
+
+    def joined(self, other: "Borrower") -> "Borrower":
+        """Returns the job with what its turns at another router want as well."""
+        both = self.wants is not None and other.wants is not None
+        return replace(self, wants=(self.wants or set()) | (other.wants or set()) if both else None)
 
     def can_use(self, each: "Lendable") -> bool:
         """Whether the GPU has weights that this job has turns for, or base weights."""

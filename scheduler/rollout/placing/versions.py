@@ -58,6 +58,10 @@ class NewestVersions:
         """Returns the newest numbers among the workers that serve a model; None: among all workers."""
         return self._numbers if model is None else self._by_model.get(model, self._unnamed)
 
+    def by_model(self) -> list[tuple[str | None, Mapping[str, int]]]:
+        """Returns each model with its numbers; None stands for workers that don't say what they serve."""
+        return [(None, self._unnamed), *self._by_model.items()]
+
     def heard(self, version: WeightVersion, models: Iterable[str] | None = None, *, now: float) -> None:
         """Notes a worker's version. `models`: what the worker serves; None if it does not say."""
         self._drop_old_bound(version, now)

@@ -8,7 +8,7 @@ Never does: place turns, I/O, read a clock.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,10 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def _set_in(spec: JobSpec) -> dict[str, Any]:
+    return spec.model_dump(exclude_unset=True)
+
+
 class JobAborted(RoseError):
     """An operator ended the job's turns."""
 
@@ -40,6 +44,8 @@ class JobAccount:
         self.name = name
         self.spec = spec
         self.is_paused = False
+        self.num_routers = 1
+        """The routers that share its limits, this one included."""
         self.in_flight = 0
         self.num_turns = 0
         self.num_tokens = 0
@@ -53,7 +59,7 @@ class JobAccount:
     @property
     def may_start(self) -> bool:
         limit = self.spec.max_in_flight
-        return not self.is_paused and (limit is None or self.in_flight < limit)
+        return not self.is_paused and (limit is None or self.in_flight < max(1, limit // self.num_routers))
 
     def expected_tokens(self, max_tokens: int | None) -> float:
         """Returns how many tokens a turn of this job will probably generate."""
@@ -95,6 +101,9 @@ class JobAccounts:
         self._by_key: Mapping[bytes, str] = {}
         """The jobs' names by the digests of their keys: a look-up takes as long for a wrong key."""
         self._run_id = config.run_id
+        self._others: Sequence[Borrower] = ()
+        self.num_routers = 1
+        """The routers before the same workers, this one included."""
         self._declared = config.jobs
         """What the router's file says of the jobs."""
         self._take_specs(config.jobs)
@@ -113,6 +122,7 @@ class JobAccounts:
         job = self._jobs.get(name)
         if job is None:
             job = self._jobs[name] = JobAccount(name, self.spec(name), now)
+            job.num_routers = self.num_routers
             self.revision += 1
         job.last_active = now
         return job
@@ -143,6 +153,32 @@ class JobAccounts:
                 job.wants.clear()
             job.wants.add(wants)
             self.revision += 1
+
+    def share(self, num_routers: int, others: Sequence[Borrower]) -> None:
+        """Divides the jobs' limits among this many routers, and counts the other routers' jobs as borrowers
+        of serving GPUs."""
+        self.num_routers = num_routers
+        for job in self:
+            job.num_routers = num_routers
+        if others != self._others:
+            self._others = others
+            self.revision += 1
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one job may have work, at this router or at another."""
+        return len(self._jobs) + len(self._others) > 1
+
+    def own_borrowers(self) -> list[Borrower]:
+        """Returns the jobs that have work at this router."""
+        return [job.borrower(job.wants) for job in self]
+
+    def borrowers(self) -> list[Borrower]:
+        """Returns the jobs that have work at any router, each once."""
+        found = {each.job: each for each in self.own_borrowers()}
+        for each in self._others:
+            found[each.job] = found[each.job].joined(each) if each.job in found else each
+        return list(found.values())
 
     def find(self, name: str) -> JobAccount | None:
         return self._jobs.get(name)
@@ -175,12 +211,25 @@ class JobAccounts:
 
         Raises: ValueError if it contradicts another job or the router's run.
         """
-        spec = JobSpec(**{**self.spec(name).model_dump(), **given.model_dump(exclude_unset=True)})
-        self._take_specs({**self._specs, name: spec})
-        job = self.get(name, now)
-        job.spec = spec
+        self.put(name, JobSpec(**{**self.spec(name).model_dump(), **_set_in(given)}))
+        return self.get(name, now)
+
+    def put(self, name: str, spec: JobSpec | None) -> None:
+        """Sets those of a job's key, run, model and limits that are set in `spec`; the rest, or all if it is
+        None, is what the router's file says.
+
+        Raises: ValueError if it contradicts another job or the router's run.
+        """
+        declared = self._declared.get(name)
+        if spec is None or declared is None:
+            spec = spec or declared
+        else:
+            spec = JobSpec(**{**_set_in(declared), **_set_in(spec)})
+        others = {other: each for other, each in self._specs.items() if other != name}
+        self._take_specs({**others, **({name: spec} if spec is not None else {})})
+        if (job := self._jobs.get(name)) is not None:
+            job.spec = self.spec(name)
         self.revision += 1
-        return job
 
     def forget(self, name: str) -> None:
         """Closes an account and drops what was changed: what the router's file says of the job holds again.
@@ -194,11 +243,8 @@ class JobAccounts:
             raise ValueError(
                 f"job {name} has {max(job.in_flight, len(job.aborts))} requests; abort them first"
             )
-        others = {other: spec for other, spec in self._specs.items() if other != name}
-        declared = {name: self._declared[name]} if name in self._declared else {}
-        self._take_specs({**others, **declared})
+        self.put(name, None)
         self._jobs.pop(name, None)
-        self.revision += 1
 
     def _take_specs(self, specs: Mapping[str, JobSpec]) -> None:
         if (problem := contradiction(specs, self._run_id)) is not None:

@@ -24,6 +24,8 @@ from rose.scheduler.rollout.turn.rerouting import Rerouting
 from rose.scheduler.rollout.turn.runner import TurnRunner
 from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
+from rose.scheduler.rollout.workers.shown import worker_json
+from rose.scheduler.rollout.workers.worker import Worker
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "paper": PaperPolicy,
@@ -40,7 +42,7 @@ class DataPlane:
         self.config = config
         self.http = http
         self.wire = Wire()
-        self.registry = Registry(config, http, self._workers_changed)
+        self.registry = Registry(config, http, self._workers_changed, self._num_waiting, self._is_waited_for)
         self.jobs = JobAccounts(config)
         members = self.registry.members()
         self.trajectories = Trajectories(config, members, self.jobs)
@@ -62,6 +64,12 @@ class DataPlane:
 
     def _workers_changed(self) -> None:
         self.dispatcher.pump()
+
+    def _num_waiting(self) -> int:
+        return self.dispatcher.num_queued
+
+    def _is_waited_for(self, worker: Worker, job: str) -> bool:
+        return self.dispatcher.is_waited_for(worker, job)
 
     def _rule(self, mode: VersionMode, max_lag: int) -> VersionRule:
         return VersionRule(mode=mode, max_lag=max_lag, known=self.registry.newest)
@@ -90,7 +98,7 @@ class DataPlane:
             "version_mode": self.versions.mode.value,
             "max_lag": self.versions.max_lag,
             "paused": self.dispatcher.is_paused,
-            "workers": [worker.as_json(now) for worker in self.registry.workers()],
+            "workers": [worker_json(worker, now) for worker in self.registry.workers()],
             "queued": self.dispatcher.queued_by_job(),
             "jobs": self.job_status(),
             "sessions": len(self.trajectories.sessions),

@@ -20,6 +20,7 @@ from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.places import Places, Waiter
 from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.members import Members
+from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
 
 
@@ -56,6 +57,10 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return self._places.num_queued
+
+    def is_waited_for(self, worker: Worker, job: str) -> bool:
+        """Whether turns of a job wait that may begin, and could on this worker."""
+        return self._places.is_waited_for(worker, job)
 
     def queued_by_job(self) -> dict[str, int]:
         return self._places.queued_by_job()

@@ -5,8 +5,10 @@ Promises: what was taken is given back once, by end().
 Never does: choose a worker, wait (places.py), I/O.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from rose.http import LEASE_HEADER
 from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.turn.accounts import JobAccount
 from rose.scheduler.rollout.workers.worker import Worker
@@ -25,6 +27,11 @@ class Place:
     """Prompt tokens of this turn that the worker has to prefill."""
     ahead_tokens: float
     """Prompt tokens of other turns that the worker prefills first."""
+    lease_headers: Mapping[str, str] = field(default_factory=dict)
+    """Tells the worker under which of its leases the turn was placed, and no later one: that may be another
+    job's. Empty for a worker without leases."""
+    headers: bytes = b""
+    """The lines of the turn's head that only its worker gets, these among them."""
     is_prefilled: bool = False
     num_tokens: int = 0
     """Tokens generated on it so far."""
@@ -64,4 +71,8 @@ def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> 
     missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
     worker.begin_turn(job.name, missing_tokens)
     job.in_flight += 1
-    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens)
+    lease = worker.lease
+    lease_headers = {LEASE_HEADER: f"{lease.router} {lease.fence}"} if lease is not None else {}
+    lines = [f"{name}: {value}\r\n" for name, value in lease_headers.items()]
+    headers = worker.openai_headers + "".join(lines).encode()
+    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens, lease_headers, headers)

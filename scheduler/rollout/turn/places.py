@@ -69,8 +69,8 @@ class Places:
         self._policy = policy
         self._jobs = jobs
         self._queue: FairQueue[Waiter, Wants] = FairQueue()
-        self._lent_at: tuple[int, int] | None = None
-        """The revisions of jobs and fleet at which GPUs were assigned; None: they have to be again."""
+        self._lent_at: tuple[int, int, int] | None = None
+        """The revisions of jobs, fleet and loans at which GPUs were assigned; None: they have to be again."""
         self._entitled: dict[str, str] = {}
         self._expire_at = 0.0
         self._give_up_at = 0.0
@@ -85,6 +85,14 @@ class Places:
         """Returns the length of one job's queue."""
         return self._queue.length(job)
 
+    def is_waited_for(self, worker: Worker, job: str) -> bool:
+        """Whether turns of a job wait that may begin, and could on this worker."""
+        account = self._jobs.find(job)
+        if self.is_paused or account is None or not account.may_start:
+            return False
+        kinds = self._queue.kinds().get(job, ())
+        return any(wants.are_met(worker.models, worker.weight_version) for wants in kinds)
+
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
 
@@ -94,7 +102,7 @@ class Places:
         Raises:
             NoWorkerError: no worker can ever take the turn.
         """
-        if self.is_paused or not job.may_start or (len(self._queue) and self._is_waited_for(turn.wants)):
+        if self.is_paused or not job.may_start or (len(self._queue) and self._are_waited_for(turn.wants)):
             return None
         members = self._members
         self._jobs.asked(job, turn)
@@ -105,7 +113,7 @@ class Places:
         self._queue.settle(job.name, cost)  # its turns for other models may be waiting
         return take_place(turn, job, cost, members[picked])
 
-    def _is_waited_for(self, wants: Wants) -> bool:
+    def _are_waited_for(self, wants: Wants) -> bool:
         """Whether a queued turn could run on a worker whose weights meet this."""
         waiting = [other for kinds in self._queue.kinds().values() for other in kinds]
         return any(_are_alike(wants.model, o.model) and _are_alike(wants.run_id, o.run_id) for o in waiting)
@@ -168,45 +176,46 @@ class Places:
             waiter, picked = taken
             waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked]))
 
-    def _lend(self, now: float) -> None:
+    def _lend(self, now: float, *, begins_anew: bool = False) -> None:
         """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
-        lent_at = (self._jobs.revision, self._members.fleet.revision)
-        if lent_at == self._lent_at:
+        lent_at = (self._jobs.revision, self._members.fleet.revision, self._members.num_contests)
+        if lent_at == self._lent_at and not begins_anew:
             return
         self._lent_at = lent_at
         serving = _serving(self._members)
-        held = {worker.id: worker.owner for worker in serving if worker.owner is not None}
-        self._entitled = assign([job.borrower(job.wants) for job in self._jobs], _lendables(serving), held)
+        held = {w.id: w.holder for w in serving if w.holder is not None and not begins_anew}
+        self._entitled = assign(self._jobs.borrowers(), _lendables(serving), held)
         for worker in serving:
             worker.lend(self._entitled[worker.id])
 
     def _lend_idle(self) -> bool:
         """Lends GPUs that their jobs leave idle to jobs with waiting turns. Returns whether any changed
         hands."""
-        if len(self._jobs) < 2 and all(len(job.wants) < 2 for job in self._jobs):
+        if not self._jobs.are_several and all(len(job.wants) < 2 for job in self._jobs):
             return False
         serving = _serving(self._members)
         if all(_is_settled(worker, self._entitled) for worker in serving):
             return False  # a full fleet, at which every heartbeat looks while turns wait
         found = [(self._jobs.find(name), kinds) for name, kinds in self._queue.kinds().items()]
         waiting = [job.borrower(kinds) for job, kinds in found if job is not None and job.may_start]
-        owners = {worker.id: worker.owner or NOBODY for worker in serving}
-        busy = {worker.id for worker in serving if worker.tenants[worker.owner or NOBODY]}
-        lent = lend_idle(waiting, _lendables(serving), self._entitled, owners, busy)
-        for worker in serving:
-            if worker.owner != lent[worker.id]:
-                worker.lend(lent[worker.id])
-        return lent != owners
+        lendables = _lendables(serving)
+        held = {w.id: w.holder or NOBODY for w in serving}
+        busy = {w.id for w in serving if w.tenants[w.owner or NOBODY]}
+        used = {w.id for w in serving if w.is_used_by_others}
+        lent = lend_idle(waiting, lendables, self._entitled, held, busy | used)
+        # A job that finds no idle GPU asks for one that another router uses, and gets it after that one.
+        lent = lend_idle(waiting, lendables, self._entitled, lent, busy)
+        changed = [worker for worker in serving if worker.owner != lent[worker.id]]
+        for worker in changed:
+            worker.lend(lent[worker.id])
+        return bool(changed)
 
     def lend_anew(self, now: float) -> None:
         """Chooses the serving GPUs again by their recent usage, as at the beginning of an RL step."""
-        self._lent_at = None
-        for worker in self._members.values():
-            worker.lend(None)
-        self._lend(now)
+        self._lend(now, begins_anew=True)
 
 
 def _serving(members: Mapping[str, Worker]) -> list[Worker]:

@@ -41,7 +41,7 @@ class TurnRecords:
         journey = Journey(
             session=session,
             route=route,
-            prompt_tokens=about_tokens(single.prompt),
+            prompt_tokens=about_tokens(single.prompt) + single.generation.num_tokens,
             max_tokens=single.generation.max_tokens,
         )
         return self._traced(journey)

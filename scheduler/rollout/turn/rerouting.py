@@ -1,7 +1,8 @@
 """What an attempt that did not finish means for its worker and for the rest of its request.
 
 Owns: the consequences of each kind of ending.
-Promises: after each reroute the request avoids that worker for `avoid_s`.
+Promises: after each reroute the request avoids that worker for `avoid_s`. Where only the lease lacked room,
+it waits until the worker has told the next one.
 Never does: choose the next worker (placing/policy.py).
 """
 
@@ -38,9 +39,12 @@ class Rerouting:
         """
         if ending.kind is EndKind.REFUSED:
             raise Refused(ending.status, ending.detail)
-        now = time.monotonic()
         self._counters.reroutes[ending.kind.value] += 1
         logger.info("rerouting cause=%s worker=%s session=%s", ending.kind.value, worker.id, journey.session)
+        if ending.kind is EndKind.UNLEASED:
+            worker.unleased()
+            return
+        now = time.monotonic()
         journey.avoid_until[worker.id] = now + self._config.avoid_s
         # Steps that serving lets through one by one may make tokens too seldom for the router's own clock.
         is_held = ending.kind is EndKind.STALLED and worker.is_held_by_serving

@@ -84,15 +84,17 @@ class TurnRunner:
 
     async def _attempt_until_finished(self, single: Single, journey: Journey, sink: Sink | None) -> None:
         generation = single.generation
-        while True:
-            is_cut_stream = journey.num_attempts > 0 and sink is not None
-            if generation.is_told_reasoning or (is_cut_stream and generation.continues_grammar):
+        while not (generation.token_ids and generation.is_exhausted):
+            if journey.num_attempts:
+                self._begin_next(single, journey, is_streamed=sink is not None)
+            is_begun_stream = sink is not None and generation.token_ids
+            if generation.is_told_reasoning or (is_begun_stream and generation.continues_grammar):
                 self._dispatcher.keep_to_takers(journey)
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)
             version = place.worker.weight_version if self._dispatcher.pins_versions else None
             try:
-                if journey.num_attempts > 1:
+                if generation.token_ids:
                     self._resume_on(place.worker, single, is_streamed=sink is not None)
                 ending = await Attempt(self._parts, single, place, journey, sink, version).run()
             finally:
@@ -100,10 +102,7 @@ class TurnRunner:
             if ending.kind is EndKind.FINISHED:
                 return
             self._rerouting.after(ending, place.worker, journey)
-            if generation.is_exhausted:  # only the finish was lost
-                generation.finish("length", None)
-                return
-            self._begin_next(single, journey, is_streamed=sink is not None)
+        generation.finish("length", None)  # it alone was lost, with a worker or with another router
 
     def _begin_next(self, single: Single, journey: Journey, *, is_streamed: bool) -> None:
         """Prepares the next attempt: it resumes where the last one was cut, or starts again.
@@ -132,7 +131,7 @@ class TurnRunner:
                 raise WorkerError(_CANT_RESUME)
             generation.restart()
             self._count_restart(num_tokens)
-        elif num_tokens:
+        else:
             self._records.counters.resumed += 1
             self._records.counters.tokens_kept += num_tokens
 

@@ -18,6 +18,8 @@ class Members(Mapping[str, Worker]):
         self._workers: dict[str, Worker] = {}
         self._changed: set[str] = set()
         self._fleet = Fleet()
+        self.num_contests = 0
+        """How often another router lent a GPU that this one would have lent to another job."""
         for worker in workers:
             self.add(worker)
 

@@ -7,11 +7,13 @@ Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 
@@ -30,7 +32,11 @@ _NO_ROSE_ROUTES = (404, 405, 501)
 _CLOCK_S = 0.01
 """The event loop's timers may fire this much too early."""
 _UPDATING_S = 0.05
-"""The time between heartbeats of a worker that changes its weights, for whose new version turns wait."""
+"""The time between heartbeats of a worker that changes its weights or its job, for which turns wait."""
+_CONTESTED_RATE = 4
+"""How many times as often a worker is asked whose GPU another router has lent."""
+_DUE_S = 0.005
+"""What changes together is asked together."""
 _MODELS_EVERY_S = 5.0
 """Engines load adapters while they run, so the models are asked for this often."""
 
@@ -39,18 +45,27 @@ class Registry:
     """All workers, each with a heartbeat task."""
 
     def __init__(
-        self, config: RouterConfig, http: aiohttp.ClientSession, changed: Callable[[], None]
+        self,
+        config: RouterConfig,
+        http: aiohttp.ClientSession,
+        changed: Callable[[], None],
+        num_waiting: Callable[[], int] = lambda: 0,
+        is_waited_for: Callable[[Worker, str], bool] = lambda *_: False,
     ) -> None:
+        """`num_waiting`: the turns that wait for a place. `is_waited_for`: whether turns of a job wait that
+        may begin on a worker."""
         self._config = config
         self._http = http
         self._changed = changed
+        self._num_waiting = num_waiting
+        self._is_waited_for = is_waited_for
         self._workers = Members()
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self.newest = NewestVersions()
         self.catalogue = Catalogue()
-        self._name = f"router-{uuid.uuid4().hex}"
+        self.name = f"router-{uuid.uuid4().hex}"
         """Engines wait until followers with a name know of new weights, because the router tags tokens
-        with versions."""
+        with versions. Leases are by name, too."""
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -99,15 +114,33 @@ class Registry:
             started = time.monotonic()
             await self.beat(worker)
             self._changed()
-            every_s = min(self._config.heartbeat_s, _UPDATING_S if worker.is_updating else math.inf)
-            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - started)))
+            every_s = self._config.heartbeat_s / (_CONTESTED_RATE if worker.is_contested else 1)
+            every_s = min(every_s, _UPDATING_S if worker.is_hurried else math.inf)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, every_s - (time.monotonic() - started))):
+                    await worker.is_due.wait()
+                    await asyncio.sleep(_DUE_S)
+
+    def router_gone(self, name: str) -> None:
+        """Tells all workers at once that another router has died, whose leases they may give to others."""
+        for worker in self._workers.values():
+            worker.gone_routers.add(name)
+            worker.is_due.set()
+
+    def router_lives(self, name: str) -> None:
+        """Keeps to itself that another router had died, where that is not told yet."""
+        for worker in self._workers.values():
+            worker.gone_routers.discard(name)
 
     async def beat(self, worker: Worker) -> None:
         """Asks one worker for its status, and notes the answer or its absence."""
+        worker.is_due.clear()
         try:
             status = await self._ask_status(worker)
             if status is not None:
-                worker.take_status(status, time.monotonic())
+                self._take_status(worker, status)
+            else:
+                worker.without_lease()
             if not worker.is_alive:  # before it gets turns, since it may be another engine than before
                 self._take_models(worker, await self._ask_models(worker))
             worker.seen(time.monotonic())
@@ -122,6 +155,14 @@ class Registry:
             if is_refused or worker.last_seen is None or now - worker.last_seen > self._config.lost_after_s:
                 worker.lost(f"{type(error).__name__}: {error}")
                 worker.has_rose_routes = True
+
+    def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
+        before, lease = worker.holder, worker.lease
+        worker.take_status(status, time.monotonic())
+        if lease is not None and worker.lease is not None and worker.lease.turns < lease.turns:
+            worker.is_due.set()  # others get the rest when it is known here
+        if worker.holder not in (before, worker.owner):
+            self._workers.num_contests += 1  # another router has lent the GPU
 
     async def refresh_models(self) -> None:
         """Asks all live workers which models they serve."""
@@ -178,14 +219,13 @@ class Registry:
         """Returns the worker's status; None from a stock vLLM, which only has /health."""
         timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
         if worker.has_rose_routes:
-            url = f"{worker.spec.url}/rose/v1/status"
-            follows = {"follower": self._name, "every_s": str(self._config.heartbeat_s)}
-            if worker.weight_version is not None:
-                follows["knows"] = str(worker.weight_version)
-            headers = rose_headers(self._config)
-            async with self._http.get(url, params=follows, headers=headers, timeout=timeout) as response:
+            url, headers = f"{worker.spec.url}/rose/v1/status", rose_headers(self._config)
+            asked = self._question(worker)
+            async with self._http.get(url, params=asked, headers=headers, timeout=timeout) as response:
                 if response.status == 200:
-                    return RoutingStatus.model_validate(await response.json())
+                    status = RoutingStatus.model_validate(await response.json())
+                    worker.told_gone(asked.get("gone"))
+                    return status
                 if response.status not in _NO_ROSE_ROUTES:
                     raise WorkerError(f"{url} answered {response.status}")
                 worker.has_rose_routes = False
@@ -194,6 +234,19 @@ class Registry:
             if response.status != 200:
                 raise WorkerError(f"{worker.spec.url}/health answered {response.status}")
         return None
+
+    def _question(self, worker: Worker) -> dict[str, Any]:
+        """Returns what a worker is told with the question for its status (Lease, Followers)."""
+        told: dict[str, Any] = {"follower": self.name, "every_s": str(self._config.heartbeat_s)}
+        if worker.weight_version is not None:
+            told["knows"] = str(worker.weight_version)
+        told |= {"cap": worker.cap, "wants": worker.in_flight + self._num_waiting()}
+        if owner := worker.owner:
+            is_needed = worker.tenants[owner] > 0 or self._is_waited_for(worker, owner)
+            told |= {"lends": owner, "needs": int(is_needed)}
+        if worker.gone_routers:
+            told["gone"] = min(worker.gone_routers)
+        return told
 
 
 def rose_headers(config: RouterConfig) -> dict[str, str]:

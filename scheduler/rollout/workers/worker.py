@@ -6,14 +6,14 @@ runs on a worker is told at once when the worker is lost.
 Never does: send requests (registry.py, turn/attempt/), place turns (placing/policy.py).
 """
 
+import asyncio
 import logging
 import math
 from collections import Counter
-from typing import Any
 
 from yarl import URL
 
-from rose.messages import RoutingStatus, parse_version
+from rose.messages import Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
 from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind, WorkerView
@@ -71,6 +71,13 @@ class Worker:
         self.has_yielded = False
         self.problem: str | None = None
         self.owner: str | None = None
+        """The job that this router lends the GPU to."""
+        self.lease: Lease | None = None
+        """What the worker grants this router; None: it leaves everything to it."""
+        self.is_due = asyncio.Event()
+        """Set when the worker has to be asked at once."""
+        self.gone_routers: set[str] = set()
+        """Those of whose death the worker has to be told, once."""
         self.in_flight = 0
         self.tenants: Counter[str] = Counter()
         """The number of turns on it by job."""
@@ -125,11 +132,26 @@ class Worker:
         self._change()
         self.tenants[job] -= 1
         self.in_flight -= 1
+        if self.lease is not None and self.lease.is_wanted and not self.tenants[job]:
+            self.is_due.set()  # another router may have the GPU
 
     def yielded(self) -> None:
         """Keeps new turns away until the next heartbeat: serving needs the GPU."""
         self._change()
         self.has_yielded = True
+
+    def unleased(self) -> None:
+        """Keeps new turns away until the worker, which is asked at once, has said what it leases."""
+        self._change()
+        if self.lease is not None:
+            self.lease = self.lease.model_copy(update={"turns": 0})
+        self.is_due.set()
+
+    def without_lease(self) -> None:
+        """Notes that it is a stock vLLM, which leaves everything to this router, whatever it was before."""
+        if self.lease is not None:
+            self._change()
+            self.lease = None
 
     def deactivated(self) -> None:
         """Keeps new turns away until a heartbeat reports weights on the GPU again."""
@@ -144,9 +166,17 @@ class Worker:
         self.is_draining = True
 
     def lend(self, owner: str | None) -> None:
-        """Lends a serving GPU to one job, to NOBODY, or to every job (None)."""
+        """Lends a serving GPU to one job, to NOBODY, or to every job (None), once the worker agrees."""
         self._change()
         self.owner = owner
+        if self.is_contested:
+            self.is_due.set()
+
+    def told_gone(self, router: str | None) -> None:
+        """Notes that the worker knows of a router's death, which may live again."""
+        self.gone_routers.discard(router or "")
+        if self.gone_routers:
+            self.is_due.set()
 
     # What policies see ----------------------------------------------------------------------------------
 
@@ -176,7 +206,7 @@ class Worker:
             kind=self.spec.kind,
             alive=self.is_alive and self.is_active and not (self.is_draining or self.is_updating),
             in_flight=self.in_flight,
-            cap=1 if self.is_on_probation else self.cap,
+            cap=self._most_turns(),
             eligible=self.is_eligible,
             owner=self._lent_to(),
             models=self.models,
@@ -189,11 +219,38 @@ class Worker:
             pending_prefill_tokens=self.pending_prefill_tokens,
         )
 
+    def _most_turns(self) -> int:
+        granted = self.lease.turns if self.lease is not None else self.cap
+        return min(granted, 1 if self.is_on_probation else self.cap)
+
     def _lent_to(self) -> str | None:
-        """Returns its owner, or NOBODY while turns of its previous owner are still on it."""
-        if self.owner is None or self.tenants.total() == self.tenants[self.owner]:
+        """Returns its owner, or NOBODY while turns of its previous owner are still on it, or the worker has
+        not agreed."""
+        is_agreed = self.lease is None or self._is_dedicated or self.lease.lent_to == self.owner
+        if is_agreed and (self.owner is None or self.tenants.total() == self.tenants[self.owner]):
             return self.owner
         return NOBODY
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the next heartbeat is waited for: the weights change, or the job that has the GPU."""
+        is_closing = self.lease is not None and self.lease.lent_to == NOBODY
+        return self.is_updating or (is_closing and not self._is_dedicated)
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether this router would lend the GPU to another job than the one that has it."""
+        return self.lease is not None and bool(self.owner) and self.owner != self.lease.lent_to
+
+    @property
+    def holder(self) -> str | None:
+        """The job that has the GPU: by the word of the worker, or else by this router's own."""
+        return self.lease.lent_to if self.lease is not None and self.lease.lent_to else self.owner
+
+    @property
+    def is_used_by_others(self) -> bool:
+        """Whether other routers have turns on it."""
+        return self.lease is not None and self.lease.others > 0
 
     # What is learned from its answers -----------------------------------------------------------------------
 
@@ -258,6 +315,7 @@ class Worker:
             self.is_held_by_serving = gate.declined_steps > before.declined_steps
             self.is_gate_declining = self.is_held_by_serving and gate.admitted_steps == before.admitted_steps
         self.has_yielded = False
+        self.lease = status.lease
         if status.is_active != self.is_active:
             logger.info("worker active=%s worker=%s", status.is_active, self.id)
         self.is_active = status.is_active
@@ -328,30 +386,3 @@ class Worker:
         self.is_alive = False
         for watch in self.watches:
             watch.worker_lost()
-
-    def as_json(self, now: float) -> dict[str, Any]:
-        view = self.view()
-        return {
-            "id": self.id,
-            "url": self.spec.url,
-            "kind": self.spec.kind.value,
-            "models": list(self.models) if self.models is not None else None,
-            "alive": self.is_alive,
-            "active": self.is_active,
-            "updating": self.is_updating,
-            "draining": self.is_draining,
-            "problem": self.problem,
-            "on_probation": self.is_on_probation,
-            "eligible": view.eligible,
-            "owner": self.owner,
-            "in_flight": self.in_flight,
-            "cap": self.cap,
-            "share": round(view.share, 4) if view.share is not None and now < view.share_until else None,
-            "kv_usage": round(self.kv_usage.mean(), 4),
-            "cache_trust": round(self.cache_trust, 4),
-            "weight_version": str(self.weight_version) if self.weight_version is not None else None,
-            "seen_s_ago": round(now - self.last_seen, 3) if self.last_seen is not None else None,
-            "turns": self.num_turns,
-            "tokens": self.num_tokens,
-            "status": self.status.model_dump() if self.status is not None else None,
-        }

@@ -1,7 +1,7 @@
 """The messages between jobs, commands, runners and the scheduler, as JSON.
 
-An unknown or malformed body raises ChannelError. No body holds a time: only the scheduler's own monotonic
-clock decides about leases, so clocks that differ between hosts change nothing.
+An unknown or malformed body raises ChannelError. No body holds a point in time: only the scheduler's own
+monotonic clock decides about leases, so clocks that differ between hosts change nothing.
 """
 
 from typing import Annotated, Any
@@ -172,6 +172,22 @@ class Completed(RankCall, frozen=True, kw_only=True):
     iteration: int
 
 
+class StepRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One forward step or microbatch. ``epoch``: of the share under which it began."""
+
+    tokens: Count
+    num_running: Count = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    epoch: int
+
+
+class Stepped(RankCall, frozen=True, kw_only=True):
+    """The steps of a phase since the last report. The job obeys the share of ``epoch`` from now on."""
+
+    steps: list[StepRun]
+    epoch: int
+
+
 class Answer(Message, frozen=True, kw_only=True):
     """Answers one call; ``error`` says why it was refused."""
 
@@ -190,6 +206,18 @@ class Granted(Message, frozen=True, kw_only=True):
     iteration: int
     epoch: int
     lease_s: float
+
+
+class Shared(Message, frozen=True, kw_only=True):
+    """A job's part of the device that it shares with another. Without ``cores`` it pauses at its next step.
+
+    ``compute``, ``memory``: shares of the whole device, for those that are not split by cores.
+    """
+
+    epoch: int
+    cores: list[Count]
+    compute: float
+    memory: float
 
 
 class Start(Message, frozen=True, kw_only=True):
@@ -234,8 +262,9 @@ AnyCall = (
     | Report
     | Moved
     | Completed
+    | Stepped
 )
-SchedulerMessage = Answer | Granted | Start | Stop
+SchedulerMessage = Answer | Granted | Shared | Start | Stop
 
 _calls: msgspec.json.Decoder[AnyCall] = msgspec.json.Decoder(AnyCall)
 _answers: msgspec.json.Decoder[SchedulerMessage] = msgspec.json.Decoder(SchedulerMessage)

@@ -5,6 +5,7 @@ Owns: the reading of channel URLs. Never: sends anything.
 
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from rose.errors import ConfigError
@@ -22,6 +23,8 @@ class ChannelUrl:
         """Raises: ConfigError."""
         if not url.startswith(("unix:", "redis://", "rediss://")) or url == "unix:":
             raise ConfigError(f"channel {url!r}: expected unix:FOLDER or redis://HOST:PORT/DB")
+        if url.startswith("unix:"):  # jobs join it from folders of their own
+            url = f"unix:{Path(url.removeprefix('unix:')).absolute()}"
         return cls(url=url)
 
     def serve(self) -> SchedulerSide:

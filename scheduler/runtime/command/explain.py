@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
     """Places the file's jobs in order, and explains the last or the named one; or explains one that runs."""
     parser = CommandParser(
         "rose sched explain",
-        "Says why a running job runs where it runs, or where a job of a file would go.",
+        "Says why a running job runs where it runs, or where a job of a file would go.\n\n"
+        "--level group explains the orders of a file's groups, --level node the first decisions on nodes, "
+        "and --level gpu the plan of two pipelines; rose sched explain --level gpu --help has its options.",
         "rose sched explain --job math-7b",
     )
     parser.add_argument(

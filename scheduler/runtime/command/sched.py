@@ -36,6 +36,11 @@ SUBCOMMANDS = (
         module="rose.jobs.slowdown",
         summary="measure what sub-stages cost one another on this machine",
     ),
+    Subcommand(
+        name="multiplex",
+        module="rose.jobs.multiplex",
+        summary="run two jobs on this machine, side by side where that is faster",
+    ),
     Subcommand(name="agent", module="rose.jobs.agent", summary="offer this host's nodes to a scheduler"),
     Subcommand(name="submit", module=_JOBS, function="submit", summary="start a job, or queue it"),
     Subcommand(name="status", module=_STATUS, function="status", summary="show jobs and what they wait for"),
@@ -54,12 +59,16 @@ SUBCOMMANDS = (
     Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
     Subcommand(name="host-dead", module=_JOBS, function="host_dead", summary="say that a host is off"),
     Subcommand(
-        name="simulate", module="rose.scheduler.sim.simulate", summary="play a trace of jobs against a policy"
+        name="simulate",
+        module="rose.scheduler.sim.levels",
+        function="simulate",
+        summary="play a level of the scheduler: cluster, group, node or gpu",
     ),
     Subcommand(
         name="explain",
-        module="rose.scheduler.runtime.command.explain",
-        summary="say why a job runs where it runs",
+        module="rose.scheduler.sim.levels",
+        function="explain",
+        summary="say why a job runs where it runs, and why a level decides as it does",
     ),
     Subcommand(
         name="gantt",

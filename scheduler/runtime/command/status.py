@@ -139,6 +139,9 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
         if found["state"] == "queued":
             print(f"  {earliest_line(found['earliest'])}")
         return 0
+    if found["group"] is None:  # on a device that it shares with another job, or over
+        print(f"{job} is {found['state']}: {found['why']}")
+        return 0
     nodes = ", ".join(map(str, found["rollout_nodes"]))
     print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")
     for move in found["moves"]:

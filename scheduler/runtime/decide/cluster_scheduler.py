@@ -33,6 +33,7 @@ from rose.scheduler.runtime.channel.messages import (
     Report,
     Request,
     Status,
+    Stepped,
     Stop,
     Submit,
 )
@@ -129,6 +130,10 @@ class ClusterScheduler:
                 self._tails.report(client, call, now)
             case Moved():
                 self._tails.moved(client, call, now)
+            case Stepped():
+                self._state.answer(
+                    client, call.seq, f"{call.job} shares no device, so its steps are not asked"
+                )
             case Submit():
                 self._queue.submit(client, call, now)
             case Status():

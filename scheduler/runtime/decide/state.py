@@ -47,7 +47,7 @@ class State:
         self.permits: dict[str, GroupPermits] = {}
         self.jobs: dict[str, JobRecord] = {}
         self.specs: dict[str, RunSpec] = {}
-        """Of jobs that are not over, and of those that this scheduler has seen end."""
+        """Specs of jobs that are not over, and of those that this scheduler has seen end."""
         self.models: dict[str, Job] = {}
         """The same jobs as policies know them."""
         self.live: dict[str, None] = {}

@@ -29,10 +29,13 @@ from rose.scheduler.runtime.channel.messages import (
     Release,
     Report,
     Request,
+    Stepped,
+    StepRun,
 )
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.job.cache import HostCache
 from rose.scheduler.runtime.job.recording import Recorder, Recording
+from rose.scheduler.runtime.job.share import CoreSets, SharedDevice
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of each phase's suspended state, of all ranks together."""
     recording: Recording | None = None
     """Where to record the phases' times under `rose sched profile`."""
+    shares_device: bool = False
+    """Whether another pipeline computes on the same device: steps are reported, and shares taken."""
 
     @classmethod
     def read(cls, path: Path) -> "JobFile":
@@ -82,6 +87,9 @@ class RunningJob:
         """Where the job runs. Both may change in `complete`."""
         self._held: Granted | None = None
         self._is_held = threading.Condition()
+        self.device = (
+            SharedDevice(self._client.unasked, self._stepped, CoreSets()) if file.shares_device else None
+        )
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
     @contextmanager
@@ -97,6 +105,8 @@ class RunningJob:
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {grant.error}")
         self._hold(grant)
         try:
+            if self.device is not None:
+                self.device.begin()
             yield
         except BaseException:
             self._release(grant)
@@ -105,12 +115,22 @@ class RunningJob:
         if reply.error is not None:
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {reply.error}")
 
+    def step(self, num_tokens: int, num_running: int) -> None:
+        """Reports a step of the phase that runs, and waits while the other pipeline has the device."""
+        if self.device is not None and self._held is not None:
+            self.device.step(num_tokens, num_running)
+
+    def _stepped(self, steps: list[StepRun], epoch: int) -> None:
+        self._client.tell(self._call(Stepped, steps=steps, epoch=epoch))
+
     def _hold(self, grant: Granted | None) -> None:
         with self._is_held:
             self._held = grant
             self._is_held.notify()
 
     def _release(self, grant: Granted) -> Answer:
+        if self.device is not None:
+            self.device.end()
         self._hold(None)
         reply = self._client.ask(self._call(Release, phase=grant.phase, epoch=grant.epoch))
         assert isinstance(reply, Answer), reply

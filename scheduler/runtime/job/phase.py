@@ -68,6 +68,26 @@ class Progress:
         job = running_job()
         return job.rollout_nodes if job is not None else None
 
+    def step(self, num_tokens: int, num_running: int = 0) -> None:
+        """Says that one forward step of a rollout, or one microbatch of training, is done.
+
+        num_tokens: those that the step computed. num_running: of a rollout, the responses that decode. Under
+        `rose sched multiplex` this is where the job moves to other cores, or sleeps while the other pipeline
+        has the device; elsewhere it returns at once. Call it inside a phase, in the thread that runs it.
+        """
+        job = running_job()
+        if job is not None:
+            job.step(num_tokens, num_running)
+
+    @property
+    def memory_share(self) -> float:
+        """The share of the device's memory that the job has now: 1 unless another pipeline shares it.
+
+        A trainer chooses its microbatch by it, a rollout its KV cache. It changes at a `step` alone.
+        """
+        job = running_job()
+        return job.device.memory if job is not None and job.device is not None else 1.0
+
     def report(
         self,
         phase: str,

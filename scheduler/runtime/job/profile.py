@@ -56,7 +56,7 @@ class PhaseProfile:
     peak_resident_gib: float
     """The peak over all of the job's processes; shared pages count in each of them."""
     cached_bytes: int
-    """Of all ranks together."""
+    """The sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

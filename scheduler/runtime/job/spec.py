@@ -65,7 +65,7 @@ class RunSpec(JobSpec):
     folder: str = "."
     """Relative to the file."""
     priority: int = 0
-    """Of queued jobs the highest is tried first; equal ones by their teams' shares, then by submission."""
+    """The queue tries the highest first; equal ones by their teams' shares, then by submission."""
     team: str | None = None
     """Its team in the cluster's file, whose share and quota count. None: no team, and no quota."""
     group: str | None = None
@@ -145,7 +145,7 @@ class TeamSpec(Section):
     """A team's part in the cluster. It uses the nodes that its running jobs ask for, shared or not."""
 
     share: float = Field(default=1.0, gt=0)
-    """Of queued jobs with equal priority, those of the team that uses least for its share come first."""
+    """Queued jobs of equal priority go by it: those of the team that uses least for its share come first."""
     max_rollout_nodes: int | None = Field(default=None, ge=1)
     """Its quota: the most that it may use. None: no quota."""
     max_train_nodes: int | None = Field(default=None, ge=1)

@@ -29,7 +29,8 @@ def http(runtime_dir: Path) -> Iterator[TestClient]:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
         body = await request.body()
-        return {"length": len(body), "text": body[:80].decode()}
+        short = {"length": len(body), "text": body[:80].decode()}
+        return {**short, "whole": body.decode()} if "x-rose-tenant" in request.headers else short
 
     page = StatusPage(page_path(runtime_dir, "e"), create=True)
     engine: Any = object()
@@ -75,3 +76,34 @@ def test_a_long_body_that_comes_in_pieces_reaches_vllm_whole(http: TestClient) -
     pieces = [b'{"prompt": "', LONG.encode(), b'", "vllm_xargs": {"rose_ttft_', b'ms": 200}}']
     answer = http.post("/v1/completions", content=iter(pieces))
     assert (answer.status_code, answer.json()["length"]) == (200, sum(map(len, pieces)))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"prompt": "a"}', {"rose_tenant": "search"}),
+        ('{"prompt": "a", "vllm_xargs": null}', {"rose_tenant": "search"}),
+        (
+            '{"vllm_xargs": {"rose_ttft_ms": 200, "rose_tenant": "of the client"}}',
+            {"rose_ttft_ms": 200, "rose_tenant": "search"},
+        ),
+    ],
+)
+def test_the_tenant_of_the_header_reaches_the_scheduler_with_the_body(
+    http: TestClient, body: str, expected: dict[str, Any]
+) -> None:
+    answer = http.post("/v1/completions", content=body, headers={"X-Rose-Tenant": "search"}).json()
+    assert json.loads(answer["whole"])["vllm_xargs"] == expected
+
+
+@pytest.mark.parametrize("body", ["", "[1]", '{"vllm_xargs": "search"}', "not JSON"])
+def test_a_body_that_can_carry_no_tenant_reaches_vllm_unchanged(http: TestClient, body: str) -> None:
+    answer = http.post("/v1/completions", content=body, headers={"X-Rose-Tenant": "search"}).json()
+    assert answer["whole"] == body
+
+
+def test_a_header_that_is_no_tenants_name_answers_400(http: TestClient) -> None:
+    answer = http.post("/v1/completions", json={}, headers={"X-Rose-Tenant": "x" * 65})
+    assert answer.status_code == 400
+    assert "X-Rose-Tenant is 'xxx" in answer.json()["error"]["message"]
+    assert "send a printable name of 1 to 64 bytes" in answer.json()["error"]["message"]

@@ -1,9 +1,12 @@
 """The watch on a real board page and real records; no engine."""
 
+import logging
 import mmap
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +16,11 @@ from rose.admission.harm import MEASURING_SHARE, RequestDelay, SliceTime
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.admission.slices import slice_number
-from rose.engine.harm_records import NUM_SLICES, HarmRecords, records_path
-from rose.engine.http.harm import NO_ROLLOUTS, HarmWatch
-from rose.messages import HarmStatus
-from rose.types import GateMode
+from rose.engine.harm_records import NUM_REQUESTS, NUM_SLICES, HarmRecords, records_path
+from rose.engine.http.harm import HOUR_S, LOOKS_PER_HOURLY, NO_ROLLOUTS, HarmWatch
+from rose.engine.settings import EngineSettings
+from rose.messages import HarmHistory, HarmStatus
+from rose.types import GateMode, Role
 
 
 @pytest.fixture
@@ -35,6 +39,17 @@ def writer(tmp_path: Path) -> Iterator[HarmRecords]:
 
 def reader(writer: HarmRecords) -> HarmRecords:
     return HarmRecords(writer.path, create=False)
+
+
+def watch_of(
+    board: Words,
+    writer: HarmRecords,
+    allowed: float = 0.02,
+    floors_s: tuple[float, float] = (0.0, 0.0),
+    **settings: Any,
+) -> HarmWatch:
+    chosen = EngineSettings(role=Role.SERVING, pool="p", allow_harm=allowed, **settings)
+    return HarmWatch(board, reader(writer), chosen, lambda: floors_s)
 
 
 def record_minute(writer: HarmRecords, *, slowdown: float) -> None:
@@ -65,20 +80,22 @@ def test_harm_above_the_bound_shuts_rollouts_out_and_another_mode_lets_them_in(
     board: Words, writer: HarmRecords
 ) -> None:
     RolloutSide(board)
-    watch = HarmWatch(board, reader(writer), 0.02)
+    watch = watch_of(board, writer, 0.02)
     record_minute(writer, slowdown=0.05)
     watch.look(GateMode.IDLE)
     status = watch.status()
     assert status.is_retreating and status.closed_share == closed_slices(board).share > 0.4
     assert status.recent is not None and status.recent.num_requests == 60
     assert HarmStatus.model_validate_json(status.model_dump_json()) == status
+    history = watch.history()
+    assert HarmHistory.model_validate_json(history.model_dump_json()) == history
     watch.look(GateMode.DUAL)
     assert not watch.status().is_retreating
 
 
 def test_the_harm_of_one_mode_is_not_held_against_another(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
-    watch = HarmWatch(board, reader(writer), 0.02)
+    watch = watch_of(board, writer, 0.02)
     watch.look(GateMode.OFF)
     record_minute(writer, slowdown=0.05)
     watch.look(GateMode.OFF)
@@ -88,38 +105,164 @@ def test_the_harm_of_one_mode_is_not_held_against_another(board: Words, writer: 
 
 
 def test_without_rollouts_nothing_is_shut_out(board: Words, writer: HarmRecords) -> None:
-    watch = HarmWatch(board, reader(writer), 0.02)
+    watch = watch_of(board, writer, 0.02)
     watch.look(GateMode.IDLE)
     assert (watch.status().note, closed_slices(board).share) == (NO_ROLLOUTS, 0.0)
 
 
 def test_a_serving_engine_that_has_gone_shuts_nothing_out(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
-    HarmWatch(board, reader(writer), 0.02).look(GateMode.IDLE)
+    watch_of(board, writer, 0.02).look(GateMode.IDLE)
     assert closed_slices(board).share == MEASURING_SHARE
     serving = ServingSide(board)
     assert closed_slices(board).share == 0.0  # a new engine's watch has not looked yet
-    HarmWatch(board, reader(writer), 0.02).look(GateMode.IDLE)
+    watch_of(board, writer, 0.02).look(GateMode.IDLE)
     serving.detach()
     assert closed_slices(board).share == 0.0
 
 
 def test_each_tenant_has_its_own_figures(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
-    watch = HarmWatch(board, reader(writer), 0.02)
+    watch = watch_of(board, writer, 0.02)
     watch._hour_began_s -= 60
     record_minute(writer, slowdown=0.0)
     watch.look(GateMode.IDLE)
-    tenants = watch.status().tenants
+    tenants = watch.history().hours[0].tenants
     assert tenants["slow"].num_requests == tenants["quick"].num_requests == 30
     assert tenants["slow"].latencies["ttft_p99"].value == pytest.approx(1.0, abs=0.05)
     assert tenants["quick"].latencies["ttft_p99"].value == pytest.approx(0.0, abs=0.05)
+    hour = watch.status().hour
+    assert hour is not None and not hour.tenants
+
+
+def test_an_hour_that_has_ended_keeps_its_tenants(board: Words, writer: HarmRecords) -> None:
+    rollout = RolloutSide(board)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 60
+    record_minute(writer, slowdown=0.0)
+    watch.look(GateMode.IDLE)
+    watch._hour_began_s -= HOUR_S
+    rollout.detach()
+    watch.look(GateMode.IDLE)
+    now, before = watch.history().hours
+    assert now.num_requests == 0 and not now.tenants
+    assert before.tenants["slow"].num_requests == 30 and before.num_requests == 60
+
+
+def test_an_hour_that_begins_beside_rollouts_says_at_once_that_nothing_is_known(
+    board: Words, writer: HarmRecords
+) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 60
+    record_minute(writer, slowdown=0.0)
+    watch.look(GateMode.IDLE)
+    assert watch.history().note is None
+    watch._hour_began_s -= HOUR_S
+    watch.look(GateMode.IDLE)
+    status = watch.status()
+    assert status.hour is not None and not status.hour.latencies
+    assert status.note is not None and "slices without rollouts" in status.note
+
+
+def test_another_mode_begins_an_hour_of_its_own_at_once(board: Words, writer: HarmRecords) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 60
+    record_minute(writer, slowdown=0.05)
+    watch.look(GateMode.IDLE)
+    assert watch.history().note is None
+    watch.look(GateMode.DUAL)
+    status, (now, before) = watch.status(), watch.history().hours
+    assert (now.gate, now.num_requests, now.tenants) == (GateMode.DUAL, 0, {})
+    assert before.gate is GateMode.IDLE and before.num_requests == 60 and before.tenants
+    assert status.hour is not None and status.hour.gate is GateMode.DUAL
+    assert status.note is not None and not status.is_bounded and status.gate is GateMode.DUAL
+
+
+def test_the_hour_says_what_serving_had_what_it_has_and_what_rollouts_earned(
+    board: Words, writer: HarmRecords
+) -> None:
+    rollout = RolloutSide(board)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 60
+    watch.look(GateMode.IDLE)
+    assert rollout.try_begin(time.monotonic() + 1.0, rollout.view())
+    rollout.end_step(90)
+    record_minute(writer, slowdown=0.05)
+    for _ in range(LOOKS_PER_HOURLY):
+        watch.look(GateMode.IDLE)
+    hour = watch.status().hour
+    assert hour is not None and hour.harvest is not None
+    assert hour.with_rollouts_ms["ttft_p99"] == pytest.approx(100)
+    assert hour.without_rollouts_ms["ttft_p99"] == pytest.approx(100 / 1.045, rel=0.01)
+    assert hour.harvest.tokens == 90 and 0 < hour.harvest.rollout_s <= hour.harvest.seconds
+
+
+def test_requests_that_are_no_longer_kept_shorten_what_the_hour_rests_on(
+    board: Words, writer: HarmRecords
+) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 3000
+    now = time.monotonic()
+    for number in range(NUM_REQUESTS + 10):
+        at_s = now - 1000 + number / 20
+        writer.add_request(
+            RequestDelay(at_s=at_s, ttft_s=0.1, ttft_waited_s=0.0, tpot_s=0.01, tpot_waited_s=0.0)
+        )
+    watch.look(GateMode.IDLE)
+    hour = watch.history().hours[0]
+    assert hour.seconds >= 3000 and 999 < hour.requests_s < 1001
+    assert hour.num_requests == NUM_REQUESTS - 1
+
+
+def test_an_slo_that_serving_alone_misses_is_told_with_the_numbers(
+    board: Words, writer: HarmRecords, caplog: pytest.LogCaptureFixture
+) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer, slo_ttft_ms=50)
+    watch._hour_began_s -= 60
+    record_minute(writer, slowdown=0.05)
+    with caplog.at_level(logging.WARNING, logger="rose"):
+        for _ in range(2 * LOOKS_PER_HOURLY):
+            watch.look(GateMode.IDLE)
+    problem = watch.status().slo_problem
+    assert problem is not None and "above slo_ttft_ms of 50, and rollouts are not the reason" in problem
+    assert caplog.messages.count(problem) == 1
+    below = watch_of(board, writer, slo_tpot_ms=5, floors_s=(0.01, 0.02)).status().slo_problem
+    assert below is not None and "slo_tpot_ms is 5, but one decode step takes up to 20.0 ms" in below
+
+
+def test_a_bound_below_the_noise_of_this_traffic_is_told_once(
+    board: Words, writer: HarmRecords, caplog: pytest.LogCaptureFixture
+) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer, 1e-4)
+    watch._hour_began_s = time.monotonic() - 4 * HOUR_S / 5
+    noise = random.Random(0)
+    record_minute(writer, slowdown=0.0)
+    first = slice_number(time.monotonic()) - 2000
+    for number in range(first, first + 1800):
+        seconds = 0.1 * noise.lognormvariate(0, 0.3)
+        writer.add_slice(
+            SliceTime(
+                number=number, is_closed=number % 20 == 0, seconds=seconds, predicted_s=0.1, fixed_s=0.09
+            )
+        )
+    with caplog.at_level(logging.WARNING, logger="rose"):
+        for _ in range(2 * LOOKS_PER_HOURLY):
+            watch.look(GateMode.IDLE)
+    (told,) = caplog.messages
+    assert "allow_harm is 0.0001, and a day of this traffic shows a difference of" in told
+    hour = watch.status().hour
+    assert hour is not None and hour.shown_in_a_day is not None and hour.shown_in_a_day > 1e-4
 
 
 def test_only_one_of_several_api_servers_closes_slices(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
     record_minute(writer, slowdown=0.0)
-    first, second = (HarmWatch(board, reader(writer), allowed) for allowed in (0.02, 1e-9))
+    first, second = (watch_of(board, writer, allowed) for allowed in (0.02, 1e-4))
     first.look(GateMode.IDLE)
     for _ in range(3):
         second.look(GateMode.IDLE)

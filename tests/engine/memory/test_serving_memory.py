@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from rose.engine.memory.block_pool import PINNED_POSITION
 from rose.engine.memory.serving_memory import ServingMemory
 from rose.engine.memory.tenant import MAX_LOOKUP_BLOCKS, Tenant
+from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.policy.budget import BudgetPolicy
 from rose.types import Role
 
@@ -59,13 +60,17 @@ def cache(tenant: Tenant, tokens: list[int]) -> set[int]:
     return {tenant.layout.position_of(block.block_id) for block in blocks} - {PINNED_POSITION}
 
 
-def test_serving_keeps_the_prefix_that_a_waiting_request_hits(tenant: Tenant) -> None:
+@pytest.mark.parametrize("other", Role)
+def test_serving_gives_others_its_cache_but_for_the_prefix_that_a_waiting_request_hits(
+    tenant: Tenant, other: Role
+) -> None:
     size = tenant.layout.blocks_per_slab
     cache(tenant, prompt(0, 1))  # the spare block of the pinned slab
     oldest, *_ = [cache(tenant, prompt(seed, size)) for seed in range(1, NUM_SLABS)]
     waiting = [request("again", [*prompt(1, size), 7])]
     assert tenant.shortage([], waiting).hit_positions == oldest
-    tenant.ledger.rollout_wanted_slabs = NUM_SLABS - 1
+    tenant.ledger.set_engine(2, EngineSlot(role=other, pid=0, world_size=1))
+    tenant.ledger.want(2, NUM_SLABS - 1)
     policy = BudgetPolicy(num_slabs=NUM_SLABS, headroom_slabs=1)
     memory = ServingMemory(tenant, policy, window_s=1.0, lend_idle_s=None, now=time.monotonic())
     for _ in range(3):

@@ -19,7 +19,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rose._shm import Words
-from rose.admission.board import EngineState, Word, set_closed_share, to_ns
+from rose.admission.board import Word, set_closed_share, to_ns
+from rose.admission.claim import ServingState, state_of
 from rose.admission.deadlines import MIN_PREFILL_TOKENS
 from rose.admission.online import OnlineStepTime
 from rose.admission.rollout_side import RolloutSide
@@ -90,7 +91,7 @@ def test_a_claim_ends_with_the_gate_although_steps_are_always_in_flight(
 ) -> None:
     shut(serving, GateMode.IDLE)
     first, second = serving.schedule(), serving.schedule()
-    assert board(serving).load(Word.S_STATE) == EngineState.RUNNING
+    assert state_of(board(serving).load(Word.CLAIM), 0) == ServingState.RUNNING
     shut(serving, GateMode.OFF)
     for _ in range(3):
         assert rollout.view().may_start and not rollout.view().has_work
@@ -105,11 +106,11 @@ def test_no_grant_is_offered_beside_a_step_that_was_begun_with_the_gate_off(
     shut(serving, GateMode.ALTERNATE)
     second = serving.schedule()
     words = board(serving)
-    assert (words.load(Word.S_YIELDS), words.load(Word.S_STATE)) == (0, EngineState.RUNNING)
+    assert (words.load(Word.S_YIELDS), state_of(words.load(Word.CLAIM), 0)) == (0, ServingState.RUNNING)
     end(serving, first)
-    assert words.load(Word.S_STATE) == EngineState.RUNNING
+    assert state_of(words.load(Word.CLAIM), 0) == ServingState.RUNNING
     end(serving, second)
-    assert words.load(Word.S_STATE) == EngineState.OPEN
+    assert state_of(words.load(Word.CLAIM), 0) == ServingState.OPEN
     serving.schedule()
     assert words.load(Word.S_YIELDS) == 1
 

@@ -60,7 +60,7 @@ def test_a_head_that_is_not_packed_takes_its_weight_alone(monkeypatch: pytest.Mo
 
 
 def test_a_packed_copy_in_a_tensor_takes_what_its_storage_does_and_a_shared_one_nothing() -> None:
-    """As the kernels for AMX and for Zen keep theirs."""
+    """The kernels for AMX and for Zen keep theirs in these two ways."""
     layer = dispatched(torch.bfloat16, is_weight_removed=False)
     packed, num_outputs = torch.zeros(300, dtype=torch.float32), NUM_OUTPUTS
     layer.cpu_linear = lambda x, weight, bias: (packed, num_outputs)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from rose.engine.weights.in_place import InPlaceWriter, why_not_in_place
+from rose import _delta
+from rose.engine.weights.in_place import InPlaceWriter, replace_on_device, why_not_in_place
 from rose.engine.weights.shard_recorder import detached_config, pretended_rank
+from rose.errors import FrameError
 from rose.transfer.format.shared_planes import PlanesFile
 
 
@@ -90,7 +93,8 @@ def written(writer: InPlaceWriter, planes: PlanesFile) -> int:
     """Writes what was prepared; returns the number of changed elements."""
     changes = writer.take()
     assert changes is not None and writer.plan is not None
-    changes.write(planes, writer.plan)
+    changes.write()
+    changes.pack(planes, writer.plan)
     return changes.num_changed
 
 
@@ -108,7 +112,10 @@ def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
     assert 0 < written(writer, planes) < 0.03 * sum(each.numel() for each in model.parameters())
     assert differing(model, loaded_model(rank_config, later)) == []
     # The model no longer holds the weights that the changes start from.
-    assert "does not hold the weights" in str(prepared(writer, planes, update.changes, first.state_hash))
+    assert prepared(writer, planes, update.changes, first.state_hash) is None
+    with pytest.raises(FrameError, match="does not hold the weights"):
+        written(writer, planes)
+    assert differing(model, loaded_model(rank_config, later)) == []
     behind = mirrored.version
     for seed in (8, 9):
         later = after_a_step(later, 0.02, seed=seed)
@@ -164,6 +171,73 @@ def outputs(module: Any) -> torch.Tensor:
     inputs = torch.linspace(-1, 1, parameters["weight"].shape[1]).repeat(3, 1)
     result: torch.Tensor = module.cpu_linear(inputs, module.weight, None)
     return result
+
+
+def test_changes_that_meet_another_element_are_taken_back_to_the_last_bit(
+    checkpoint: Checkpoint, mirrored: Mirrored
+) -> None:
+    with pretended_rank(checkpoint.vllm_config) as config:
+        first = mirrored.put(checkpoint.tensors)
+        planes = PlanesFile(Path(first.path))
+        model = loaded_model(config, checkpoint.tensors)
+        writer = InPlaceWriter(model, config)
+        later = after_a_step(checkpoint.tensors, 0.02, seed=7)
+        mirrored.put(later)
+        mirrored.put(after_a_step(later, 0.02, seed=8))
+        changes = mirrored.update_from("test/0").changes
+        assert prepared(writer, planes, changes, first.state_hash) is None
+        taken = writer.take()
+        assert taken is not None
+        with torch.no_grad():
+            model.model.layers[-1].mlp.down_proj.weight.fill_(3.0)  # among the last to be written
+        as_it_was = {name: each.detach().clone() for name, each in model.named_parameters()}
+        with pytest.raises(FrameError, match=r"down_proj\.weight does not hold the weights"):
+            taken.write()
+        changed = {name: each.detach().view(torch.int16) for name, each in model.named_parameters()}
+        assert any(not torch.equal(changed[name], old.view(torch.int16)) for name, old in as_it_was.items())
+        assert taken.take_back() is None
+        assert all(torch.equal(changed[name], old.view(torch.int16)) for name, old in as_it_was.items())
+    writer.close()
+    planes.close()
+
+
+def test_memory_can_be_freed_after_an_update_and_is_not_written_then(
+    checkpoint: Checkpoint, mirrored: Mirrored
+) -> None:
+    with pretended_rank(checkpoint.vllm_config) as config:
+        first = mirrored.put(checkpoint.tensors)
+        planes = PlanesFile(Path(first.path))
+        model = loaded_model(config, checkpoint.tensors)
+        writer = InPlaceWriter(model, config)
+        changes = mirrored.put(after_a_step(checkpoint.tensors, 0.02, seed=7)).changes
+        assert prepared(writer, planes, changes, first.state_hash) is None
+        taken = writer.take()
+        assert taken is not None
+        taken.write()
+        assert taken.take_back() is None
+        model.model.layers[-1].mlp.down_proj.weight.untyped_storage().resize_(0)
+        with pytest.raises(FrameError, match=r"down_proj\.weight has no memory: the engine is inactive"):
+            taken.write()
+        # Other ranks wait for this answer, whatever has failed.
+        assert "has no memory" in str(taken.take_back())
+    writer.close()
+    planes.close()
+
+
+@pytest.mark.parametrize("size", [20, 3000])
+def test_a_device_exchanges_elements_as_the_processor_does(size: int) -> None:
+    rng = np.random.default_rng(size)
+    bits = rng.integers(0, 65536, size).astype(np.uint16)
+    places = np.flatnonzero(rng.random(size) < 0.3).astype(np.int32)
+    old, new = bits[places], rng.integers(0, 65536, places.size).astype(np.uint16)
+    other = new.copy()
+    other[-1] ^= 1
+    found, expected = torch.zeros(size + 5, dtype=torch.int16), np.zeros(size + 5, np.uint16)
+    found[5:], expected[5:] = torch.from_numpy(bits.view(np.int16)), bits
+    for before, after, is_right in ((old, new, True), (new, old, True), (other, old, False)):
+        assert replace_on_device(found, places, 5, before, after) is is_right
+        assert _delta.exchange(expected, places, 5, before, after) is is_right
+        np.testing.assert_array_equal(found.numpy().view(np.uint16), expected)
 
 
 def test_models_that_compute_with_more_than_their_parameters_are_recognised(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from rose.errors import PoolError
 from rose.memory.daemon.roster import AttachRefused, Roster
 from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.pool.wire import Hello, Kind, Refusal, Welcome, read_answer
-from rose.types import Role
+from rose.types import MAX_ENGINES, Role
 
 
 def hello(
@@ -102,7 +102,6 @@ def test_a_restored_roster_equals_the_one_that_was_saved() -> None:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        (hello(engine_id="r1"), r"already has a rollout engine 'r0' \(pids 11\)"),
         (hello(), "already has its worker of rank 0"),
         (hello(world_size=2, rank=1), "world size 1, got 2"),
         (hello(rank=1), "rank 1 of 1 workers"),
@@ -114,6 +113,19 @@ def test_conflicts_are_refused_for_good(second: Hello, reason: str) -> None:
     with pytest.raises(AttachRefused, match=reason) as refusal:
         roster.admit(2, second, pid=12)
     assert not refusal.value.is_transient
+    roster.check_integrity()
+
+
+def test_as_many_engines_of_a_role_are_admitted_as_a_gpus_board_has_places_for() -> None:
+    roster = Roster("p")
+    slots = {
+        roster.admit(index, hello(Role.SERVING, f"s{index}"), pid=index)
+        for index in range(MAX_ENGINES[Role.SERVING])
+    }
+    assert len(slots) == MAX_ENGINES[Role.SERVING]
+    with pytest.raises(AttachRefused, match=r"has 4 serving engines, the most that can share a GPU.*'s3'"):
+        roster.admit(9, hello(Role.SERVING, "s9"), pid=9)
+    assert roster.admit(9, hello(), pid=9) not in slots
     roster.check_integrity()
 
 

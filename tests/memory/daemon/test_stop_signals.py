@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rose.memory.slabs.host_memory import available_bytes
+from rose.host_memory import available_bytes
 
 NUM_SLABS = 2048
 SLAB_BYTES = 2 << 20

@@ -188,10 +188,11 @@ def test_policy_changes_notify_and_serving_figures_do_not() -> None:
     assert other.policy == frozen
     assert other.change_seq == seen + 2
     seen += 1
-    ledger.serving_used_slabs = 4
-    ledger.serving_reserve_slabs = 6
+    ledger.set_serving_use(1, used=4, reserved=6)
     assert other.change_seq == seen + 1
     assert (other.serving_used_slabs, other.serving_reserve_slabs) == (4, 6)
+    ledger.set_serving_use(3, used=2, reserved=1)  # a second serving engine
+    assert (other.serving_used_slabs, other.serving_reserve_slabs) == (6, 7)
 
 
 def test_serving_is_told_when_rollouts_lack_more_than_is_free_and_a_dead_engine_wants_nothing() -> None:
@@ -200,12 +201,23 @@ def test_serving_is_told_when_rollouts_lack_more_than_is_free_and_a_dead_engine_
     ledger.set_engine(2, EngineSlot(role=Role.ROLLOUT, pid=1, world_size=1))
     ledger.acquire(2, 3)
     seen = ledger.change_seq
-    ledger.rollout_wanted_slabs = 3 + ledger.num_free
+    ledger.want(2, 3 + ledger.num_free)
     assert (other.rollout_lacks, other.change_seq) == (ledger.num_free, seen)
-    ledger.rollout_wanted_slabs += 1
+    ledger.want(2, 4 + ledger.num_free)
     assert (other.rollout_lacks, other.change_seq) == (ledger.num_free + 1, seen + 1)
     ledger.vacate(2)
-    assert (other.rollout_wanted_slabs, other.rollout_lacks) == (0, 0)
+    assert other.rollout_lacks == 0
+
+
+def test_a_serving_engine_hears_what_all_others_lack_but_not_what_it_lacks_itself() -> None:
+    ledger, _ = make_ledger()
+    for slot, role in ((1, Role.SERVING), (2, Role.ROLLOUT), (3, Role.SERVING)):
+        ledger.set_engine(slot, EngineSlot(role=role, pid=1, world_size=1))
+    ledger.acquire(1, 2)
+    for slot, wanted in ((1, 4), (2, 3), (3, 1)):
+        ledger.want(slot, wanted)
+    assert [ledger.others_lack(slot) for slot in (1, 2, 3)] == [4, 3, 5]
+    assert ledger.rollout_lacks == 3
 
 
 def test_a_cut_of_the_last_step_can_not_undo_a_new_steps_budget() -> None:

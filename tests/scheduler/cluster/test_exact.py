@@ -13,7 +13,7 @@ from rose.scheduler.group.model import Group, Job
 from rose.scheduler.group.search import ordered
 from rose.scheduler.sim.workloads import Workload, generate_trace, submissions
 
-pytest.importorskip("ortools", reason="the optimum needs OR-tools: pip install 'vllm-rose[cluster]'")
+pytest.importorskip("ortools", reason="the optimum needs OR-tools: the extra `cluster`")
 POOLS = Pools(max_residents=4)
 
 
@@ -33,7 +33,7 @@ def limits_s(group: Group) -> dict[str, float]:
 
 
 def least_cost(members: list[Job]) -> float:
-    """Of a group of these jobs, over every way to pin them."""
+    """Returns the least cost of a group of these jobs, over every way to pin them."""
     first, *others = members
     groups: list[Group] = [isolated(first, "g", POOLS).group]
     for one in others:

@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, address: str) -> Iterator[
 
 
 def samples(address: str) -> dict[tuple[str, ...], float]:
-    """By name and the labels' values, once the scheduler has answered the dashboard in time."""
+    """Returns samples by name and label values, once the scheduler has answered the dashboard in time."""
     found: dict[tuple[str, ...], float] = {}
 
     def is_up() -> bool:

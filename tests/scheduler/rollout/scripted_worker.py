@@ -7,13 +7,16 @@ any lost or doubled token shows.
 
 import asyncio
 import json
+import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from rose.http import NO_PROMPT_IDS_HEADER
+from rose.engine.http.leases import Ask, Leases, begun
+from rose.http import LEASE_HEADER, NO_LEASE, NO_PROMPT_IDS_HEADER
 
 VOCABULARY = 997
 STOP_REASONS = {
@@ -73,17 +76,25 @@ class ScriptedWorker:
     trace_parents: list[str] = field(default_factory=list)
     num_cancelled: int = 0
     parses_chat: bool = False
-    """As with a reasoning parser."""
+    """Whether chats are answered as a reasoning parser would."""
     takes_chat_ids: bool = True
     unfinished: frozenset[int] = frozenset()
     """Tokens that are part of a character, which is finished by the next other one."""
+    leases: Leases | None = None
+    """What routers may have, as ROSE's engines divide it; None: everything."""
+    hold_after: int | None = None
+    """Every answer waits after so many tokens for let_pass()."""
+    num_held: int = 0
+    most_in_flight: int = 0
     url: str = ""
     _may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _may_pass: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_leased: int = 0
     _slow_is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> "ScriptedWorker":
         self.go_on()
-        app = web.Application(client_max_size=2**26)
+        app = web.Application(client_max_size=2**26, middlewares=[self._leased])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
@@ -115,6 +126,10 @@ class ScriptedWorker:
     def go_on(self) -> None:
         self._may_go_on.set()
 
+    def let_pass(self) -> None:
+        """Ends the wait of `hold_after`, for good."""
+        self._may_pass.set()
+
     def finish_slow(self) -> None:
         """Ends the wait of chats with the fault `slow`, during which other requests get their tokens."""
         self._slow_is_over.set()
@@ -123,6 +138,37 @@ class ScriptedWorker:
     def id(self) -> str:
         return self.url.removeprefix("http://")
 
+    @web.middleware
+    async def _leased(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self.leases is None or LEASE_HEADER not in request.headers:
+            return await handler(request)
+        name, fence = request.headers[LEASE_HEADER].split()
+        if (refusal := await begun(self.leases, name, int(fence))) is not None:
+            return web.json_response({"error": {"message": refusal, "type": NO_LEASE}}, status=503)
+        self._num_leased += 1
+        self.most_in_flight = max(self.most_in_flight, self._num_leased)
+        try:
+            return await handler(request)
+        finally:
+            self._num_leased -= 1
+            self.leases.end(name)
+
+    def _lease(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        if self.leases is None or "cap" not in asked:
+            return {}
+        ask = Ask(
+            asked["follower"],
+            float(asked["every_s"]),
+            int(asked["cap"]),
+            wants=int(asked["wants"]),
+            lends=asked.get("lends"),
+            needs=asked.get("needs") == "1",
+            gone=asked.get("gone"),
+        )
+        return {"lease": self.leases.asked(ask, time.monotonic()).model_dump()}
+
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()
 
@@ -130,13 +176,13 @@ class ScriptedWorker:
         cards = [{"id": name, "max_model_len": self.max_model_len} for name in self.models]
         return web.json_response({"object": "list", "data": cards})
 
-    async def _status(self, _request: web.Request) -> web.Response:
+    async def _status(self, request: web.Request) -> web.Response:
         gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
         weights = {"is_active": self.is_active, "is_updating": self.is_updating}
         grammars = {"continues_grammars": self.continues_grammars}
-        return web.json_response({**status, **serving, **weights, **grammars})
+        return web.json_response({**status, **serving, **weights, **grammars, **self._lease(request.query)})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])
@@ -232,6 +278,9 @@ class ScriptedWorker:
             is_due = fault is not None and position == fault.after_tokens
             if is_due and not await self._fail(request, response, fault):
                 return response
+            if position == self.hold_after:
+                self.num_held += 1
+                await self._may_pass.wait()
             await self._may_go_on.wait()
             tokens.append(next_token(tokens))
             finish = "length" if position == total - 1 else None

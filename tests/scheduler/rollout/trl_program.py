@@ -35,6 +35,7 @@ def train(router_url: str, relay_url: str, model_dir: str, scratch_dir: str) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
+    from rose.node.checks import free_port
     from rose.trainers.router import router_announcer
     from rose.trainers.trl import PublishWeights, RouterRollouts
     from rose.transfer.publish.publisher import WeightPublisher
@@ -54,14 +55,15 @@ def train(router_url: str, relay_url: str, model_dir: str, scratch_dir: str) -> 
         report_to="none",
         disable_tqdm=True,
     )
-    announce = router_announcer(router_url, None, lambda: publisher.version)
+    routers = f"http://127.0.0.1:{free_port()},{router_url}"  # the first is dead
+    announce = router_announcer(routers, None, lambda: publisher.version)
     trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["w5 w6", "w7 w8 w9"]}),
         reward_funcs=even_tokens,
-        rollout_func=RouterRollouts(router_url, announce),
+        rollout_func=RouterRollouts(routers, announce),
         callbacks=[PublishWeights(publisher)],
     )
     trainer.train()

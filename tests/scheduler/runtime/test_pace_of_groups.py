@@ -24,7 +24,7 @@ TOLERANCE_S = 1e-4
 
 
 def restarted(permits: GroupPermits, clock: str, now: float) -> GroupPermits:
-    """As a new scheduler has it, from what the old one kept as JSON."""
+    """Returns what a new scheduler makes of what the old one kept as JSON."""
     order, row = map(msgspec.json.encode, permits.rows())
     fresh = GroupPermits(LEASE_S, clock)
     fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=PermitsRow), now)
@@ -45,7 +45,7 @@ class Run:
         self._attempts: dict[str, int] = {}
         self._crashed_s: dict[str, float] = {}
         self.lengths_s: dict[str, list[tuple[float, float]]] = {}
-        """Of every iteration that was not cut short: its begin, and how long it was."""
+        """The begin and the length of every iteration that was not cut short."""
         self.form(group, certificate)
 
     def form(self, group: Group, certificate: Certificate) -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from rose.errors import ConfigError
 from rose.scheduler.gpu.substages import Kind
-from rose.scheduler.sim.simulate import main
+from rose.scheduler.sim.levels import simulate as main
 
 KINDS = [kind.value for kind in Kind if kind is not Kind.TOOL]
 LINE = (
@@ -79,11 +79,6 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             main(["--level", "gpu", str(write_pair(tmp_path, **changes))])
-
-
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--level rack: the levels are cluster, node, gpu"):
-        main(["--level", "rack"])
 
 
 def test_a_table_that_can_not_be_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from rose.errors import ConfigError
 from rose.scheduler.node.model import Profile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
 from rose.scheduler.node.profile import write_profile
+from rose.scheduler.sim.levels import simulate as main
 from rose.scheduler.sim.node_results import Conditions, Policy, Result
 from rose.scheduler.sim.node_tasks import generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
 from rose.scheduler.sim.requests import TraceRow
-from rose.scheduler.sim.simulate import main
 
 PROFILE = paper_profile("llama-8b", 250)
 FORWARD_S, BACKWARD_S = 0.11, 0.15
@@ -202,8 +202,3 @@ def test_wrong_input_is_named(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         main(["--level", "node", *argv])
     assert message in str(error.value)
-
-
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--level rack: the levels are cluster, node, gpu"):
-        main(["--level", "rack"])

@@ -91,7 +91,7 @@ def test_lifetime_keeps_every_slo_and_costs_less_than_weave(kind: SloKind, multi
 
 
 def test_no_policy_costs_less_than_the_optimum_of_its_class() -> None:
-    pytest.importorskip("ortools", reason="the optimum needs OR-tools: pip install 'vllm-rose[cluster]'")
+    pytest.importorskip("ortools", reason="the optimum needs OR-tools: the extra `cluster`")
     from rose.scheduler.cluster.exact import Exact
 
     jobs = submissions(TRACE, Workload.MIXED, 2)

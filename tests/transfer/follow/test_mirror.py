@@ -3,7 +3,15 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mirror_versions import LAYOUT, Versions, apply_delta, check_holds, fetch_from, load_snapshot
+from mirror_versions import (
+    LAYOUT,
+    Versions,
+    apply_delta,
+    check_holds,
+    fetch_from,
+    load_snapshot,
+    read_ahead,
+)
 
 from rose.errors import FrameError
 from rose.transfer.follow.mirror import WeightMirror
@@ -104,15 +112,15 @@ def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec: Co
     manifest, frames = versions.deltas[1]
     for _ in range(2):
         for frame in frames[:-1]:
-            mirror.read_ahead(frame)
-        with pytest.raises(FrameError, match="starts at"):
-            mirror.read_ahead(frames[0])
+            read_ahead(mirror, frame)
+        with pytest.raises(FrameError, match="bucket 1 was read ahead already"):
+            read_ahead(mirror, frames[0])
         assert mirror.state_hash == versions.states[0].state_hash
         mirror.check_integrity()
         mirror.take_back_ahead()
         check_holds(mirror, versions, 0)
     for frame in frames[:-1]:
-        mirror.read_ahead(frame)
+        read_ahead(mirror, frame)
     with pytest.raises(FrameError):
         apply_delta(mirror, manifest, [*frames[:-1], frames[-1][:-1]])
     assert str(mirror.version) == "run/0" and mirror.state_hash == versions.states[0].state_hash
@@ -135,7 +143,7 @@ def test_frames_of_an_aborted_attempt_do_not_count() -> None:
         aborted.states[1].fill(bucket, aborted.states[0].bits(bucket) + 1)
     mirror = mirror_at_zero(versions)
     for frame in aborted.delta(Codec.G8S, 1)[1]:
-        mirror.read_ahead(frame)
+        read_ahead(mirror, frame)
     assert len(mirror.buckets_ahead) == len(LAYOUT.buckets)
     assert mirror.state_hash == versions.states[0].state_hash
     apply_delta(mirror, *versions.deltas[1])
@@ -146,10 +154,19 @@ def test_only_whole_frames_of_the_next_version_are_read_ahead() -> None:
     versions = Versions(Codec.G8S, 3)
     frame = versions.deltas[1][1][0]
     with pytest.raises(FrameError, match="empty mirror"):
-        WeightMirror().read_ahead(frame)
+        WeightMirror().read_ahead(frame, 1)
     mirror = mirror_at_zero(versions)
-    for bad in (frame[:-1], versions.deltas[2][1][0], versions.snapshot(0)[1][0]):
+    for bad, bucket in ((frame[:-1], 1), (versions.deltas[2][1][0], 1), (versions.snapshot(0)[1][0], 0)):
         with pytest.raises(FrameError):
-            mirror.read_ahead(bad)
+            mirror.read_ahead(bad, bucket)
+    assert not mirror.buckets_ahead
+    check_holds(mirror, versions, 0)
+
+
+def test_a_frame_is_read_ahead_only_as_the_bucket_that_it_is() -> None:
+    versions = Versions(Codec.G8S, 2)
+    mirror = mirror_at_zero(versions)
+    with pytest.raises(FrameError, match=r"frame is for \(1, .*, expected \(2, "):
+        mirror.read_ahead(versions.deltas[1][1][0], 2)
     assert not mirror.buckets_ahead
     check_holds(mirror, versions, 0)

@@ -25,6 +25,7 @@ from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
 from rose.transfer.format.manifest import worker_name
 from rose.transfer.format.shard_plan import Box
 from rose.transfer.format.shared_planes import PlanesFile
+from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
@@ -212,6 +213,35 @@ def test_a_worker_that_lost_its_weights_gets_them_again(
     worker.version = None
     wait_for(lambda: worker.version == "run/0")
     assert worker.loaded == ["run/0", "run/0"]
+    publisher.close()
+
+
+def test_a_worker_gets_a_signed_run_and_one_with_another_public_key_gets_nothing(
+    embedded_url: str,
+    worker: LoadingWorker,
+    subscribe: Subscribe,
+    weights: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    signing_key = make_signing_key()
+    publisher = WeightPublisher(weights, embedded_url, "run", signing_key=signing_key)
+    monkeypatch.setenv("ROSE_PUBLIC_KEY", Signer(signing_key).public_key)
+    subscribe(embedded_url, "--name", "w", "--run", "run")
+    for _ in range(2):
+        publisher.wait_acked(publisher.publish().version, ["w"], DEADLINE_S)
+        step(weights)
+    monkeypatch.setenv("ROSE_PUBLIC_KEY", Signer(make_signing_key()).public_key)
+    subscribe(embedded_url, "--name", "other", "--run", "run")
+    log: list[str] = []
+
+    def is_refused() -> bool:
+        log.append(capfd.readouterr().err)
+        return "LAYOUT has a signature that does not belong to ROSE_PUBLIC_KEY" in "".join(log)
+
+    wait_for(is_refused)
+    assert publisher.acked() == {"w": 1}
     publisher.close()
 
 

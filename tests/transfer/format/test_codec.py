@@ -1,5 +1,8 @@
 """Every codec is exact for every bit pattern, and refuses any payload that it can't have written."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -58,6 +61,13 @@ def check_exact(codec: Codec, old: Bits, new: Bits, first_index: int = 0) -> Enc
     assert StateHash.of(old, first_index) + change == StateHash.of(new, first_index)
     patch.revert(base)
     np.testing.assert_array_equal(base, old)
+    noted, elements = decode(codec, encoded.payload, base).apply_noting(base, first_index)
+    assert noted == change
+    np.testing.assert_array_equal(base, new)
+    places = np.flatnonzero(old != new)
+    np.testing.assert_array_equal(elements.places, places)
+    np.testing.assert_array_equal(elements.old, old[places])
+    np.testing.assert_array_equal(elements.new, new[places])
     return encoded
 
 
@@ -330,3 +340,11 @@ def test_state_hash_adds_up_over_any_cut_and_sees_a_swap() -> None:
     swapped[[10, 20]] = bits[[20, 10]]
     assert bits[10] != bits[20] and StateHash.of(swapped, 5) != whole
     assert StateHash.from_hex(str(whole)) == StateHash.from_bytes(whole.to_bytes()) == whole
+
+
+def test_an_extension_that_was_built_from_other_code_is_named_with_the_fix() -> None:
+    old = "from rose import _delta; _delta.INTERFACE = 1; import rose.transfer.format.codec"
+    ended = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True, check=False)
+    assert re.search(
+        r"ImportError: .*_delta\S* has interface 1 and this code needs \d+: .*make setup", ended.stderr
+    )

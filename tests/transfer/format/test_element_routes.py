@@ -89,8 +89,9 @@ def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(
         was, now = before.bits(bucket), after.bits(bucket)
         places = np.flatnonzero(was != now).astype(np.int32)
         for change in routes.changes(bucket, Elements(places=places, old=was[places], new=now[places])):
-            assert np.array_equal(found[change.parameter][change.index], change.old)
-            found[change.parameter][change.index] = change.new
+            index = change.places + np.int64(change.shift)
+            assert np.array_equal(found[change.parameter][index], change.old)
+            found[change.parameter][index] = change.new
     for name, bits in expected.items():
         assert np.array_equal(found[name], bits), name
 

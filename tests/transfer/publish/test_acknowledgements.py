@@ -70,6 +70,25 @@ def test_the_acknowledgement_of_a_worker_that_left_expires(
     relay.close()
 
 
+def test_an_acknowledgement_that_is_none_is_skipped(
+    embedded_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"a": torch.randn(40, 40)}
+    publisher = WeightPublisher(weights, embedded_url, "run", snapshot_every=2)
+    relay = open_relay(embedded_url)
+    for evil in (b"{}", b"\xff", b"[" * 4000):
+        relay.upsert(keys.ack_prefix("run") + "evil", evil)
+        version = publisher.publish().version
+        acknowledge(relay, "w", version.number)
+        step(weights)
+    assert publisher.acked() == {"w": 2}
+    assert "acknowledgement skipped: rose/run/ack/evil: not a Ack" in caplog.text
+    with pytest.raises(WorkerError, match="from evil"):
+        publisher.wait_acked(version, ["w", "evil"], timeout_s=0.1)
+    publisher.close()
+    relay.close()
+
+
 def test_a_publish_makes_no_relay_call_per_worker_that_left(
     embedded_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,8 +151,8 @@ def test_a_port_in_use_is_one_clear_line_and_status_2(kind: str, shared_relays: 
         ("mooncake", "--port", "65535", "choose a lower one"),
         ("embedded", "--capacity-bytes", "-1", "'-1' is not a whole number of at least 1"),
         ("embedded", "--capacity-bytes", "8G", "'8G' is not a whole number of at least 1"),
-        ("embedded", "--capacity-bytes", str(1 << 60), "this host has"),
-        ("mooncake", "--capacity-bytes", str(1 << 60), "this host has"),
+        ("embedded", "--capacity-bytes", str(1 << 60), "bytes of memory are free here"),
+        ("mooncake", "--capacity-bytes", str(1 << 60), "bytes of memory are free here"),
     ],
 )
 def test_a_bad_option_is_one_clear_line_and_status_2(

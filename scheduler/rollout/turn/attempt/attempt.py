@@ -74,7 +74,7 @@ class Attempt:
             except (aiohttp.ClientError, TimeoutError) as error:
                 return self._lost(error)
             before = len(generation.token_ids)
-        headers = self._worker.openai_headers
+        headers = self._place.headers
         if span is not None:
             headers += f"{PARENT_HEADER}: {span.begin_attempt(self._worker.id)}\r\n".encode()
         ending = await self._watched(headers)

@@ -7,7 +7,9 @@ Never does: decide what follows from an ending (rerouting.py).
 
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 
+from rose.http import NO_LEASE
 from rose.types import StopReason
 
 _BUSY_STATUSES = (429, 503)
@@ -33,6 +35,8 @@ class EndKind(StrEnum):
     """The router saw no token for too long."""
     LOST = "lost"
     """The worker died, or the connection broke."""
+    UNLEASED = "unleased"
+    """The worker's lease to this router had no room for the turn, or was older than the GPU's loan."""
     BUSY = "busy"
     FAILED = "failed"
     """The worker answered with an error of its own."""
@@ -66,7 +70,9 @@ def abort_ending(worker_id: str, stop_reason: object) -> Ending | None:
 
 def error_ending(status: int, detail: str) -> Ending:
     """Returns what a worker's HTTP error means for the turn."""
-    if status in _BUSY_STATUSES:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE and f'"{NO_LEASE}"' in detail:
+        kind = EndKind.UNLEASED
+    elif status in _BUSY_STATUSES:
         kind = EndKind.BUSY
     elif 400 <= status < 500 and status != _REQUEST_TIMEOUT:
         kind = EndKind.REFUSED

@@ -5,12 +5,14 @@ import math
 import pytest
 
 from rose.errors import WorkerError
-from rose.messages import RoutingGate, RoutingStatus, parse_version
-from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.messages import Lease, RoutingGate, RoutingStatus, parse_version
+from rose.scheduler.rollout.placing.views import NOBODY, TurnView, WorkerKind
+from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, WorkerSpec
+from rose.scheduler.rollout.turn.accounts import JobAccount
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind
 from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Route
+from rose.scheduler.rollout.turn.place import take_place
 from rose.scheduler.rollout.turn.rerouting import Rerouting
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
@@ -159,6 +161,25 @@ def test_prefix_hits_teach_how_much_of_the_expected_cache_is_there() -> None:
     assert one.cache_trust == pytest.approx(0.25, abs=0.01)
 
 
+def test_a_turn_comes_under_the_lease_by_which_it_was_placed_and_no_later_one() -> None:
+    one, job = worker(), JobAccount("math", JobSpec(), 0.0)
+    one.take_status(RoutingStatus(lease=Lease(router="r", turns=4, fence=2)), 0.0)
+    place = take_place(TurnView(session="t"), job, 0.0, one)
+    one.lost("silent")
+    assert place.headers == b"X-Rose-Lease: r 2\r\n"
+    one.take_status(RoutingStatus(lease=Lease(router="r", turns=4, lent_to="code", fence=3)), 1.0)
+    assert place.headers == b"X-Rose-Lease: r 2\r\n", "the GPU is another job's now"
+
+
+def test_a_worker_that_refused_a_turn_for_its_lease_gets_none_until_it_has_told_the_next_lease() -> None:
+    one = worker()
+    one.take_status(RoutingStatus(lease=Lease(router="r", turns=4)), 0.0)
+    one.unleased()
+    assert (one.view().cap, one.is_due.is_set()) == (0, True)
+    one.take_status(RoutingStatus(lease=Lease(router="r", turns=3)), 0.1)
+    assert one.view().cap == 3
+
+
 def test_a_borrowed_worker_is_nobodys_while_its_former_jobs_turns_run() -> None:
     one = worker()
     one.begin_turn("old", 0)
@@ -167,3 +188,11 @@ def test_a_borrowed_worker_is_nobodys_while_its_former_jobs_turns_run() -> None:
     one.end_turn("old")
     one.begin_turn("new", 0)
     assert one.view().owner == "new"
+
+
+def test_a_worker_that_became_a_stock_engine_has_no_lease() -> None:
+    one = worker()
+    one.take_status(status(lease=Lease(router="r", turns=0)), 0.0)
+    assert not one.view().has_room
+    one.without_lease()
+    assert one.view().has_room

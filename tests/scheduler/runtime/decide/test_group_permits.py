@@ -29,7 +29,7 @@ def form(permits: GroupPermits, group: Group, now: float) -> None:
 
 
 def restarted(permits: GroupPermits, now: float, clock: str = "clock") -> GroupPermits:
-    """As a new scheduler has it, from what is kept in JSON."""
+    """Returns what a new scheduler makes of what is kept in JSON."""
     order, row = map(msgspec.json.encode, permits.rows())
     fresh = GroupPermits(LEASE_S, clock)
     fresh.restore(msgspec.json.decode(order, type=OrderRow), msgspec.json.decode(row, type=PermitsRow), now)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.memory.slabs.host_memory import available_bytes
+from rose.host_memory import available_and_total, available_bytes
 
 GIB = 1 << 30
 V2 = ("memory.max", "memory.current")
@@ -43,6 +43,11 @@ def make_host(folder: Path, own: str, groups: list[Group]) -> tuple[Path, Path, 
 )
 def test_the_least_of_all_limits_counts(tmp_path: Path, own: str, groups: list[Group], expected: int) -> None:
     assert available_bytes(*make_host(tmp_path, own, groups)) == expected
+
+
+def test_the_total_is_that_of_the_least_limit(tmp_path: Path) -> None:
+    host = make_host(tmp_path, "0::/a\n", [("a", V2, str(3 * GIB), GIB, 0)])
+    assert available_and_total(*host) == (2 * GIB, 3 * GIB)
 
 
 def test_this_host_has_some_memory_left() -> None:

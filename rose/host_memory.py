@@ -17,13 +17,20 @@ _FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_byte
 
 def available_bytes(meminfo: Path = MEMINFO, own_cgroups: Path = OWN_CGROUPS, cgroups: Path = CGROUPS) -> int:
     """Bytes that this process can take without swapping or being killed, as far as the kernel says."""
+    return available_and_total(meminfo, own_cgroups, cgroups)[0]
+
+
+def available_and_total(
+    meminfo: Path = MEMINFO, own_cgroups: Path = OWN_CGROUPS, cgroups: Path = CGROUPS
+) -> tuple[int, int]:
+    """The bytes that this process can take, and the size of what bounds them: host memory or a limit."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    host_bytes = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([host_bytes, *_rooms(own_cgroups, cgroups)])
+    available, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    return min([(available, total), *_rooms(own_cgroups, cgroups)])
 
 
-def _rooms(own_cgroups: Path, cgroups: Path) -> Iterator[int]:
-    """What is left of each limit on this process's memory."""
+def _rooms(own_cgroups: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """What is left of each limit on this process's memory, and the limit."""
     lines = own_cgroups.read_text().splitlines() if own_cgroups.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -38,7 +45,7 @@ def _rooms(own_cgroups: Path, cgroups: Path) -> Iterator[int]:
                         yield from _room(group, *_FILES[controller])
 
 
-def _room(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
+def _room(group: Path, limit_file: str, usage_file: str) -> Iterator[tuple[int, int]]:
     try:
         limit, used = (group / limit_file).read_text().strip(), int((group / usage_file).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -46,4 +53,4 @@ def _room(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
         return
     if limit != "max":
         # Files that nobody has looked at lately go first when memory runs short.
-        yield max(int(limit) - used + int(stat.get("inactive_file", 0)), 0)
+        yield max(int(limit) - used + int(stat.get("inactive_file", 0)), 0), int(limit)

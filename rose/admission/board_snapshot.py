@@ -1,0 +1,174 @@
+"""What an observer sees of the board: who computes, for how long, and what was offered and refused.
+
+Reading disturbs nobody. rose.admission.board has the page.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import chain, repeat
+from typing import Self
+
+from rose._shm import Words
+from rose.admission.board import REASONS, SLOT_WORDS, Word, check_page, parties, to_s
+from rose.admission.claim import guest_of, has_work, state_of
+from rose.admission.gate import GateReason
+from rose.admission.liveness import NOBODY, is_alive, pid_of
+from rose.admission.slack import NEVER
+
+
+class EngineState(IntEnum):
+    """What a process on the board does now, as an observer sees it."""
+
+    DETACHED = 0
+    IDLE = 1
+    OPEN = 2
+    RUNNING = 3
+
+
+_SEEN = (EngineState.IDLE, EngineState.OPEN, EngineState.OPEN, EngineState.RUNNING)  # by ServingState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideSnapshot:
+    """One process that shares the GPU, or all serving engines, or all guests, together."""
+
+    state: EngineState
+    pid: int
+    """0 if nobody is there; of several, the first."""
+    alive: bool
+    heartbeat_s: float
+    busy_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardSnapshot:
+    """The whole board at about one moment; counters run since the page was made."""
+
+    taken_s: float
+    servings: tuple[SideSnapshot, ...]
+    """By slot; those of slots that have ever been used."""
+    guests: tuple[SideSnapshot, ...]
+    serving: SideSnapshot
+    rollout: SideSnapshot
+    latest_start_s: float
+    has_pending_prefill: bool
+    num_yields: int
+    yield_wait_s: float
+    begin_wait_s: float
+    num_overruns: int
+    num_deaths: int
+    rollout_tokens: int
+    num_stalls: int
+    num_pauses: int
+    num_evictions: int
+    declines: dict[GateReason, int]
+
+    def busy_shares_since(self, earlier: Self) -> tuple[float, float]:
+        """Serving's and the guests' share of the wall time between two snapshots."""
+        wall_s = self.taken_s - earlier.taken_s
+        if wall_s <= 0:
+            return 0.0, 0.0
+        return (
+            busiest_s(self.servings, earlier.servings) / wall_s,
+            (self.rollout.busy_s - earlier.rollout.busy_s) / wall_s,
+        )
+
+
+def busiest_s(servings: Sequence[SideSnapshot], earlier: Sequence[SideSnapshot]) -> float:
+    """Returns for how long serving has computed between two snapshots. Of several engines the busiest counts:
+    they compute side by side."""
+    before_s = chain((side.busy_s for side in earlier), repeat(0.0))
+    return max((side.busy_s - then_s for side, then_s in zip(servings, before_s, strict=False)), default=0.0)
+
+
+class ServingTime:
+    """For how long serving has computed on a GPU since its board began; of several engines the busiest counts
+    between two readings."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._servings: tuple[SideSnapshot, ...] = ()
+        self._busy_s = 0.0
+
+    def read_s(self) -> float:
+        servings = snapshot(self._words).servings
+        self._busy_s += busiest_s(servings, self._servings)
+        self._servings = servings
+        return self._busy_s
+
+
+def snapshot(words: Words, serving_slot: int | None = None) -> BoardSnapshot:
+    """Reads the whole board without disturbing it; of the serving engines only that in ``serving_slot`` if
+    it is given."""
+    check_page(words)
+    now_ns = time.monotonic_ns()
+    load = words.load
+    serving_ats, guest_ats = parties(words)
+    if serving_slot is not None:
+        serving_ats = (SLOT_WORDS * serving_slot,)
+    claim = load(Word.CLAIM)
+    servings = tuple(_serving(words, now_ns, claim, at) for at in serving_ats)
+    guests = tuple(_guest(words, now_ns, claim, at) for at in guest_ats)
+
+    def total(word: int, ats: Iterable[int]) -> int:
+        return sum(load(word + at) for at in ats)
+
+    latest_ns = [load(Word.S_LATEST_START + at) for at in serving_ats] if has_work(claim) else []
+    return BoardSnapshot(
+        taken_s=now_ns / 1e9,
+        servings=servings,
+        guests=guests,
+        serving=_together(servings),
+        rollout=_together(guests),
+        latest_start_s=to_s(min(latest_ns)) if latest_ns else NEVER,
+        has_pending_prefill=any(load(Word.S_HAS_PENDING + at) for at in serving_ats),
+        num_yields=total(Word.S_YIELDS, serving_ats),
+        yield_wait_s=total(Word.S_YIELD_WAIT, serving_ats) / 1e9,
+        begin_wait_s=total(Word.S_BEGIN_WAIT, serving_ats) / 1e9,
+        num_overruns=total(Word.S_OVERRUNS, serving_ats),
+        num_deaths=total(Word.S_DEATHS, serving_ats),
+        rollout_tokens=total(Word.R_TOKENS, guest_ats),
+        num_stalls=total(Word.R_STALLS, guest_ats),
+        num_pauses=total(Word.R_PAUSES, guest_ats),
+        num_evictions=load(Word.EVICTIONS),
+        declines={reason: load(Word.R_DECLINES + i) for i, reason in enumerate(REASONS)},
+    )
+
+
+def _serving(words: Words, now_ns: int, claim: int, at: int) -> SideSnapshot:
+    state = _SEEN[state_of(claim, at // SLOT_WORDS)]
+    return _side(words, now_ns, state, words.load(Word.S_IDENTITY + at), Word.S_BUSY + at)
+
+
+def _guest(words: Words, now_ns: int, claim: int, at: int) -> SideSnapshot:
+    state = EngineState.RUNNING if guest_of(claim) == at // SLOT_WORDS else EngineState.IDLE
+    return _side(words, now_ns, state, words.load(Word.R_IDENTITY + at), Word.R_BUSY + at)
+
+
+def _side(words: Words, now_ns: int, state: EngineState, who: int, busy: int) -> SideSnapshot:
+    alive = who != NOBODY and is_alive(who)
+    busy_ns, num_steps, started_ns, heartbeat_ns = (words.load(busy + i) for i in range(4))
+    if alive and started_ns > 0:
+        busy_ns += now_ns - started_ns
+    return SideSnapshot(
+        state=state if who != NOBODY else EngineState.DETACHED,
+        pid=pid_of(who),
+        alive=alive,
+        heartbeat_s=heartbeat_ns / 1e9,
+        busy_s=busy_ns / 1e9,
+        num_steps=num_steps,
+    )
+
+
+def _together(sides: Sequence[SideSnapshot]) -> SideSnapshot:
+    return SideSnapshot(
+        state=max((side.state for side in sides), default=EngineState.DETACHED),
+        pid=next((side.pid for side in sides if side.pid), 0),
+        alive=any(side.alive for side in sides),
+        heartbeat_s=max((side.heartbeat_s for side in sides), default=0.0),
+        busy_s=sum(side.busy_s for side in sides),
+        num_steps=sum(side.num_steps for side in sides),
+    )

@@ -1,0 +1,53 @@
+"""What rollouts have computed beside serving, over any stretch of the last hour.
+
+Owns readings of the board's counters, which run since the board was made. Never writes to the board.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from rose.admission.board_snapshot import BoardSnapshot
+from rose.messages import Harvest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    at_s: float
+    tokens: int
+    rollout_s: float
+    serving_s: float
+
+
+class HarvestLog:
+    """The readings of one board, oldest first. One is added at each look."""
+
+    def __init__(self, num_readings: int) -> None:
+        self._readings: deque[_Reading] = deque(maxlen=num_readings)
+
+    def add(self, seen: BoardSnapshot) -> None:
+        """Keeps the counters of this moment."""
+        self._readings.append(
+            _Reading(
+                at_s=seen.taken_s,
+                tokens=seen.rollout_tokens,
+                rollout_s=seen.rollout.busy_s,
+                serving_s=seen.serving.busy_s,
+            )
+        )
+
+    def since(self, began_s: float) -> Harvest | None:
+        """Returns what has come since the last reading before ``began_s`` (time.monotonic), or since the
+        first one; None with less than two readings."""
+        if len(self._readings) < 2:
+            return None
+        first, last = self._readings[0], self._readings[-1]
+        for reading in self._readings:
+            if reading.at_s > began_s:
+                break
+            first = reading
+        return Harvest(
+            seconds=last.at_s - first.at_s,
+            tokens=last.tokens - first.tokens,
+            rollout_s=last.rollout_s - first.rollout_s,
+            serving_s=last.serving_s - first.serving_s,
+        )

@@ -1,0 +1,215 @@
+"""`rose sched multiplex`: runs two jobs on this machine, together where that is faster than one by one.
+
+The jobs' files and programs are those of `rose sched submit`; a program says with `progress.step` where it
+can be moved or paused. Bad input is refused before anything starts. Source: JigsawRL §4.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.arguments import CommandParser
+from rose.config import Settings, default_variable, load_yaml, make_private_dir
+from rose.errors import ConfigError
+from rose.jobs.dashboard import DashboardProcess
+from rose.jobs.pair import PairRun
+from rose.jobs.serve import cache_root
+from rose.jobs.slowdown import core_counts, hardware, splittable_cores
+from rose.node.signals import StopOnSignals
+from rose.scheduler.gpu.pairing import Pairing
+from rose.scheduler.gpu.slowdown import SlowdownTable
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.command.connection import channel_parser
+from rose.scheduler.runtime.job.spec import RunSpec, read_job
+from rose.scheduler.sim.gpu_spec import MEASURE, SlowdownFile
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs both jobs to their ends; 1 if one failed, 130 when a signal came first."""
+    settings = Settings.from_environment()
+    arguments = _parser(settings).parse_args(list(argv))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    cores = splittable_cores()
+    specs = _read(arguments.jobs)
+    pairing = _pairing(specs, cores, arguments)
+    folder = make_private_dir(arguments.folder.absolute(), "choose another with --folder")
+    page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
+    # Threads that spin for work would take the core from those that have it.
+    default_variable("OMP_WAIT_POLICY", "PASSIVE")
+    with StopOnSignals():
+        channel = ChannelUrl.parse(arguments.channel)
+        side = channel.serve()
+        try:
+            try:
+                root = cache_root(settings, channel.url, "pair")
+                run = PairRun(specs, pairing, cores, (channel.url, side), folder, root)
+                run.run(_Watch(pairing, page, is_quiet=arguments.json))
+            finally:
+                if page is not None:
+                    page.stop()
+                side.close()
+            report = _report(run, pairing)
+            print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
+            return int(any(side.has_failed for side in run.sides))
+        finally:  # what was measured is kept after a signal too
+            if arguments.output is not None:
+                _write(pairing.table, arguments.output)
+    return 130  # a signal
+
+
+class _Watch:
+    """What is done between two calls: the dashboard, and a line when the mode changes."""
+
+    def __init__(self, pairing: Pairing, page: DashboardProcess | None, *, is_quiet: bool) -> None:
+        self._pairing = pairing
+        self._check: Callable[[], object] = page.check if page is not None else lambda: None
+        self._is_quiet = is_quiet
+        self._seen = ""
+        self._began_s = time.monotonic()
+
+    def __call__(self) -> None:
+        self._check()
+        said = f"{self._pairing.mode}: {self._pairing.why}"
+        if said != self._seen and not self._is_quiet:
+            print(f"{time.monotonic() - self._began_s:7.1f} s  {said}", flush=True)
+        self._seen = said
+
+
+def _read(paths: Sequence[Path]) -> tuple[RunSpec, RunSpec]:
+    """Reads both files. Raises: ConfigError for jobs that can't share this machine."""
+    found = []
+    for path in paths:
+        spec = read_job(path)[1]
+        folder = str((path.parent / spec.folder).resolve())
+        found.append(spec.model_copy(update={"folder": folder}))
+        for name, phase in spec.phases.items():
+            if phase.nodes > 1:
+                raise ConfigError(
+                    f"{path}: {name} with nodes: {phase.nodes}; pipelines that share this machine have one"
+                )
+        if spec.num_ranks > 1:
+            raise ConfigError(f"{path}: num_ranks: {spec.num_ranks}; only jobs of one process can be moved")
+        if spec.ray is not None:
+            raise ConfigError(f"{path}: `ray` has processes that can't be moved; remove it")
+    one, two = found
+    if one.name == two.name:
+        raise ConfigError(f"both jobs are named {one.name}; give each a name of its own")
+    return one, two
+
+
+def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: argparse.Namespace) -> Pairing:
+    here = hardware(len(cores))
+    levels = [count / len(cores) for count in core_counts(len(cores))]
+    if arguments.output is not None:
+        _check_output(arguments.output)
+    table = _table(arguments.slowdown, here) if arguments.slowdown is not None else None
+    names = (specs[0].name, specs[1].name)
+    return Pairing(names, here, levels, table=table, is_serial=arguments.serial)
+
+
+def _check_output(path: Path) -> None:
+    """Raises: ConfigError if the table could not be written there when the jobs have ended."""
+    if path.exists():
+        raise ConfigError(f"{path}: exists; remove it, or choose another with --output")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or choose another --output")
+
+
+def _table(path: Path, here: str) -> SlowdownTable:
+    try:
+        table = load_yaml(path, SlowdownFile).to_table()
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; {MEASURE}") from error
+    if table.hardware != here:
+        raise ConfigError(
+            f"{path}: measured on {table.hardware!r}, this is {here!r}; leave out --slowdown, and the pair "
+            "is measured while it runs"
+        )
+    return table
+
+
+def _write(table: SlowdownTable, path: Path) -> None:
+    if not table.entries:
+        said = "no pair of sub-stages ran side by side for long enough to be measured"
+        print(f"{said}; {path} is not written", file=sys.stderr)
+        return
+    content = SlowdownFile.of(table).model_dump(mode="json")
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _report(run: PairRun, pairing: Pairing) -> dict[str, Any]:
+    mode, why = pairing.together if pairing.together is not None else (pairing.mode, pairing.why)
+    return {
+        "kind": "measured",
+        "hardware": pairing.table.hardware,
+        "mode": mode.value,
+        "why": why,
+        "window": pairing.plan.window if pairing.plan is not None else None,
+        "predicted_gain": round(pairing.plan.gain, 3) if pairing.plan is not None else None,
+        "gain": round(pairing.gain, 3) if pairing.gain is not None else None,
+        "elapsed_s": round(run.elapsed_s, 3),
+        "pipelines": [
+            {
+                "name": side.spec.name,
+                "iterations": side.num_done,
+                "exit_status": side.exit_status,
+                "log": str(side.process.log_path),
+            }
+            for side in run.sides
+        ],
+        "slowdown": {
+            f"{kind} beside {beside}": [row[0] for row in grid]
+            for (kind, beside), grid in pairing.table.entries.items()
+        },
+    }
+
+
+def _lines(report: dict[str, Any]) -> Sequence[str]:
+    done = ", ".join(f"{each['name']} {each['iterations']} iterations" for each in report["pipelines"])
+    lines = [f"{done} in {report['elapsed_s']:.1f} s"]
+    if report["gain"] is not None:
+        lines.append(
+            f"measured: {report['gain']:.2f} times the serial throughput since the profile"
+            + (f" ({report['predicted_gain']:.2f} predicted)" if report["predicted_gain"] is not None else "")
+        )
+    return lines
+
+
+def _parser(settings: Settings) -> CommandParser:
+    parser = channel_parser(
+        "multiplex",
+        "Runs two RL jobs on this machine. Their sub-stages run side by side, each on cores of its own,\n"
+        "where that is measured to be faster than one iteration after the other.",
+        "rose sched multiplex math.yaml code.yaml",
+    )
+    parser.add_argument("jobs", nargs=2, type=Path, metavar="JOB.yaml", help="as for rose sched submit")
+    parser.add_argument(
+        "--slowdown",
+        type=Path,
+        metavar="JSON",
+        help="of an earlier run or of rose sched slowdown (default: measured while the jobs run)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="JSON", help="write the measured slowdowns there"
+    )
+    parser.add_argument("--serial", action="store_true", help="only one iteration after the other")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=settings.runtime_dir / "jobs",
+        help="where job files and logs go (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="also serve the dashboard and /metrics there (default: nowhere)",
+    )
+    parser.add_argument("--json", action="store_true")
+    return parser

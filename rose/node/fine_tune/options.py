@@ -1,0 +1,172 @@
+"""What an operator chooses for `rose serve --fine-tune`, and what can be checked before anything is started.
+
+Promises one clear line for bad input. Imports neither torch nor vllm.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rose.config import Section, parse_config
+from rose.errors import ConfigError
+from rose.host_memory import available_bytes
+from rose.memory.pool.sizing import model_folder
+from rose.node.fine_tune.examples import read_examples
+from rose.scheduler.node.pieces import GIVE_WAY_S
+
+PREFIX = "fine_tune_"
+_PACKAGES = ("transformers", "accelerate")
+_TRAINED_BYTES = 16
+"""Of a parameter in the trainer: weight, gradient and Adam's two moments, in single precision."""
+_ADAPTED_BYTES = 8
+"""The same with adapters: the frozen weight and the merged one."""
+_COPIES = 4
+"""Published weights on the host: the trainer's kept copy, the relay's snapshot and deltas, the mirror."""
+_WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class FineTuneOptions(Section):
+    """The settings of one fine-tuning."""
+
+    data: Path
+    """The JSON Lines file with the examples."""
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-5
+    """The constant learning rate of AdamW."""
+    lora_rank: Annotated[int, Field(gt=0)] | None = None
+    """The rank of the adapters that are trained instead of all weights. None trains all weights."""
+    micro_batch: Annotated[int, Field(gt=0)] = 4
+    """Sequences of one optimizer step. They are trained in parts if a part of a layer would take longer than
+    a request may wait."""
+    tokens: Annotated[int, Field(gt=1)] = 512
+    """Tokens of an example that are trained on; the rest is cut off."""
+    epochs: Annotated[int, Field(gt=0)] = 1
+    """How often the data is gone through. Then the trainer ends, and serving goes on."""
+    publish_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds between two versions that go live. Each empties serving's prefix cache."""
+    give_way_ms: Annotated[float, Field(gt=0)] = 1000 * GIVE_WAY_S
+    """How long a request may wait for a piece of training, where a layer's pass can be made so short."""
+    log: Path | None = None
+    """A file to which each optimizer step adds a JSON line."""
+    output: Path | None = None
+    """The folder that gets the trained model and its tokenizer when training ends or is stopped. None keeps
+    the trained weights only in the engine."""
+    seed: int = 0
+    """The seed of the examples' order."""
+
+
+HELP = {
+    "learning_rate": ("RATE", "learning rate of AdamW (default: %(default)s)"),
+    "lora_rank": ("N", "train adapters of this rank, and publish the merged weights (default: all weights)"),
+    "micro_batch": (
+        "N",
+        "sequences of one optimizer step, trained in parts if need be (default: %(default)s)",
+    ),
+    "tokens": ("N", "tokens of an example that count (default: %(default)s)"),
+    "epochs": ("N", "how often the data is gone through (default: %(default)s)"),
+    "publish_s": ("S", "seconds between two versions that go live (default: %(default)s)"),
+    "give_way_ms": ("MS", "how long a request may wait for a piece of training (default: %(default)s)"),
+    "log": ("FILE", "one JSON line for each optimizer step"),
+    "output": (
+        "DIR",
+        "a new folder for the trained model, saved at the end and on a stop signal (default: the weights "
+        "live as long as the engine)",
+    ),
+    "seed": ("N", "seed of the examples' order (default: %(default)s)"),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --fine-tune and what belongs to it."""
+    flags = parser.add_argument_group("fine-tuning in the slack of a serving engine")
+    flags.add_argument(
+        "--fine-tune",
+        metavar="DATA",
+        help='a file of JSON lines, {"text": ...} or {"prompt": ..., "completion": ...}: the model is '
+        "trained on them while it serves, and its new weights go live",
+    )
+    for name, (metavar, note) in HELP.items():
+        default = FineTuneOptions.model_fields[name].default
+        flags.add_argument(flag(name), metavar=metavar, help=note.replace("%(default)s", f"{default}"))
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a setting."""
+    return "--fine-tune" if name == "data" else f"--{(PREFIX + name).replace('_', '-')}"
+
+
+def take_options(given: dict[str, Any]) -> FineTuneOptions | None:
+    """Takes the settings out of the flags that were ``given``; None without --fine-tune.
+
+    Raises: ConfigError.
+    """
+    found = {name.removeprefix(PREFIX): given.pop(name) for name in list(given) if name.startswith(PREFIX)}
+    data = given.pop("fine_tune", None)
+    if data is None:
+        if found:
+            raise ConfigError(f"{flag(min(found))}: there is nothing to train on; add --fine-tune DATA")
+        return None
+    return parse_config({"data": data, **found}, FineTuneOptions, "flags", flag)
+
+
+def check(options: FineTuneOptions, model: str) -> None:
+    """Raises: ConfigError for data, packages or memory with which the trainer could not begin."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--fine-tune: {', '.join(missing)} not installed; run: pip install 'vllm-rose[train]'"
+        )
+    read_examples(options.data)
+    if options.log is not None and not options.log.parent.is_dir():
+        raise ConfigError(f"{flag('log')} {options.log}: there is no folder {options.log.parent}; make it")
+    if options.output is not None:
+        check_output(options.output)
+    folder = model_folder(model)
+    if folder is not None:
+        trained_bytes = _TRAINED_BYTES if options.lora_rank is None else _ADAPTED_BYTES
+        check_memory(_weight_bytes(folder), trained_bytes / _dtype_bytes(folder), available_bytes())
+
+
+def check_output(folder: Path) -> None:
+    """Makes the folder. Raises: ConfigError if the model can't be saved there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        reason = f"{error.strerror}: {str(error.filename)!r}"
+        raise ConfigError(f"{flag('output')} {folder}: can't be made ({reason}); choose another") from error
+    if not is_empty:
+        raise ConfigError(f"{flag('output')} {folder}: it is not empty; choose another, or empty it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag('output')} {folder}: it can't be written to; choose another")
+
+
+def check_memory(weight_bytes: int, trained_ratio: float, free_bytes: int) -> None:
+    """Raises: ConfigError if the model does not fit in the host's memory twice, once to train.
+
+    ``trained_ratio``: what the trainer keeps, in copies of the served weights.
+    """
+    need_bytes = (1 + trained_ratio + _COPIES) * weight_bytes
+    if need_bytes > free_bytes:
+        raise ConfigError(
+            f"--fine-tune: a model of {weight_bytes / 1e9:.1f} GB needs {need_bytes / 1e9:.1f} GB to be "
+            f"served and trained, and {free_bytes / 1e9:.1f} GB are free: use a smaller model, "
+            "more memory, or --fine-tune-lora-rank"
+        )
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _dtype_bytes(folder: Path) -> int:
+    try:
+        config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return 2
+    return _WEIGHT_BYTES.get(str(config.get("dtype", config.get("torch_dtype"))), 2)

@@ -1,0 +1,116 @@
+"""The processes beside a serving engine that is fine-tuned: a relay, the trainer, and a pool if it has none.
+
+Promises that serving never waits for them: the trainer's death, or the relay's, is a line in the log, and the
+engine serves on with the weights that it has. Nothing is started again.
+"""
+
+import logging
+import secrets
+import sys
+
+from rose.config import Settings
+from rose.errors import RelayError
+from rose.node import checks, launch
+from rose.node.fine_tune.options import FineTuneOptions, flag
+from rose.node.node_config import EngineConfig, PoolConfig
+from rose.node.processes import ProcessGroup, ServerProcess
+from rose.transfer.relay.opening import open_relay
+
+logger = logging.getLogger(__name__)
+
+TRAINER_NICE = 10
+"""What a trainer does outside of its grants gives way to the engine's API server."""
+_RELAY_START_S = 120.0
+_SAVE_S = 300.0
+"""What a stopped trainer has to save its model."""
+
+
+class FineTuning:
+    """One engine's fine-tuning."""
+
+    def __init__(self, options: FineTuneOptions, engine: EngineConfig) -> None:
+        """Starts nothing. ``engine``: without a relay and a run, which it gets here."""
+        self._options = options
+        port = checks.free_port()
+        self._relay_port, relay = port, f"embedded://127.0.0.1:{port}"
+        self._own_pool = f"serve-{engine.port}" if engine.pool is None else None
+        self.engine = engine.model_copy(
+            update={
+                "pool": engine.pool if engine.pool is not None else self._own_pool,
+                "relay": relay,
+                "run": f"fine-tune-{secrets.token_hex(4)}",
+                "takes_weights": True,
+            }
+        )
+        """The engine as it has to be started."""
+        self._watched: list[ServerProcess] = []
+        self._trainer: ServerProcess | None = None
+
+    def start_ahead(self, group: ProcessGroup, settings: Settings) -> None:
+        """Starts what the engine needs; returns once it answers. Raises: WorkerError."""
+        if self._own_pool is not None:
+            name = self._own_pool
+            daemon = group.start(launch.pool_process(PoolConfig(name=name), [self.engine.model], None))
+            daemon.wait_until(
+                lambda: checks.find_pool(settings, name) is not None, "answer", launch.POOL_READY_TIMEOUT_S
+            )
+        argv = ["-m", "rose.transfer.relay.server", "--port", str(self._relay_port)]
+        relay = group.start(ServerProcess([sys.executable, *argv], "relay", None, cpus=self.engine.cpus))
+        relay.wait_until(lambda: self._answers(settings), "answer", _RELAY_START_S)
+        self._watched.append(relay)
+
+    def _answers(self, settings: Settings) -> bool:
+        assert self.engine.relay is not None
+        try:
+            open_relay(self.engine.relay, settings.key).close()
+        except RelayError:
+            return False
+        return True
+
+    def start_trainer(self, group: ProcessGroup) -> None:
+        """Starts the trainer once the engine serves."""
+        if self._options.output is None:
+            logger.warning(
+                "the trained weights live as long as this engine; %s DIR saves them", flag("output")
+            )
+        self._trainer = ServerProcess(
+            [sys.executable, "-m", "rose.trainers.fine_tune.command", *self._trainer_flags()],
+            "trainer",
+            None,
+            cpus=self.engine.cpus,
+            nice=TRAINER_NICE,
+        )
+        self._watched.append(group.start(self._trainer))
+
+    def let_save(self) -> None:
+        """Stops a trainer that saves its model, with the time that it needs."""
+        if self._trainer is not None and self._options.output is not None:
+            self._trainer.stop(_SAVE_S)
+
+    def _trainer_flags(self) -> list[str]:
+        engine, options = self.engine, self._options
+        flags = {
+            "--model": engine.model,
+            "--pool": engine.pool,
+            "--relay": engine.relay,
+            "--run": engine.run,
+            "--cpus": engine.compute_cpus,
+            **{
+                f"--{name.replace('_', '-')}": value
+                for name, value in options.model_dump(mode="json").items()
+            },
+        }
+        return [text for key, value in flags.items() if value is not None for text in (key, str(value))]
+
+    def watch(self) -> None:
+        """Says once of each process that it has ended."""
+        for process in [each for each in self._watched if not each.is_alive()]:
+            self._watched.remove(process)
+            if process.exit_status == 0:
+                logger.info("fine-tuning is done; serving goes on with the last weights that went live")
+            else:
+                logger.error(
+                    "died name=%s status=%s: fine-tuning has stopped, serving goes on",
+                    process.name,
+                    process.exit_status,
+                )

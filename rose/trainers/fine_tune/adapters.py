@@ -1,0 +1,81 @@
+"""Low-rank adapters (LoRA), and whole weights made of them: what goes live is the merged model.
+
+Owns the adapters, and a buffer for each merged weight. Promises that the model's own weights don't change
+before ``merge_for_good``, and that merged weights are published under the checkpoint's names. An adapter is a
+torch parametrization, so the model's code doesn't know of it.
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), with alpha = 2 * rank.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from rose.errors import ConfigError
+from rose.trainers.fine_tune.borders import decoder_layers
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
+
+_SCALE = 2.0
+"""alpha / rank."""
+
+
+class LowRank(torch.nn.Module):
+    """Adds a trained product of two thin matrices to a frozen weight; at first it is zero."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        self.down = torch.nn.Parameter(torch.empty(rank, columns, device=weight.device))
+        self.up = torch.nn.Parameter(torch.zeros(rows, rank, device=weight.device))
+        torch.nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the sum."""
+        return weight + _SCALE * (self.up @ self.down)
+
+
+class Adapters:
+    """The adapters of all linear layers of a model's decoder; nothing else of it is trained."""
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        """Raises: ConfigError if the decoder has no linear layer, or only ones too narrow for the rank."""
+        self.weights: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+        """What to publish: by the names of the checkpoint, once ``merge`` was called."""
+        model.requires_grad_(False)
+        in_layers = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
+        self._merged: list[tuple[torch.nn.Linear, torch.Tensor]] = []
+        for name, part in list(model.named_modules()):
+            if isinstance(part, torch.nn.Linear) and id(part) in in_layers and rank < min(part.weight.shape):
+                buffer = part.weight.detach().clone()
+                self.weights[f"{name}.weight"] = buffer
+                parametrize.register_parametrization(part, "weight", LowRank(part.weight, rank))
+                self._merged.append((part, buffer))
+        if not self._merged:
+            raise ConfigError(f"--fine-tune-lora-rank {rank}: the model has no linear layer wider than that")
+
+    def merge(self) -> None:
+        """Brings the weights to what the model computes with now."""
+        with torch.no_grad():
+            for part, buffer in self._merged:
+                buffer.copy_(part.weight)
+
+
+def merge_for_good(model: torch.nn.Module) -> None:
+    """Brings what adapters add into the model's own weights, and takes the adapters away."""
+    for part in list(model.modules()):
+        if parametrize.is_parametrized(part, "weight"):
+            parametrize.remove_parametrizations(part, "weight")
+
+
+class MergingPublisher(WeightPublisher):
+    """Publishes a model with adapters as whole weights."""
+
+    def __init__(self, adapters: Adapters, relay_url: str, run_id: str, dtype: str) -> None:
+        super().__init__(adapters.weights, relay_url, run_id, dtype)
+        self._adapters = adapters
+
+    def publish(self) -> SyncReport:
+        """Merges, then publishes. Raises: RelayError."""
+        self._adapters.merge()
+        return super().publish()

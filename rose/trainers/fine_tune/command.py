@@ -1,0 +1,205 @@
+"""The trainer behind `rose serve --fine-tune`: transformers' Trainer as a guest of the serving engine.
+
+`python -m rose.trainers.fine_tune.command --model MODEL --data FILE --pool NAME --relay URL --run RUN ...`
+
+Owns the model that is trained, in single precision, and its optimizer. Promises one JSON line a step if
+asked, a last version when the data ends, and status 0 then and after a stop signal. Saves the model when
+training ends in any way, if asked. Never touches the served model: new weights go through the relay.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from rose.arguments import CommandParser, positive_int, run_command
+from rose.errors import ConfigError
+from rose.node.fine_tune.examples import read_examples
+from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
+from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.sequences import Sequences, padded
+from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
+from rose.transfer.publish.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+_MEASURED_PARTS = (4, 2, 1)
+"""The pieces are measured at these parts of the longest sequence."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains until the data ends or a signal comes."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    args = parser().parse_args(list(argv))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    with redirect_stdout(sys.stderr), ExitStack() as stack:  # transformers prints its metrics
+        _train(args, stack)
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What is trained on what."""
+
+    model: Any
+    """In single precision."""
+    tokenizer: Any
+    published: str
+    """The checkpoint's own data type."""
+    sequences: Sequences
+
+
+def load(args: argparse.Namespace) -> Loaded:
+    """Reads the model and the examples. Raises: ConfigError."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{args.model}: not a causal language model ({error})") from error
+    published = str(model.dtype).removeprefix("torch.")
+    most = getattr(model.config, "max_position_embeddings", args.tokens)
+    sequences = Sequences(read_examples(args.data), tokenizer, min(args.tokens, most))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Loaded(
+        model=model.float().to(device), tokenizer=tokenizer, published=published, sequences=sequences
+    )
+
+
+def make_trainer(
+    args: argparse.Namespace,
+    loaded: Loaded,
+    slack: SlackCallback,
+    folder: str,
+    callbacks: list[TrainerCallback],
+) -> GuestTrainer:
+    """Returns the trainer of what was loaded; it is a guest only if ``slack`` is among its ``callbacks``."""
+    trainer = GuestTrainer(
+        slack=slack,
+        model=loaded.model,
+        args=_arguments(args, folder, is_cpu=not torch.cuda.is_available()),
+        train_dataset=loaded.sequences,
+        data_collator=lambda batch: padded(batch, loaded.sequences.pad_id),
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)  # a line for each step
+    return trainer
+
+
+def _publisher(args: argparse.Namespace, loaded: Loaded) -> WeightPublisher:
+    """Adds adapters to the model if asked for."""
+    if args.lora_rank is None:
+        return WeightPublisher(loaded.model, args.relay, args.run, dtype=loaded.published)
+    adapters = Adapters(loaded.model, args.lora_rank)
+    return MergingPublisher(adapters, args.relay, args.run, loaded.published)
+
+
+def save(loaded: Loaded, folder: Path) -> None:
+    """Saves whole weights, in the checkpoint's data type, and the tokenizer. Ends the model's training."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    merge_for_good(loaded.model)
+    loaded.model.to(getattr(torch, loaded.published)).save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    logger.info("saved the trained model to %s", folder)
+
+
+def _train(args: argparse.Namespace, stack: ExitStack) -> None:
+    loaded = load(args)
+    if args.output is not None:
+        stack.callback(save, loaded, args.output)  # after all that is added below has ended
+    slack = SlackCallback(
+        args.pool,
+        give_way_s=args.give_way_ms / 1000,
+        lengths=sorted({max(2, loaded.sequences.longest // part) for part in _MEASURED_PARTS}),
+        cpus=[int(cpu) for cpu in args.cpus.split(",")] if args.cpus is not None else [],
+    )
+    stack.callback(slack.close)
+    publisher = _publisher(args, loaded)
+    stack.callback(publisher.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-fine-tune-"))
+    callbacks: list[TrainerCallback] = [slack, PublishTrained(slack, publisher, args.publish_s)]
+    if args.log is not None:
+        callbacks.append(StepLines(args.log, slack, publisher))
+    make_trainer(args, loaded, slack, folder, callbacks).train()
+
+
+def _arguments(args: argparse.Namespace, folder: str, *, is_cpu: bool) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        seed=args.seed,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=args.micro_batch,
+        optim="adamw_torch",
+        use_cpu=is_cpu,
+        dataloader_pin_memory=not is_cpu,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    # Reading the device counts the GPUs. The engine's is the first; a model on several asks for no grants.
+    if arguments.device.type == "cuda":
+        arguments._n_gpu = 1
+    return arguments
+
+
+def parser() -> CommandParser:
+    """The command's flags."""
+    program = "python -m rose.trainers.fine_tune.command"
+    flags = CommandParser(
+        program,
+        "Fine-tunes a model in the slack of the engine that serves it. rose serve --fine-tune starts it.",
+        f"{program} --model ./model --data texts.jsonl --pool gpu0 --relay embedded://host:8400 --run chat",
+    )
+    flags.add_argument("--model", required=True, help="the model that is served: its folder or hub id")
+    flags.add_argument(
+        "--data", required=True, type=Path, help="JSON lines of texts, or of prompts and completions"
+    )
+    flags.add_argument("--pool", required=True, help="the serving engine's pool")
+    flags.add_argument("--relay", required=True, help="where new weights go")
+    flags.add_argument("--run", required=True, help="the run that the engine follows")
+    flags.add_argument("--cpus", help="CPUs that stand for the GPU on a host without one")
+    flags.add_argument("--learning-rate", type=_positive, default=1e-5)
+    flags.add_argument(
+        "--lora-rank", type=positive_int, help="train adapters of this rank (default: all weights)"
+    )
+    flags.add_argument("--micro-batch", type=positive_int, default=4)
+    flags.add_argument("--tokens", type=positive_int, default=512)
+    flags.add_argument("--epochs", type=positive_int, default=1)
+    flags.add_argument("--publish-s", type=_positive, default=60.0)
+    flags.add_argument("--give-way-ms", type=_positive, default=20.0)
+    flags.add_argument("--log", type=Path, help="one JSON line for each optimizer step")
+    flags.add_argument("--output", type=Path, help="a folder for the trained model")
+    flags.add_argument("--seed", type=int, default=0)
+    return flags
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("fine-tune", main, sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""A trainer as the guest of a serving engine: it computes one piece at a time, under a grant of the board.
+
+Owns the trainer's place on the board and the measured seconds of its pieces. Promises that no piece begins
+without a grant, that a grant is held over further pieces only while serving doesn't call and they still fit,
+and that a piece which can never fit ends the trainer with one clear line. One thread at a time uses it.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from rose._shm import Words
+from rose.admission.board import MAX_STEP_WAIT_S
+from rose.admission.gate import GatePolicy, GateReason, GateSettings, ServingView
+from rose.admission.rollout_side import RolloutSide
+from rose.errors import WorkerError
+from rose.scheduler.node.pieces import GIVE_WAY_S, Piece, PieceTimes, Work
+from rose.types import SLO, GateMode
+
+logger = logging.getLogger(__name__)
+
+FORWARD_BEGIN = Piece("forward", -1)
+"""What a training pass computes before its first layer."""
+_SETTINGS = GateSettings(
+    # Serving's own objectives are in the latest start that it publishes; the board's longest step counts.
+    slo=SLO(ttft_s=1.0, tpot_s=1.0),
+    mode=GateMode.DUAL,
+    max_step_s=MAX_STEP_WAIT_S,
+)
+
+
+class TrainingGuest:
+    """A trainer's end of the board, attached when it is made.
+
+    ``give_way_s``: a grant is for so long at most, unless a single piece takes longer. ``synchronize`` waits
+    until the device has done what it was given. ``cpus`` stand for the GPU on a host without one: the thread
+    that computes is pinned there until it leaves.
+    Raises: BoardError if every place of a guest on this board is taken.
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        *,
+        give_way_s: float = GIVE_WAY_S,
+        synchronize: Callable[[], None] = lambda: None,
+        cpus: Iterable[int] = (),
+    ) -> None:
+        if give_way_s <= 0:
+            raise ValueError(f"give_way_s must be positive, got {give_way_s}")
+        self.times = PieceTimes()
+        self.give_way_s = give_way_s
+        self.num_grants = 0
+        self.computed_s = 0.0
+        """Seconds under grants."""
+        self.waited_s = 0.0
+        """Seconds in which a piece waited for its grant."""
+        self._side = RolloutSide(words)
+        self._gate = GatePolicy(_SETTINGS)
+        self._synchronize = synchronize
+        self._cpus = frozenset(cpus)
+        self._elsewhere: set[int] | None = None
+        """Where the computing thread ran before it was pinned."""
+        self._piece: tuple[Piece, Work] | None = None
+        self._began_s = 0.0
+        self._ends_s = 0.0
+        """When the present grant's pieces have to end."""
+        self._may_be_called = False
+        """Whether the grant ends when serving gets work. If serving lent its slack, it waits for the end."""
+        self._tokens = 0
+        self._is_closed = False
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a grant is held."""
+        return self._piece is not None
+
+    def begin(self, piece: Piece, work: Work) -> None:
+        """Returns when the piece may compute; the one before it has ended.
+
+        Raises: WorkerError if the piece takes longer than serving ever allows.
+        """
+        safe_s = self.times.predict_safe(piece, work)
+        if self._piece is not None:
+            now = self._note_end()
+            is_called = self._may_be_called and self._side.is_called()
+            if is_called or now + safe_s > self._ends_s:
+                self._hand_back()
+        if self._piece is None:
+            if self._cpus and self._elsewhere is None:
+                self._elsewhere = os.sched_getaffinity(0)
+                os.sched_setaffinity(0, self._cpus)
+            self._take(piece, work, safe_s)
+            self.num_grants += 1
+        self._piece = (piece, work)
+        # A forward pass begins with the piece before its first layer: its tokens count once.
+        self._tokens += work.tokens if piece == FORWARD_BEGIN else 0
+        self._began_s = time.monotonic()
+
+    def leave(self) -> None:
+        """Hands the GPU back: what follows needs no grant. It does nothing without one."""
+        if self._piece is not None:
+            self._note_end()
+            self._hand_back()
+        self._side.set_want(False)
+        if self._elsewhere is not None:
+            os.sched_setaffinity(0, self._elsewhere)
+            self._elsewhere = None
+
+    def close(self) -> None:
+        """Leaves the board. Idempotent; the object is of no use afterwards."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._side.detach()
+
+    def _note_end(self) -> float:
+        assert self._piece is not None
+        self._synchronize()
+        now = time.monotonic()
+        piece, work = self._piece
+        self.times.add(piece, work, now - self._began_s)
+        self.computed_s += now - self._began_s
+        return now
+
+    def _hand_back(self) -> None:
+        # A step of no tokens would end serving's offers, and not every piece takes in tokens.
+        self._side.end_step(max(1, self._tokens))
+        self._piece, self._tokens = None, 0
+
+    def _take(self, piece: Piece, work: Work, safe_s: float) -> None:
+        side, asked_s = self._side, time.monotonic()
+        while True:
+            view, now = side.view(), time.monotonic()
+            least_s = self._least_s(piece, work, safe_s, view)
+            side.set_want(True, least_s if math.isfinite(least_s) else MAX_STEP_WAIT_S)
+            allowed = self._gate.piece_s(now, view, least_s, max(least_s, self.give_way_s))
+            if isinstance(allowed, GateReason):
+                side.decline(view, allowed)
+            elif side.try_begin(now + allowed, view):
+                self._ends_s, self._may_be_called = now + allowed, not view.has_work
+                self.waited_s += now - asked_s
+                return
+            side.wait_grant()
+
+    def _least_s(self, piece: Piece, work: Work, safe_s: float, view: ServingView) -> float:
+        """Returns the slack that a piece needs. Raises: WorkerError if there is never so much."""
+        longest_s = self._gate.longest_step_s(view)
+        if math.isinf(safe_s) or safe_s <= longest_s:
+            return safe_s
+        expected_s = self.times.predict(piece, work)
+        if expected_s > longest_s:
+            raise WorkerError(
+                f"{piece.kind} of layer {piece.layer} takes {1e3 * expected_s:.0f} ms for {work.sequences} "
+                f"sequences of {work.length} tokens, and serving allows a guest {1e3 * longest_s:.0f} ms: "
+                "train on shorter sequences or fewer at once, or raise max_step_ms of the serving engine"
+            )
+        return longest_s  # only the slowest measurements are too long

@@ -1,0 +1,75 @@
+"""A callback that publishes a trainer's weights after optimizer steps: for transformers' and TRL's trainers.
+
+Needs transformers alone.
+"""
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rose.errors import WorkerError
+from rose.transfer.publish.publisher import WeightPublisher
+
+ACK_TIMEOUT_S = 60.0
+_ACK_POLL_S = 0.05
+
+
+class PublishWeights(TrainerCallback):
+    """``Trainer(callbacks=[PublishWeights(publisher)], ...)``: each optimizer step becomes a version.
+
+    ``every_s``: steps within so many seconds become one version, and the last step one of its own.
+    ``num_workers``: so many must run it before training goes on, whichever: those that die are not waited
+    for, and the router gives turns to the newest version alone. 0: rollouts may lag behind by some steps.
+    """
+
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        num_workers: int = 0,
+        ack_timeout_s: float = ACK_TIMEOUT_S,
+        every_s: float = 0.0,
+    ) -> None:
+        self._publisher = publisher
+        self._num_workers = num_workers
+        self._ack_timeout_s = ack_timeout_s
+        self._every_s = every_s
+        self._due_s = 0.0
+        self._is_behind = False
+        """Whether steps were taken since the last version."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Does its part when transformers calls it. Raises: RelayError, WorkerError."""
+        self._publish()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes after an optimizer step, if it is time. Raises: RelayError, WorkerError."""
+        self._is_behind = True
+        if time.monotonic() >= self._due_s:
+            self._publish()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publishes the steps that are not in a version yet. Raises: RelayError, WorkerError."""
+        if self._is_behind:
+            self._publish()
+
+    def _publish(self) -> None:
+        self._is_behind, self._due_s = False, time.monotonic() + self._every_s
+        number = self._publisher.publish().version.number
+        deadline_s = time.monotonic() + self._ack_timeout_s
+        while self._num_acked(number) < self._num_workers:
+            if time.monotonic() >= deadline_s:
+                raise WorkerError(
+                    f"version {number}: {self._num_acked(number)} of {self._num_workers} workers run it "
+                    f"after {self._ack_timeout_s:g} s"
+                )
+            time.sleep(_ACK_POLL_S)
+
+    def _num_acked(self, number: int) -> int:
+        return sum(acked >= number for acked in self._publisher.acked().values()) if self._num_workers else 0

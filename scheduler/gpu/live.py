@@ -1,0 +1,156 @@
+"""A pipeline that runs: what it has done of its iteration, and what is to come, in seconds alone.
+
+Owns its step log, what its steps take alone, and the graph of its last iteration. A step beside another
+pipeline counts as long as the same step alone, so the graph never holds the other one's slowdown. Pure.
+"""
+
+import statistics
+from collections import defaultdict, deque
+from dataclasses import replace
+
+from rose.scheduler.gpu.lookahead import Next
+from rose.scheduler.gpu.progress import Progress
+from rose.scheduler.gpu.substages import Iteration, Kind, Steps, iteration, substages
+
+ROLLOUT, TRAIN = 0, 1
+"""The stages of a running pipeline: those for which it asks permits."""
+NUM_KEPT = 32
+"""Steps of equal size whose median is what one of them takes."""
+
+
+class StepCosts:
+    """What steps take alone, by kind and tokens."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Kind, dict[int, deque[float]]] = defaultdict(dict)
+
+    def learn(self, kind: Kind, tokens: int, seconds: float) -> None:
+        self._seen[kind].setdefault(tokens, deque(maxlen=NUM_KEPT)).append(seconds)
+
+    def seconds(self, kind: Kind, tokens: int) -> float | None:
+        """Returns the median of the steps nearest in size; None if none of the kind ran alone."""
+        sizes = self._seen.get(kind)
+        if not sizes:
+            return None
+        return statistics.median(sizes[min(sizes, key=lambda size: abs(size - tokens))])
+
+
+class Live:
+    """One pipeline in progress, on one worker.
+
+    `stage`: the one that it runs or waits for; None between two. `past`: the graph of its last iteration;
+    None before there is one, or if it reports no steps.
+    """
+
+    def __init__(self) -> None:
+        self.past: Iteration | None = None
+        self.num_done = 0
+        self.began_s = 0.0
+        self.stage: int | None = None
+        self.holds = False
+        self.is_over = False
+        self._costs = StepCosts()
+        self._log: list[Steps] = []
+        self._train_done_s = 0.0
+        self._train_s: float | None = None
+        self._between_s = 0.0
+        self._granted_s = 0.0
+        self._was_alone = self._is_alone = True
+        self._is_new = True
+        self._at: Progress | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it would compute now if it might."""
+        return self.stage is not None and not self.is_over
+
+    @property
+    def is_between(self) -> bool:
+        """Whether it is between two iterations."""
+        return self._is_new and self.stage is None
+
+    @property
+    def kind(self) -> Kind | None:
+        """What it runs, or is expected to run next."""
+        if not self.is_ready or self.past is None:
+            return None
+        head = self._progress().workers[0].head
+        return head.kind if head is not None else None
+
+    def ready(self) -> tuple[int, int | None, int]:
+        """Which sub-stage of which iteration is ready: decisions are due when it changes."""
+        index = self._progress().workers[0].index if self.is_ready and self.past is not None else 0
+        return self.num_done, self.stage, index
+
+    def upcoming(self) -> list[Next]:
+        """What is expected, by the last iteration's graph."""
+        return self._progress().upcoming(0) if self.is_ready and self.past is not None else []
+
+    def asks(self, stage: int) -> None:
+        self.stage, self.holds, self._at = stage, False, None
+
+    def granted(self, now: float) -> None:
+        self.holds, self._granted_s, self._was_alone = True, now, True
+        if self._is_new:
+            self.began_s, self._is_new, self._is_alone = now, False, True
+
+    def disturbed(self) -> None:
+        """Something ran beside it, or it paused: its times are not those alone."""
+        self._was_alone = self._is_alone = False
+
+    def step(self, tokens: int, num_running: int, seconds: float, *, is_alone: bool) -> float | None:
+        """Notes a step; returns what it takes alone, None if that is unknown. Tells the step's kind by the
+        stage."""
+        steps = Steps(tokens=tokens, num_running=num_running, seconds=seconds)
+        kind = Kind.TRAIN if self.stage == TRAIN else steps.kind
+        if is_alone:
+            self._costs.learn(kind, tokens, seconds)
+        alone_s = self._costs.seconds(kind, tokens)
+        counted_s = alone_s if alone_s is not None else seconds
+        self._at = None
+        if self.stage == TRAIN:
+            self._train_done_s += counted_s
+        elif self._log and (self._log[-1].tokens, self._log[-1].num_running) == (tokens, num_running):
+            last = self._log[-1]
+            mean_s = (last.seconds * last.count + counted_s) / (last.count + 1)
+            self._log[-1] = replace(last, seconds=mean_s, count=last.count + 1)
+        else:
+            self._log.append(replace(steps, seconds=counted_s))
+        return alone_s
+
+    def released(self, now: float) -> None:
+        """The stage has ended."""
+        if self.stage == TRAIN and (self._was_alone or self._train_s is None):
+            self._train_s = now - self._granted_s
+        self.stage, self.holds, self._at = None, False, None
+
+    def completed(self, now: float) -> float:
+        """Returns the seconds that the iteration takes alone; 0 if that is unknown."""
+        self.num_done += 1
+        self._is_new = True
+        if self._log and self._train_s is not None:
+            self.past = iteration([self._log], reference_s=0.0, train_s=self._train_s)
+            if self._is_alone:
+                self._between_s = max(0.0, now - self.began_s - self.past.seconds)
+        if self.num_done == 1:  # it compiled, allocated and read files
+            self._costs = StepCosts()
+        has_log = bool(self._log)
+        self._log, self._train_done_s, self._at = [], 0.0, None
+        return self.past.seconds + self._between_s if self.past is not None and has_log else 0.0
+
+    def ended(self) -> None:
+        """Its process has ended."""
+        self.is_over, self.stage, self.holds = True, None, False
+
+    def _progress(self) -> Progress:
+        if self._at is None:
+            assert self.past is not None and self.stage is not None
+            self._at = Progress(graphs=(self.past, self.past))
+            self._at.enter(self.stage)
+            [at] = self._at.workers
+            if self.stage == TRAIN:
+                at.done_s = self._train_done_s
+            elif self._log:
+                at.chain = substages(self._log)
+                at.index, at.done_s = len(at.chain) - 1, at.chain[-1].seconds
+        return self._at

@@ -1,0 +1,81 @@
+"""Slowdowns measured while two pipelines run: which splits are to be tried still, and the table of the rest.
+
+Owns the sums of each pair and split. A pair is in the table when each of its splits was measured for long
+enough on both sides. Pure. Source: JigsawRL §4.2, with the pipelines' own steps in place of an offline grid.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rose.scheduler.gpu.slowdown import Share, SlowdownTable, Split
+from rose.scheduler.gpu.substages import Kind
+
+ENOUGH_S = 0.25
+ENOUGH_STEPS = 3
+"""Least seconds and steps of each side of a pair."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    seconds: float = 0.0
+    alone_s: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def is_enough(self) -> bool:
+        return self.num_steps >= ENOUGH_STEPS and self.seconds >= ENOUGH_S
+
+
+class MeasuredSlowdowns:
+    """Measures on shares of compute `levels`; memory is halved, which a split of compute alone leaves as it
+    is."""
+
+    MEMORY = 0.5
+
+    def __init__(self, hardware: str, levels: Sequence[float]) -> None:
+        self._hardware = hardware
+        self._levels = tuple(levels)
+        self._sums: dict[tuple[Kind, Kind, float], _Sum] = {}
+
+    def add(self, kind: Kind, beside: Kind, compute: float, seconds: float, alone_s: float) -> None:
+        """Adds a step of `kind` that took `seconds`, where it takes `alone_s` alone."""
+        found = self._sums.setdefault((kind, beside, self._level(compute)), _Sum())
+        found.seconds += seconds
+        found.alone_s += alone_s
+        found.num_steps += 1
+
+    def to_try(self, one: Kind, two: Kind) -> Split | None:
+        """Returns a split that this pair has not run long enough with; None if it has all."""
+        for level in self._levels:
+            rest = self._level(1 - level)
+            if not (self._is_known(one, two, level) and self._is_known(two, one, rest)):
+                return Split(
+                    first=Share(compute=level, memory=self.MEMORY),
+                    second=Share(compute=rest, memory=self.MEMORY),
+                )
+        return None
+
+    def table(self) -> SlowdownTable:
+        """Returns what is known. Pairs that lack a split are left out, and so run one after the other."""
+        pairs = {(kind, beside) for kind, beside, _ in self._sums}
+        return SlowdownTable(
+            hardware=self._hardware,
+            compute=self._levels,
+            memory=(self.MEMORY,),
+            entries={
+                (kind, beside): tuple((self._slowdown(kind, beside, level),) for level in self._levels)
+                for kind, beside in sorted(pairs)
+                if all(self._is_known(kind, beside, level) for level in self._levels)
+            },
+        )
+
+    def _level(self, compute: float) -> float:
+        return min(self._levels, key=lambda level: abs(level - compute))
+
+    def _is_known(self, kind: Kind, beside: Kind, level: float) -> bool:
+        found = self._sums.get((kind, beside, level))
+        return found is not None and found.is_enough
+
+    def _slowdown(self, kind: Kind, beside: Kind, level: float) -> float:
+        found = self._sums[kind, beside, level]
+        return found.seconds / found.alone_s

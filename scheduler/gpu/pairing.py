@@ -1,0 +1,264 @@
+"""Two running pipelines on one device: who computes now, with which share.
+
+Owns the way from nothing known to the shipped policy. First one iteration after the other: that is each
+pipeline's profile, and what serial throughput is. Then every pair of sub-stages that meets runs side by side
+until it is measured, unless a table was given. Then the plan (plan.py) decides: look-ahead, or serial. Serial
+is also what happens when a pipeline reports no steps, when one does not yield, and when sharing was measured
+to be slower than serial. Pure: takes `now`; an executor carries the shares out.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rose.scheduler.gpu.live import Live
+from rose.scheduler.gpu.lookahead import ALONE, Action
+from rose.scheduler.gpu.measured import MeasuredSlowdowns
+from rose.scheduler.gpu.plan import MIN_GAIN, Multiplexing, Plan, choose
+from rose.scheduler.gpu.slowdown import Share, SlowdownTable, Split
+from rose.scheduler.gpu.substages import Kind
+
+SOLO_ITERATIONS = 2
+"""Of each pipeline, alone: one to warm up, and one that is its profile."""
+TRIAL_ITERATIONS = 2
+"""Of each pipeline, at most, until the plan is made with the pairs that have met."""
+PLANNED_ITERATIONS = 10
+"""Of both together, until the plan is made again with what was measured."""
+YIELD_S = 30.0
+"""A pipeline that takes longer from one step to the next can't be paused."""
+NUM_DECISIONS = 200
+
+
+class Mode(StrEnum):
+    """How the pair runs."""
+
+    PROFILE = "profile"
+    TRIAL = "trial"
+    SHARED = "shared"
+    SERIAL = "serial"
+    ALONE = "alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What runs from `time_s` on. `shares`: None where a pipeline pauses, or has nothing to compute."""
+
+    time_s: float
+    mode: Mode
+    kinds: tuple[Kind | None, Kind | None]
+    shares: tuple[Share | None, Share | None]
+
+
+class Pairing:
+    """The state of one pair. Every call may change `shares`; `epoch` counts the changes.
+
+    `table`: slowdowns of this hardware; None: they are measured. `levels`: the shares of compute that the
+    device can be split into.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, str],
+        hardware: str,
+        levels: Sequence[float],
+        *,
+        table: SlowdownTable | None = None,
+        is_serial: bool = False,
+    ) -> None:
+        self.names = names
+        self.pipelines = (Live(), Live())
+        self.mode = Mode.SERIAL if is_serial else Mode.PROFILE
+        self.why = "it was asked for" if is_serial else "each pipeline's iterations alone are its profile"
+        self.plan: Plan | None = None
+        self.together: tuple[Mode, str] | None = None
+        """How the two ran, and why, when the first one ended."""
+        self.shares: tuple[Share | None, Share | None] = (None, None)
+        self.epoch = 0
+        self.decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
+        self._measured = MeasuredSlowdowns(hardware, levels)
+        self._given = table
+        self._policy: Multiplexing | None = None
+        self._turn = 0
+        self._key: object = None
+        self._kinds: tuple[Kind | None, Kind | None] = (None, None)
+        self._to_pause: list[tuple[int, float] | None] = [None, None]
+        """The epoch that asked a pipeline to pause, and when, until the pipeline has done it."""
+        self._since_s: float | None = None
+        self._until_s = self._alone_s = 0.0
+        self._num_planned = 0
+
+    @property
+    def table(self) -> SlowdownTable:
+        """The given slowdowns, or those that were measured until now."""
+        return self._given if self._given is not None else self._measured.table()
+
+    @property
+    def gain(self) -> float | None:
+        """The throughput over serial while both ran, since their profile: seconds alone of what was done a
+        second. Iterations count when they are completed; None before the first.
+        """
+        if self._since_s is None or self._until_s <= self._since_s or not self._alone_s:
+            return None
+        return self._alone_s / (self._until_s - self._since_s)
+
+    def asks(self, index: int, stage: int, now: float) -> None:
+        """A pipeline asks for a stage. It may begin when it has a share."""
+        self.pipelines[index].asks(stage)
+        self._decide(now)
+
+    def granted(self, index: int, now: float) -> None:
+        """The executor has let it begin."""
+        live = self.pipelines[index]
+        live.granted(now)
+        if not self._is_alone(index):
+            live.disturbed()
+
+    def stepped(self, index: int, tokens: int, num_running: int, seconds: float, epoch: int) -> None:
+        """A step that began under the shares of `epoch` is done. `decide` follows the last of a report."""
+        live, share, beside = self.pipelines[index], self.shares[index], self._kinds[1 - index]
+        is_current = epoch == self.epoch and share is not None
+        alone_s = live.step(tokens, num_running, seconds, is_alone=is_current and self._is_alone(index))
+        kind, is_beside = self._kinds[index], self.shares[1 - index] is not None
+        if is_current and is_beside and kind is not None and beside is not None and alone_s:
+            assert share is not None
+            self._measured.add(kind, beside, share.compute, seconds, alone_s)
+
+    def _is_alone(self, index: int) -> bool:
+        """Whether nothing runs beside it: the other one has no share, and has paused if it was to."""
+        return self.shares[1 - index] is None and self._to_pause[1 - index] is None
+
+    def obeys(self, index: int, epoch: int, now: float) -> None:
+        """A pipeline has done what `epoch` asks of it, and all of its steps are known."""
+        asked = self._to_pause[index]
+        if asked is not None and epoch >= asked[0]:
+            self._to_pause[index] = None
+        self._decide(now)
+
+    def released(self, index: int, now: float) -> None:
+        """The stage is over."""
+        self.pipelines[index].released(now)
+        self._decide(now)
+
+    def completed(self, index: int, now: float) -> None:
+        """An iteration is over."""
+        alone_s, other = self.pipelines[index].completed(now), self.pipelines[1 - index]
+        if self._since_s is not None and not other.is_over:
+            self._alone_s, self._until_s = self._alone_s + alone_s, now
+        self._num_planned += 1
+        if not other.is_over:
+            self._turn = 1 - index
+        self._follow(now)
+        self._decide(now)
+
+    def ended(self, index: int, now: float) -> None:
+        """A pipeline's process has ended: the other one has the device from now on."""
+        self.pipelines[index].ended()
+        if not self.pipelines[1 - index].is_over:
+            self.together = (self.mode, self.why)
+            self._to(Mode.ALONE, f"{self.names[index]} has ended")
+        self._turn = 1 - index
+        self._decide(now)
+
+    def tick(self, now: float) -> None:
+        """Looks for a pipeline that was to pause long ago, and goes on."""
+        late = [index for index, asked in enumerate(self._to_pause) if asked and now - asked[1] > YIELD_S]
+        if late and self.mode in (Mode.TRIAL, Mode.SHARED):
+            name = self.names[late[0]]
+            self._to(Mode.SERIAL, f"{name} takes over {YIELD_S:.0f} s from one progress.step to the next")
+            self._turn = late[0]
+            self._decide(now)
+
+    def _to(self, mode: Mode, why: str) -> None:
+        self.mode, self.why = mode, why
+
+    def _follow(self, now: float) -> None:
+        """Goes from profile to trial, to the plan, and to the next plan."""
+        num_done = min(live.num_done for live in self.pipelines)
+        if self.mode is Mode.PROFILE and num_done >= SOLO_ITERATIONS:
+            silent = [
+                name for name, live in zip(self.names, self.pipelines, strict=True) if live.past is None
+            ]
+            if silent:
+                self._to(Mode.SERIAL, f"{silent[0]} reports no steps of its rollout (progress.step)")
+                return
+            self._since_s = now
+            self._to(Mode.TRIAL, "pairs of sub-stages are measured side by side")
+            if self._given is not None:
+                self._make_plan()
+        elif self.mode is Mode.TRIAL and num_done >= SOLO_ITERATIONS + TRIAL_ITERATIONS:
+            self._make_plan()
+        elif self.mode is Mode.SHARED and self._num_planned >= PLANNED_ITERATIONS:
+            self._make_plan()
+            if self.gain is not None and self.gain < 1:
+                self._to(Mode.SERIAL, f"sharing was measured at {self.gain:.2f} times the serial throughput")
+
+    def _make_plan(self) -> None:
+        one, two = (live.past for live in self.pipelines)
+        assert one is not None and two is not None
+        table = self.table
+        self.plan, self._num_planned = choose((one, two), table), 0
+        gains = " and ".join(f"{gain:.2f} (window of {w})" for w, gain in self.plan.gains.items())
+        why = f"sharing is predicted to give {gains} times the serial throughput"
+        if self.plan.window is None:
+            self._to(Mode.SERIAL, f"{why}; at least {MIN_GAIN} is wanted")
+            return
+        self._policy = Multiplexing(table, self.plan.window, merges=False)
+        self._to(Mode.SHARED, why)
+
+    def _decide(self, now: float) -> None:
+        """Decides anew where another sub-stage is ready than before, or a trial is through."""
+        one, two = self.pipelines
+        if self.pipelines[self._turn].is_between and self.pipelines[1 - self._turn].is_ready:
+            self._turn = 1 - self._turn
+        kinds = (one.kind, two.kind)
+        trial = self._trial(kinds)
+        key = (self.mode, self._turn, kinds, one.ready(), two.ready(), trial)
+        if key == self._key:
+            return
+        self._key = key
+        if self.mode not in (Mode.TRIAL, Mode.SHARED):
+            action = ALONE[self._turn]
+        elif not (one.is_ready and two.is_ready):
+            action = ALONE[0 if one.is_ready else 1]
+        elif trial is not None:
+            action = Action(shares=(trial.first, trial.second), rates=(1.0, 1.0))
+        else:
+            action = self._chosen()
+        shares = tuple(
+            share if live.is_ready else None
+            for share, live in zip(action.shares, self.pipelines, strict=True)
+        )
+        self._apply((shares[0], shares[1]), kinds, now)
+
+    def _trial(self, kinds: tuple[Kind | None, Kind | None]) -> Split | None:
+        """Returns a split to measure; also once there is a plan, for pairs that are too short to be known."""
+        if self._given is not None or self.mode not in (Mode.TRIAL, Mode.SHARED):
+            return None
+        one, two = kinds
+        return self._measured.to_try(one, two) if one is not None and two is not None else None
+
+    def _chosen(self) -> Action:
+        one, two = self.pipelines
+        first = 0 if one.began_s <= two.began_s else 1
+        policy = self._policy if self._policy is not None else Multiplexing(self.table, 1)
+        return policy.decide((one.upcoming(), two.upcoming()), first)
+
+    def _apply(
+        self,
+        shares: tuple[Share | None, Share | None],
+        kinds: tuple[Kind | None, Kind | None],
+        now: float,
+    ) -> None:
+        if (shares, kinds) == (self.shares, self._kinds):
+            return
+        before, self.shares, self._kinds = self.shares, shares, kinds
+        self.epoch += 1
+        for index, live in enumerate(self.pipelines):
+            if not live.holds or shares[index] is not None:
+                self._to_pause[index] = None
+            elif before[index] is not None:
+                self._to_pause[index] = (self.epoch, now)
+            if live.holds and (shares[index] is None or shares[1 - index] is not None):
+                live.disturbed()
+        self.decisions.append(Decision(time_s=now, mode=self.mode, kinds=kinds, shares=shares))

@@ -1,0 +1,141 @@
+"""What the entries of an admin do to a router.
+
+Owns: the names of entries, and their effects on workers, jobs, pauses, the version rule and RL steps.
+Promises: a router that applies the entries of another has what that one has. An entry that contradicts this
+router's own file is logged and has no effect.
+Never does: check what an admin sends (http/admin.py).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from rose.errors import ConfigError, WorkerError
+from rose.messages import parse_version
+from rose.scheduler.rollout.http.shared.entries import Entries, Entry, Heard, Value
+from rose.scheduler.rollout.placing.versions import VersionMode
+from rose.scheduler.rollout.router_config import JobSpec, WorkerSpec
+from rose.scheduler.rollout.turn.dataplane import DataPlane
+
+logger = logging.getLogger(__name__)
+
+
+class Changes:
+    """Sets entries at one router. Lives on its event loop."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        """Raises: ConfigError if the file of an earlier process can't be read."""
+        self._plane = plane
+        self.entries = Entries(plane.registry.name, plane.config.state)
+        self.noted: Callable[[], None] = lambda: None
+        """Called when an admin has set something."""
+        self._effects: Mapping[str, Callable[[str, Value], None]] = {
+            "worker": self._worker,
+            "job": self._job,
+            "paused": self._paused,
+            "versions": self._versions,
+            "step": self._step,
+            "forgotten": self._forgotten,
+        }
+
+    def note(self, kind: str, value: Value, name: str = "") -> None:
+        """Keeps what an admin has set here, and hands it to the peers. Raises: OSError."""
+        self.entries.put(f"{kind} {name}", value)
+        self.noted()
+
+    def joined(self, kind: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
+        """Returns the fields that an admin has set of something, those of earlier changes included."""
+        entry = self.entries.all().get(f"{kind} {name}")
+        before = entry.value if entry is not None and isinstance(entry.value, dict) else {}
+        return {**before, **fields}
+
+    def restore(self) -> None:
+        """Applies what the file of an earlier process holds. Raises: ConfigError."""
+        entries = self.entries.all()
+        self._apply(entries, sorted(entries, key=lambda key: entries[key].rank))
+        now = time.monotonic()
+        for heard in self.entries.heard:
+            if (version := parse_version(heard.version)) is not None:
+                self._plane.registry.newest.heard(version, heard.models, now=now)
+        try:
+            self.entries.save()
+        except OSError as error:
+            file = self._plane.config.state
+            raise ConfigError(
+                f"--state {file}: can't be written ({error.strerror}); check the path"
+            ) from error
+
+    def keep_newest(self) -> None:
+        """Keeps the newest weights that workers have reported. Raises: OSError."""
+        if self._plane.config.state is None:
+            return
+        newest = self._plane.registry.newest
+        by_model = [
+            Heard(version=f"{run_id}/{number}", models=[model] if model is not None else None)
+            for model, numbers in newest.by_model()
+            for run_id, number in numbers.items()
+        ]
+        self.entries.hear(by_model)
+
+    def take(self, others: Mapping[str, Entry]) -> None:
+        """Takes over what is newer at a peer. Raises: OSError."""
+        if newer := self.entries.merge(others):
+            self._apply(others, newer)
+            self.entries.save()
+
+    def _apply(self, entries: Mapping[str, Entry], keys: list[str]) -> None:
+        for key in keys:
+            kind, _, name = key.partition(" ")
+            try:
+                self._effects[kind](name, entries[key].value)
+            except (KeyError, ValueError, TypeError, ValidationError, WorkerError) as error:
+                logger.error("entry has no effect here: %s because=%s", key, error)
+        if keys:
+            self._plane.dispatcher.pump()
+
+    # Effects ------------------------------------------------------------------------------------------------
+
+    def _worker(self, name: str, value: Value) -> None:
+        registry, known = self._plane.registry, self._plane.registry.get(name)
+        if not isinstance(value, dict):
+            if known is not None:
+                registry.remove(name)
+            return
+        fields = dict(value)
+        is_draining, spec = bool(fields.pop("draining", False)), WorkerSpec(**fields)
+        if known is not None and (known.spec != spec or (known.is_draining and not is_draining)):
+            registry.remove(name)
+            known = None
+        worker = known if known is not None else registry.add(spec)
+        if is_draining:
+            worker.drain()
+
+    def _job(self, name: str, value: Value) -> None:
+        if isinstance(value, dict):
+            self._plane.jobs.put(name, JobSpec(**value))
+        else:
+            self._plane.jobs.put(name, None)
+
+    def _paused(self, name: str, value: Value) -> None:
+        if name:
+            self._plane.jobs.get(name, time.monotonic()).is_paused = bool(value)
+        else:
+            self._plane.dispatcher.pause(bool(value))
+
+    def _versions(self, _: str, value: Value) -> None:
+        if isinstance(value, dict):
+            self._plane.set_versions(VersionMode(value["mode"]), int(value["max_lag"]))
+
+    def _step(self, _: str, value: Value) -> None:
+        version = parse_version(value.get("version")) if isinstance(value, dict) else None
+        if version is not None:
+            self._plane.registry.newest.announced(version, time.monotonic())
+        self._plane.dispatcher.lend_anew()
+
+    def _forgotten(self, name: str, value: Value) -> None:
+        newest = self._plane.registry.newest
+        if name in newest.numbers:
+            newest.forget(name)

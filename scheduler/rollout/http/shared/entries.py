@@ -1,0 +1,131 @@
+"""What an admin has set at a router, kept in a file and the same at all its peers.
+
+Owns: the entries, each with a version, and the file that holds them.
+Promises: of two values of one entry the one with the higher version counts, at every router. What was set is
+in the file before its caller is answered. The file is replaced whole, and only its owner can read it, because
+it holds the keys of jobs.
+Never does: know what an entry means (changes.py), speak to peers (peers.py).
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rose.errors import ConfigError
+
+Value = dict[str, Any] | bool | None
+"""None: it was removed."""
+
+
+class Entry(BaseModel):
+    """One thing that an admin has set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int = Field(ge=1)
+    writer: str
+    """The router at which it was set; it decides between equal versions."""
+    value: Value = None
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        return (self.version, self.writer)
+
+
+class Heard(BaseModel):
+    """The newest weights of a run that workers have reported."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: str
+    models: list[str] | None = None
+
+
+class _Kept(BaseModel):
+    """The file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int = Field(default=1, ge=1, le=1)
+    entries: dict[str, Entry] = {}
+    heard: list[Heard] = []
+
+
+class Entries:
+    """All entries of one router. Lives on its event loop."""
+
+    def __init__(self, writer: str, file: Path | None) -> None:
+        """Raises: ConfigError if there is a file that can't be read."""
+        self._writer = writer
+        self._file = file
+        self._kept = _read(file) if file is not None else _Kept()
+        self._digest: str | None = None
+
+    @property
+    def heard(self) -> list[Heard]:
+        return self._kept.heard
+
+    def all(self) -> dict[str, Entry]:
+        return dict(self._kept.entries)
+
+    @property
+    def digest(self) -> str:
+        """Equal at two routers if all their entries are."""
+        if self._digest is None:
+            ranks = sorted((key, entry.rank) for key, entry in self._kept.entries.items())
+            self._digest = hashlib.sha256(repr(ranks).encode()).hexdigest()
+        return self._digest
+
+    def put(self, key: str, value: Value) -> None:
+        """Sets an entry, over every version that this router knows. Raises: OSError."""
+        newest = max((entry.version for entry in self._kept.entries.values()), default=0)
+        self._kept.entries[key] = Entry(version=newest + 1, writer=self._writer, value=value)
+        self._digest = None
+        self.save()
+
+    def merge(self, others: Mapping[str, Entry]) -> list[str]:
+        """Takes over what is newer; returns the keys of these entries. Call save() afterwards."""
+        own = self._kept.entries
+        newer = {key: entry for key, entry in others.items() if key not in own or entry.rank > own[key].rank}
+        if newer:
+            own.update(newer)
+            self._digest = None
+        return sorted(newer, key=lambda key: newer[key].rank)
+
+    def hear(self, heard: list[Heard]) -> None:
+        """Keeps the newest weights. Raises: OSError."""
+        if heard != self._kept.heard:
+            self._kept.heard = heard
+            self.save()
+
+    def save(self) -> None:
+        """Writes the file anew. Raises: OSError."""
+        if self._file is None:
+            return
+        beside = self._file.with_name(f".{self._file.name}.new")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(self._kept.model_dump_json(indent=1).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self._file)
+
+
+def _read(file: Path) -> _Kept:
+    try:
+        return _Kept.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        if not file.parent.is_dir():
+            raise ConfigError(f"--state {file}: there is no folder {file.parent}; make it") from None
+        return _Kept()
+    except OSError as error:
+        raise ConfigError(f"--state {file}: can't be read ({error.strerror}); check the path") from error
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise ConfigError(
+            f"--state {file}: not written by rose router ({problem}); give another file, or move it away to"
+            " begin without what it holds"
+        ) from error

@@ -1,0 +1,153 @@
+"""`rose sched multiplex` on real processes: two tiny pipelines, and what it refuses."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rose.config import Settings, load_yaml
+from rose.errors import ConfigError, WorkerError
+from rose.jobs.multiplex import main
+from rose.jobs.serve import cache_root
+from rose.scheduler.sim.gpu_spec import SlowdownFile
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can't be split")
+TINY = ("--width", "32", "--max-tokens", "384", "--samples", "4", "--epochs", "2")
+"""Two rollouts that meet in the trials take longer than a measurement needs."""
+
+
+def write_job(folder: Path, name: str, command: list[str] | None = None, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    rewards = folder / f"{name}.jsonl"
+    pipeline = [sys.executable, "-m", "rose.measure.tiny_pipeline", "--rewards", str(rewards), *TINY]
+    spec = {
+        "name": name,
+        "command": command if command is not None else [*pipeline, "--seed", str(len(name))],
+        "max_tokens": 384,
+        "iterations": 7,
+        "phases": {"rollout": {}, "train": {"after": ["rollout"]}},
+        **fields,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("ROSE_CHANNEL", raising=False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    status = main([*map(str, arguments), "--json"])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return status, report
+
+
+def test_a_shared_run_gives_the_same_rewards_and_weights_as_a_serial_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    lines = []
+    for name, flags in (("serial", ["--serial"]), ("shared", ["-o", tmp_path / "slowdown.json"])):
+        folder = tmp_path / name
+        jobs = write_job(folder, "math"), write_job(folder, "coding")
+        status, report = run(capsys, *jobs, *flags)
+        assert (status, [each["iterations"] for each in report["pipelines"]]) == (0, [7, 7])
+        lines.append([(folder / f"{job.stem}.jsonl").read_text() for job in jobs])
+    assert lines[0] == lines[1]
+    assert lines[0][0] != lines[0][1], "each has a seed of its own"
+    assert report["mode"] in ("shared", "serial") and report["elapsed_s"] > 0
+    table = load_yaml(tmp_path / "slowdown.json", SlowdownFile).to_table()
+    assert table.entries, "pairs ran side by side, and were measured"
+
+
+def test_a_pipeline_that_crashes_leaves_the_cores_to_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    broken = write_job(tmp_path, "broken", [sys.executable, "-c", "raise SystemExit(7)"])
+    status, report = run(capsys, broken, write_job(tmp_path, "math", iterations=2))
+    assert status == 1
+    assert [(each["iterations"], each["exit_status"]) for each in report["pipelines"]] == [(0, 7), (2, 0)]
+    assert report["mode"] == "profile", "it ended before anything was shared"
+
+
+def test_a_pipeline_that_ends_before_its_last_iteration_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [write_job(tmp_path, name, [sys.executable, "-c", ""]) for name in ("one", "two")]
+    status, report = run(capsys, *jobs)
+    assert [each["exit_status"] for each in report["pipelines"]] == [0, 0]
+    assert status == 1
+
+
+def test_a_table_without_a_measured_pair_is_not_written_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [write_job(tmp_path, name, [sys.executable, "-c", ""]) for name in ("one", "two")]
+    main([*map(str, jobs), "-o", str(tmp_path / "slowdown.json")])
+    assert "no pair of sub-stages ran side by side for long enough" in capsys.readouterr().err
+    assert not (tmp_path / "slowdown.json").exists()
+
+
+def test_jobs_in_folders_of_their_own_find_a_folder_and_a_channel_that_are_relative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import rose\n"
+        "@rose.runtime_hook\n"
+        "def iteration(progress):\n"
+        "    rose.phase('rollout')(lambda: None)()\n"
+        "iteration()\n"
+    )
+    command = [sys.executable, "-c", program]
+    jobs = [write_job(tmp_path / "own", name, command, iterations=1) for name in ("one", "two")]
+    monkeypatch.chdir(tmp_path)
+    status, report = run(capsys, *jobs, "--folder", "logs", "--channel", "unix:channel")
+    assert (status, [each["iterations"] for each in report["pipelines"]]) == (0, [1, 1])
+
+
+def test_state_that_a_killed_run_has_left_is_gone_when_the_jobs_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    channel = f"unix:{tmp_path / 'channel'}"
+    left = cache_root(Settings.from_environment(), channel, "pair") / "one" / "kept"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    check = [sys.executable, "-c", f"import os, sys; sys.exit(9 if os.path.exists({str(left)!r}) else 0)"]
+    jobs = [write_job(tmp_path, name, check) for name in ("one", "two")]
+    _, report = run(capsys, *jobs, "--channel", "unix:channel")
+    assert [each["exit_status"] for each in report["pipelines"]] == [0, 0]
+
+
+def test_what_can_t_be_shared_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    math, code = write_job(tmp_path, "math"), write_job(tmp_path, "code")
+    ranks = write_job(tmp_path, "ranks", num_ranks=2)
+    nodes = write_job(tmp_path, "nodes", phases={"rollout": {"nodes": 2}, "train": {}})
+    table = {"hardware": "H100", "compute": [0.5], "memory": [0.5], "entries": []}
+    other = tmp_path / "h100.json"
+    other.write_text(json.dumps(table))
+    for arguments, said in (
+        ([math, math], "both jobs are named math; give each a name of its own"),
+        ([math, ranks], "num_ranks: 2; only jobs of one process"),
+        ([math, nodes], "rollout with nodes: 2; pipelines that share this machine have one"),
+        ([math, code, "--slowdown", other], "measured on 'H100', this is .*; leave out --slowdown"),
+        ([math, code, "-o", other], "exists; remove it, or choose another"),
+        ([math, code, "-o", tmp_path / "no" / "x.json"], "there is no folder .*no; make it"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            main([str(each) for each in arguments])
+    assert not (tmp_path / "run" / "jobs").exists()
+
+
+def test_a_command_that_can_t_start_is_named(tmp_path: Path) -> None:
+    nowhere = write_job(tmp_path, "nowhere", ["/nowhere/python"])
+    with pytest.raises(WorkerError, match=r"job nowhere: can't start .*'/nowhere/python'"):
+        main([str(nowhere), str(write_job(tmp_path, "math"))])

@@ -1,0 +1,132 @@
+"""What `rose serve --fine-tune` takes and refuses before anything is started."""
+
+from pathlib import Path
+
+import pytest
+
+from rose.arguments import run_command
+from rose.errors import ConfigError
+from rose.node import serve
+from rose.node.fine_tune.examples import Example, read_examples
+from rose.node.fine_tune.options import FineTuneOptions, check, check_memory, check_output, take_options
+
+
+def test_texts_and_pairs_are_read_and_empty_lines_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a b"}\n\n{"prompt": "q", "completion": "a"}\n')
+    assert read_examples(path) == [
+        Example(prompt="", completion="a b"),
+        Example(prompt="q", completion="a"),
+    ]
+
+
+def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a\u2028b"}\r\n{"text": "c"}\n', encoding="utf-8", newline="")
+    assert [each.completion for each in read_examples(path)] == ["a\u2028b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "there is no example in it"),
+        ("\n\n", "there is no example in it"),
+        ('{"text": "a"}\n{"text": ', "line 2 is not JSON"),
+        ('{"txt": "a"}', "line 1 is not of the form"),
+        ('["a"]', "line 1 is not of the form"),
+        ('{"text": 3}', "line 1 is not of the form"),
+        ('{"prompt": "q", "completion": " "}', "line 1 has no text to learn"),
+    ],
+)
+def test_bad_data_is_one_line_with_its_number(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_examples(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_flags_become_options_and_leave_the_engines_alone() -> None:
+    given = {"fine_tune": "data.jsonl", "fine_tune_epochs": "3", "port": 8000}
+    assert take_options(given) == FineTuneOptions(data=Path("data.jsonl"), epochs=3)
+    assert given == {"port": 8000}
+    assert take_options({"port": 8000}) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--fine-tune-epochs", "2"],
+            "--fine-tune-epochs: there is nothing to train on; add --fine-tune DATA",
+        ),
+        (
+            ["--fine-tune", "x", "--fine-tune-learning-rate", "0"],
+            "--fine-tune-learning-rate: input should be greater",
+        ),
+        (["--fine-tune", "x", "--fine-tune-tokens", "1"], "--fine-tune-tokens: input should be greater"),
+        (["--fine-tune", "x", "--role", "rollout"], "a rollout engine has a trainer of its own"),
+        (
+            ["--fine-tune", "x", "--relay", "embedded://h:1"],
+            "it brings a relay of its own; leave --relay out",
+        ),
+    ],
+)
+def test_bad_flags_end_with_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert run_command("serve", serve.main, ["./model", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [([], "the following arguments are required: --role"), (["--role", "serving"], "serving needs --pool")],
+)
+def test_role_and_pool_are_still_asked_for_without_fine_tuning(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["./model", *flags])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_twice_is_refused_with_the_numbers() -> None:
+    check_memory(2 * 10**9, 8.0, 64 * 10**9)
+    with pytest.raises(ConfigError, match=r"a model of 2\.0 GB needs 26\.0 GB .* and 20\.0 GB are free"):
+        check_memory(2 * 10**9, 8.0, 20 * 10**9)
+
+
+def test_a_folder_with_content_is_no_place_for_the_trained_model(tmp_path: Path) -> None:
+    check_output(tmp_path / "new" / "model")
+    check_output(tmp_path / "new" / "model")
+    for folder, message in ((tmp_path / "new", "is not empty"), (tmp_path / "new" / "file", "can't be made")):
+        with pytest.raises(ConfigError, match=f"--fine-tune-output {folder}: .*{message}"):
+            check_output(folder)
+        (tmp_path / "new" / "file").touch()
+
+
+def test_a_model_in_the_hubs_cache_is_checked_against_the_memory_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    folder = tmp_path / "hub" / "models--org--chat" / "snapshots" / "0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("rose.node.fine_tune.options.available_bytes", lambda: 100)
+    with pytest.raises(ConfigError, match="to be served and trained"):
+        check(FineTuneOptions(data=data), "org/chat")
+
+
+def test_a_log_without_a_folder_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=r"--fine-tune-log .*: there is no folder .*no; make it"):
+        check(FineTuneOptions(data=data, log=tmp_path / "no" / "x.jsonl"), "org/chat")

@@ -1,0 +1,118 @@
+"""`rose serve --fine-tune` on a real engine: what is served learns the data, and the trainer may die."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tiny_models import make_rollout_model
+
+from rose.admission.board_snapshot import snapshot
+from rose.memory.pool.pool import PoolClient
+from rose.node import checks
+from rose.node.processes import ServerProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+READY_S = 1200.0
+WORDS = [f"w{number}" for number in range(100)]
+TEXTS = [" ".join(WORDS[start : start + 24]) for start in range(0, 72, 6)]
+"""Each word is followed by the next one."""
+
+
+class Served:
+    """`rose serve` with fine-tuning, and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        model = make_rollout_model(folder / "model")
+        data, self.lines = folder / "data.jsonl", folder / "steps.jsonl"
+        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        self.runtime_dir = folder / "run"
+        self.runtime_dir.mkdir(mode=0o700)
+        port = checks.free_port()
+        self.pool = f"serve-{port}"
+        environment = {"ROSE_RUNTIME_DIR": str(self.runtime_dir), "ROSE_CACHE_DIR": str(folder / "cache")}
+        argv = [
+            *(sys.executable, "-m", "rose.cli", "serve", str(model), "--port", str(port)),
+            *("--fine-tune", str(data), "--fine-tune-learning-rate", "0.002", "--fine-tune-epochs", "100000"),
+            *("--fine-tune-publish-s", "3", "--fine-tune-log", str(self.lines)),
+            *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", "512", "--max-num-seqs", "4"),
+        ]
+        self.log = folder / "serve.log"
+        self.process = ServerProcess(argv, "serve", self.log, environment).start()
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0, trust_env=False)
+        self.process.wait_ready(f"http://127.0.0.1:{port}/health", READY_S)
+
+    def loss(self) -> float:
+        """The mean loss of the texts by the logprobs that the engine answers with."""
+        body = {"model": "tiny", "prompt": TEXTS, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = self._http.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        positions = [
+            each for choice in answer.json()["choices"] for each in choice["prompt_logprobs"] if each
+        ]
+        return -fmean(next(iter(position.values()))["logprob"] for position in positions)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.get("/rose/v1/status").raise_for_status().json()
+        return found
+
+    def trainer(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (found,) = [each for each in children if "rose.trainers.fine_tune.command" in each.cmdline()]
+        return found
+
+    def close(self) -> None:
+        self._http.close()
+        self.process.stop()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with TemporaryDirectory(prefix="rose-test-") as folder:  # short, as a socket's path may have 107 bytes
+        made = Served(Path(folder))
+        yield made
+        made.close()
+
+
+def until(condition: Callable[[], object], what: str, served: Served, at_most_s: float = 600.0) -> None:
+    deadline_s = time.monotonic() + at_most_s
+    while not condition():
+        assert served.process.is_alive() and time.monotonic() < deadline_s, (
+            f"{what}:\n{served.process.log_tail()}"
+        )
+        time.sleep(0.2)
+
+
+def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_trainer(served: Served) -> None:
+    before = served.loss()
+    engine_id = served.status()["engine_id"]
+    until(lambda: served.loss() < before - 1.0, "the served loss falls", served)
+    status = served.status()
+    assert status["engine_id"] == engine_id
+    assert int(status["weight_version"].rpartition("/")[2]) >= 1
+    steps = [json.loads(line) for line in served.lines.read_text().splitlines()]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1.0
+    assert steps[-1]["grants"] > len(steps)  # a step is several pieces
+
+    trainer = served.trainer()
+    with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
+        board = observer.board_words
+        until(lambda: snapshot(board).rollout.num_steps > 0, "the trainer computes", served)
+        os.kill(trainer.pid, signal.SIGKILL)
+        until(lambda: not snapshot(board).rollout.alive, "the trainer is gone", served)
+        versions = {served.status()["weight_version"] for _ in range(3)}
+        after = [served.loss() for _ in range(3)]
+    assert max(after) < before - 1.0 and len(versions) == 1
+    until(lambda: "died name=trainer" in served.log.read_text(), "a line about the trainer", served)
+    assert served.process.is_alive()

@@ -1,0 +1,46 @@
+"""TLS of embedded relays: what a server shows and what a client trusts, from PEM files."""
+
+import ssl
+from http.client import RemoteDisconnected
+from pathlib import Path
+
+from rose.errors import ConfigError
+
+
+def server_context(certificate: Path, private_key: Path) -> ssl.SSLContext:
+    """Returns what a relay serves with. Raises: ConfigError on files that are no certificate and its key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password here, OpenSSL would ask the terminal for that of an encrypted key.
+        context.load_cert_chain(certificate, private_key, password="")
+    except OSError as error:
+        raise ConfigError(
+            f"--tls-certificate {certificate} and --tls-key {private_key}: {error.strerror or error}; "
+            "they must be a certificate and its unencrypted key, in PEM"
+        ) from error
+    return context
+
+
+def client_context(trusted: str | None) -> ssl.SSLContext:
+    """Returns what a client connects with. trusted: a file of certificates; None for the system's.
+
+    Raises: ConfigError on a file that holds none.
+    """
+    try:
+        return ssl.create_default_context(cafile=trusted)
+    except OSError as error:
+        raise ConfigError(f"certificates {trusted}: {error.strerror or error}; need a file in PEM") from error
+
+
+def advice(error: BaseException | None) -> str:
+    """Returns what to do where a relay did not answer because of TLS; where another reason is likely, ""."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            "; name the file of certificates to trust in the URL, embedded+tls://HOST:PORT?ca=FILE, and the "
+            "host as the relay's certificate names it"
+        )
+    if isinstance(error, ssl.SSLError):
+        return "; if the relay serves no TLS, its URL is embedded://HOST:PORT"
+    if isinstance(error, RemoteDisconnected):
+        return "; if the relay serves TLS, its URL is embedded+tls://HOST:PORT"
+    return ""
