@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rose.engine.amx import ask_for_amx
+
 STOCK_ENV = {
     "VLLM_PLUGINS": "",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -67,6 +69,7 @@ def main(argv: list[str]) -> int:
     """Runs the jobs. The answers' file appears only when it is complete."""
     import vllm  # noqa: F401 - the forks inherit it
 
+    ask_for_amx()
     jobs_path, answers_path = Path(argv[0]), Path(argv[1])
     answers = []
     for job in json.loads(jobs_path.read_text()):

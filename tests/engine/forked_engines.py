@@ -19,6 +19,7 @@ from preloaded import FORKS
 from real_engine import MAX_SEQS, runtime_dir
 from tiny_models import MAX_MODEL_LEN
 
+from rose.engine.amx import ask_for_amx
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 
 RESULT_S = 1200.0
@@ -63,6 +64,7 @@ def _run(
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(STOCK_ENV)
     os.environ.update(ROSE_RUNTIME_DIR=str(runtime_dir(folder)), ROSE_CACHE_DIR=str(folder / "cache"))
+    ask_for_amx()
     try:
         sink.send((True, function(**arguments)))
     except BaseException:

@@ -34,16 +34,27 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROSE_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))  # Ray's workers inherit it
         nodes: Any = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
-        local = Cluster(initialize_head=True, head_node_args={**nodes, "include_dashboard": False})
+        local = Cluster()
         try:
-            for _ in range(2):
-                local.add_node(wait=False, **nodes)
+            for number in range(3):
+                add_node(local, **nodes, **({"include_dashboard": False} if number == 0 else {}))
             local.wait_for_nodes(timeout=PATIENCE_S)
             services.connect(local.address)
             yield local.address
         finally:
             ray.shutdown()
             local.shutdown()
+
+
+def add_node(cluster: Cluster, **arguments: Any) -> None:
+    """Tries it again on a busy machine: Ray gives a node 30 s to start, which no setting changes."""
+    for attempts_left in reversed(range(4)):
+        try:
+            cluster.add_node(wait=False, **arguments)
+            return
+        except Exception as error:  # Ray has no type for it
+            if attempts_left == 0 or "timed out during startup" not in str(error):
+                raise
 
 
 @pytest.fixture

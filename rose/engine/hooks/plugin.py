@@ -6,6 +6,7 @@ import fails, so whatever can fail does so inside :func:`register`, with a clear
 
 import logging
 
+from rose.engine.amx import ask_for_amx
 from rose.engine.hooks.vllm_version import has_sleep_backends, is_supported, supported_range, vllm_version
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ def register() -> None:
         logger.warning("rose is inactive: vllm=%s supported=%s", version, supported_range())
         return
     _log_beside_vllm()
+    ask_for_amx()
     patches.give_scheduler_its_core()
     register_weight_backends()
     _register_sleep_backend()
