@@ -33,7 +33,7 @@ class Entry(BaseModel):
 
     @property
     def rank(self) -> tuple[int, str]:
-        """Of two values of one entry, that of higher rank counts."""
+        """The order of an entry's values: the value with the larger rank counts."""
         return (self.version, self.writer)
 
 
