@@ -118,6 +118,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, help="of the real part; default: 6, with --quick 2")
     parser.add_argument(
+        "--records", type=Path, metavar="FOLDER", help="of the real part, keep requests and logs there"
+    )
+    parser.add_argument(
         "--markdown", type=Path, metavar="PATH", help="write the tables of a results page here"
     )
     parser.add_argument("--models", nargs="+", choices=("8B", "32B"), default=("8B", "32B"))

@@ -39,9 +39,10 @@ from rose.types import SLO, Role
 
 SERVING, BORROWED, OWN = "serving", "borrowed", "own"
 ALONE, LENT = "own engine alone", "with the borrowed engine"
-POOL = PoolSize(num_slabs=112, slab_bytes=768 << 10, headroom_slabs=16)
-"""A slab holds one block of either model: room for the router's 16 turns of 672 tokens at the most, and more
-than the largest bursts of serving beside them."""
+POOL = PoolSize(num_slabs=160, slab_bytes=768 << 10, headroom_slabs=48)
+"""A slab holds one block of either model. The router's 16 turns of up to 672 tokens need 96 of them at the
+most, and serving's bursts stay below the half of the headroom, where they would cut the rollouts' budget for
+the rest of the phase."""
 GROUP_SIZE = 8
 TRACE_S = 120.0
 """The length of serving's trace, of which a phase takes the beginning."""
@@ -167,7 +168,8 @@ def worker_id(engine: EngineControl) -> str:
 def measure(args: argparse.Namespace, console: Console) -> list[Figure]:
     """Starts the engines, runs all rounds and prints each; returns the figures."""
     num_groups, rounds = (16, 2) if args.quick else (24, 6)
-    with Rig() as rig:
+    with Rig(args.records) as rig:
+        rig.folder.mkdir(parents=True, exist_ok=True)
         options = DemoOptions(out_dir=rig.folder, quick=args.quick, seed=args.seed, trace=args.trace)
         plan = replace(DemoPlan.of(options), serving=SERVING_LOAD)
         miniature = Miniature(rig, plan, num_groups)
