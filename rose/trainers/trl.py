@@ -28,6 +28,8 @@ __all__ = ["PublishWeights", "RelayWeights", "RouterRollouts"]
 
 CONNECT_TIMEOUT_S = 60.0
 _CONNECT_EACH_S = 3.0
+_ASKED_AGAIN = (500, 502)
+"""The same router is asked again after these; TRL's client would after 503 as well."""
 _HEALTH_TIMEOUT_S = 10.0
 _PAUSE_S = 1.0
 _UNAVAILABLE = "Request failed: 503"
@@ -90,7 +92,15 @@ class RouterRollouts:
 
 
 class _RouterClient(VLLMClient):
-    """TRL's client, which would wait without end for a router that drains."""
+    """TRL's client for one router of several. TRL's own would wait without end for a router that drains, and
+    a minute for one that has died."""
+
+    def __init__(self, base_url: str, connection_timeout: float) -> None:
+        """Raises: ConnectionError."""
+        super().__init__(base_url=base_url, connection_timeout=connection_timeout)
+        statuses: dict[str, Any] = {"status_forcelist": _ASKED_AGAIN, "respect_retry_after_header": False}
+        for adapter in self.session.adapters.values():
+            adapter.max_retries = adapter.max_retries.new(connect=0, read=0, **statuses)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = _PAUSE_S) -> None:
         """Returns once the router has a worker. Raises: ConnectionError if the router drains, or can't be

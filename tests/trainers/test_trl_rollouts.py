@@ -1,6 +1,7 @@
 """RouterRollouts: a batch whose router ends is asked for again at the next one."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,24 @@ async def test_a_router_that_drains_is_left_at_once_for_the_next_one(monkeypatch
         for url in (one.url, other.url):
             with pytest.raises(WorkerError, match="draining and takes no new requests"):
                 await asyncio.to_thread(trl.RouterRollouts(url), [[1, 2]], TRAINER)
+
+
+async def test_a_router_that_begins_to_drain_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("rose.trainers.trl")
+    waited_s: list[float] = []
+    async with (
+        ScriptedWorker() as worker,
+        running_router(worker.url) as one,
+        running_router(worker.url) as other,
+        aiohttp.ClientSession() as http,
+    ):
+        rollouts = trl.RouterRollouts(f"{one.url},{other.url}")
+        await asyncio.to_thread(rollouts, [[1, 2]], TRAINER)
+        await drain(http, one.url)
+        monkeypatch.setattr(time, "sleep", waited_s.append)
+        answer = await asyncio.to_thread(rollouts, [[3, 4]], TRAINER)
+        assert answer["completion_ids"] == [expected_tokens([3, 4], 4)]
+        assert waited_s == []
 
 
 async def drain(http: aiohttp.ClientSession, url: str) -> None:
