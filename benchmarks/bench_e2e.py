@@ -116,7 +116,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*THEMES, REAL),
         help="default: all that are simulated; with --quick the first ones",
     )
-    parser.add_argument("--rounds", type=int, help="of the real part; default: 6, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="of the real part; default: 5, with --quick 2")
     parser.add_argument(
         "--records", type=Path, metavar="FOLDER", help="of the real part, keep requests and logs there"
     )

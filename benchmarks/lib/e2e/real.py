@@ -22,10 +22,10 @@ from rich.table import Table
 from lib.harness import median_figure
 from lib.load import groups
 from lib.load.groups import PhaseResult
-from lib.load.traffic import MAX_FOREIGN_SHARE, SERVING_LOAD
+from lib.load.traffic import MAX_FOREIGN_SHARE
 from lib.slo.engines import LONG_STEPS
 from rose.demo.figures import TPOT_MEDIANS, TTFT_MEDIANS
-from rose.demo.plan import DemoOptions, DemoPlan
+from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan
 from rose.demo.processes import ALLOWED_HARM, GUEST_NICE, SERVING_STEP_TOKENS
 from rose.errors import WorkerError
 from rose.measure.figures import Figure, attainment, percentile, tpot, tpots_s, ttft, ttfts_s
@@ -43,7 +43,9 @@ POOL = PoolSize(num_slabs=160, slab_bytes=768 << 10, headroom_slabs=48)
 """A slab holds one block of either model. The router's 16 turns of up to 672 tokens need 96 of them at the
 most, and serving's bursts stay below the half of the headroom, where they would cut the rollouts' budget for
 the rest of the phase."""
-GROUP_SIZE = 8
+LOAD = replace(SERVING_LOAD, rate_rps=2.4)
+"""The demo's traffic, for which its objectives are made, at a rate that suits a core with AVX-512."""
+NUM_GROUPS, GROUP_SIZE = 16, 8
 TRACE_S = 120.0
 """The length of serving's trace, of which a phase takes the beginning."""
 PHASE_S = 240.0
@@ -69,10 +71,9 @@ class Phase:
 class Miniature:
     """The engines, the router and the phases on them."""
 
-    def __init__(self, rig: Rig, plan: DemoPlan, num_groups: int) -> None:
+    def __init__(self, rig: Rig, plan: DemoPlan) -> None:
         """Starts and profiles the engines. The rig stops them."""
         self._rig = rig
-        self._num_groups = num_groups
         rig.others = plan.cpus.others
         rig.pool(plan.pool_name, **POOL)
         model = make_rollout_model(rig.folder / "long-steps", LONG_STEPS)
@@ -124,7 +125,7 @@ class Miniature:
     def _start_phase(self, name: str, index: int, start_s: float, out: str) -> ServerProcess:
         argv = [
             *(groups.__file__, "--url", self._router_url, "--model", self._own.model, "--out", out),
-            *("--groups", str(self._num_groups), "--group-size", str(GROUP_SIZE)),
+            *("--groups", str(NUM_GROUPS), "--group-size", str(GROUP_SIZE)),
             *("--vocab-size", str(LONG_STEPS.vocab_size), "--seed", str(index)),
             *("--start-at", str(start_s), "--cache-salt", name),
         ]
@@ -167,12 +168,11 @@ def worker_id(engine: EngineControl) -> str:
 
 def measure(args: argparse.Namespace, console: Console) -> list[Figure]:
     """Starts the engines, runs all rounds and prints each; returns the figures."""
-    num_groups, rounds = (16, 2) if args.quick else (24, 6)
+    rounds = 2 if args.quick else 5
     with Rig(args.records) as rig:
         rig.folder.mkdir(parents=True, exist_ok=True)
         options = DemoOptions(out_dir=rig.folder, quick=args.quick, seed=args.seed, trace=args.trace)
-        plan = replace(DemoPlan.of(options), serving=SERVING_LOAD)
-        miniature = Miniature(rig, plan, num_groups)
+        miniature = Miniature(rig, replace(DemoPlan.of(options), serving=LOAD))
         phases: dict[str, list[Phase]] = defaultdict(list)
         for index in range(args.rounds if args.rounds is not None else rounds):
             kinds = (ALONE, LENT) if index % 2 == 0 else (LENT, ALONE)
