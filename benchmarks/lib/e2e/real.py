@@ -45,6 +45,8 @@ most, and serving's bursts stay below the half of the headroom, where they would
 the rest of the phase."""
 LOAD = replace(SERVING_LOAD, rate_rps=2.4)
 """The demo's traffic, for which its objectives are made, at a rate that suits a core with AVX-512."""
+ENGINES_SLO = SLO(ttft_s=0.5, tpot_s=0.15)
+"""What an engine keeps unless it is told otherwise, as in ROSE for 8B."""
 NUM_GROUPS, GROUP_SIZE = 16, 8
 TRACE_S = 120.0
 """The length of serving's trace, of which a phase takes the beginning."""
@@ -210,6 +212,7 @@ def figures(alone: Sequence[Phase], lent: Sequence[Phase], shares: Sequence[floa
             target=">= 0.99",
             peers={
                 "own alone": _attained(alone, slo),
+                "of 500 and 150 ms": _attained(lent, ENGINES_SLO),
                 "requests": float(sum(len(phase.requests) for phase in lent)),
                 "TTFT objective, ms": 1e3 * slo.ttft_s,
                 "TPOT objective, ms": 1e3 * slo.tpot_s,
