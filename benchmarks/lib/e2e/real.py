@@ -201,6 +201,9 @@ def figures(alone: Sequence[Phase], lent: Sequence[Phase], shares: Sequence[floa
         ),
         "tokens of the borrowed": median(shares),
         "serving busy": median(phase.serving_busy for phase in lent),
+        "rounds without others on the CPUs": float(
+            sum(_disturbance(*pair) <= MAX_FOREIGN_SHARE for pair in zip(alone, lent, strict=True))
+        ),
     }
     met = [_attained([phase], slo) for phase in lent]
     return [
@@ -227,6 +230,11 @@ def figures(alone: Sequence[Phase], lent: Sequence[Phase], shares: Sequence[floa
             peers={"turns": float(sum(phase.rollouts.num_turns for phase in (*alone, *lent)))},
         ),
     ]
+
+
+def _disturbance(*phases: Phase) -> float:
+    """Returns the largest share of the machine's CPU time that other processes had in one of the phases."""
+    return max(phase.foreign_cpu_share for phase in phases)
 
 
 def _objectives(phases: Sequence[Phase]) -> SLO:
