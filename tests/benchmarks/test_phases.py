@@ -37,11 +37,12 @@ async def test_a_turn_without_an_answer_is_counted() -> None:
 def test_the_figures_are_the_ratio_of_each_round_and_servings_objectives_of_the_phases_alone() -> None:
     alone = [_phase(20.0, ttft_s=0.1), _phase(30.0, ttft_s=0.1)]
     lent = [_phase(10.0, ttft_s=0.29), _phase(20.0, ttft_s=0.31)]
-    e2e, met, failed = figures(alone, lent, [0.4, 0.4])
+    e2e, kept, met, failed = figures(alone, lent, [0.4, 0.4])
     assert (e2e.value, e2e.spread) == (1.75, (1.5, 2.0))
     assert (met.value, met.spread, met.peers["own alone"]) == (0.5, (0.0, 1.0), 1.0)
+    assert kept.value == 1.0, "500 ms"
     assert failed.value == 0.0
-    assert {each.kind for each in (e2e, met, failed)} == {"measured"}
+    assert {each.kind for each in (e2e, kept, met, failed)} == {"measured"}
 
 
 def _phase(duration_s: float, ttft_s: float) -> Phase:
