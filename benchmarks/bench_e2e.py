@@ -25,8 +25,8 @@ cores, one of which stands for a GPU that a serving engine lends.
                        by round on the same turns: groups that share prompts, lengths with a long tail
   e2e_real_attainment  serving's requests during the phases with the borrowed engine that met the TTFT, or the
                        TPOT, that the engines are told to keep (500 and 150 ms): the worse of both shares
-  e2e_real_attainment[medians]   the same of three times the median TTFT and twice the median TPOT of the other
-                       phases, of which the gate knows nothing
+  e2e_real_attainment[medians]   the same for three times the median TTFT and twice the median TPOT of the
+                       other phases, of which the gate knows nothing
   e2e_real_failed      turns that did not end as asked for, in either kind of phase
 
     python benchmarks/bench_e2e.py --trace AzureLLMInferenceTrace_conv.csv --json e2e.json
