@@ -18,15 +18,28 @@ trains.
 Every row stands beside the paper's number, with the reason why they differ. `--trace` is an Azure-style CSV
 of requests; without it one is drawn with the conversation trace's shape. Progress is on stderr.
 
+`--parts real` is the miniature on this machine, MEASURED and in a table of its own: three real engines on two
+cores, one of which stands for a GPU that a serving engine lends.
+
+  e2e_real             time of a rollout phase on one own engine over that with a borrowed one as well, round
+                       by round on the same turns: groups that share prompts, lengths with a long tail
+  e2e_real_attainment  serving's requests during the phases with the borrowed engine that met the TTFT, or the
+                       TPOT, that the engines are told to keep (500 and 150 ms): the worse of both shares
+  e2e_real_attainment[medians]   the same for three times the median TTFT and twice the median TPOT of the
+                       other phases, of which the gate knows nothing
+  e2e_real_failed      turns that did not end as asked for, in either kind of phase
+
     python benchmarks/bench_e2e.py --trace AzureLLMInferenceTrace_conv.csv --json e2e.json
     python benchmarks/bench_e2e.py --quick --parts jobs
+    python benchmarks/bench_e2e.py --quick --parts real --trace AzureLLMInferenceTrace_conv.csv
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lib.e2e import real
 from lib.e2e.background import characterize, demand_and_traffic, prefix_cache, transfers
 from lib.e2e.dollars import saving
 from lib.e2e.elastic import against_elastic, against_fixed, lent_gpus
@@ -50,6 +63,7 @@ THEMES = {
     "cost": "Dollars",
 }
 QUICK_PARTS = ("background", "jobs", "elastic", "cost")
+REAL = "real"
 Part = Callable[[Runner, World, Scale, int], list[Row]]
 PARTS: dict[str, Part] = {
     "jobs": against_fixed,
@@ -61,9 +75,16 @@ PARTS: dict[str, Part] = {
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
+    parts = args.parts if args.parts is not None else QUICK_PARTS if args.quick else tuple(THEMES)
+    themes = [part for part in parts if part != REAL]
+    console = Console()
+    figures = _simulated(args, themes, console) if themes else []
+    return figures + (real.measure(args, console) if REAL in parts else [])
+
+
+def _simulated(args: argparse.Namespace, parts: Sequence[str], console: Console) -> list[Figure]:
     trace = trace_or_synthetic(args.trace, args.seed)
     scale = QUICK if args.quick else FULL
-    parts = args.parts if args.parts is not None else QUICK_PARTS if args.quick else tuple(THEMES)
     themes: dict[str, list[Row]] = {part: [] for part in parts}
     with Runner() as runner:
         for workload in workloads(is_quick=args.quick):
@@ -82,7 +103,6 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             if workload.name == "8B" and "lent" in themes:
                 themes["lent"] += lent_gpus(runner, world, scale, args.seed)
     rows = [row for part in THEMES for row in themes.get(part, [])]
-    console = Console()
     console.print(rows_table(rows), markup=False)
     console.print(notes(rows), markup=False, highlight=False)
     if args.markdown is not None:
@@ -93,7 +113,14 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; default: a generated trace like it")
     parser.add_argument(
-        "--parts", nargs="+", choices=tuple(THEMES), help="default: all; with --quick the first ones"
+        "--parts",
+        nargs="+",
+        choices=(*THEMES, REAL),
+        help="default: all that are simulated; with --quick the first ones",
+    )
+    parser.add_argument("--rounds", type=int, help="of the real part; default: 5, with --quick 2")
+    parser.add_argument(
+        "--records", type=Path, metavar="FOLDER", help="of the real part, keep requests and logs there"
     )
     parser.add_argument(
         "--markdown", type=Path, metavar="PATH", help="write the tables of a results page here"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import torch
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
@@ -27,6 +28,9 @@ __all__ = ["PublishWeights", "RelayWeights", "RouterRollouts"]
 
 CONNECT_TIMEOUT_S = 60.0
 _CONNECT_EACH_S = 3.0
+_ASKED_AGAIN = (500, 502)
+"""The same router is asked again after these; TRL's client would after 503 as well."""
+_HEALTH_TIMEOUT_S = 10.0
 _PAUSE_S = 1.0
 _UNAVAILABLE = "Request failed: 503"
 """How the message of TRL's plain Exception begins for a router that shuts down or has no worker."""
@@ -80,10 +84,48 @@ class RouterRollouts:
                     time.sleep(_PAUSE_S)
 
     def _connected(self, url: str) -> VLLMClient:
-        """Waits until the router has a worker, but not for long if it can't be reached."""
+        """Waits until the router has a worker, but not for long if it can't be reached, and not if it drains.
+        Raises: ConnectionError."""
         if self._client is None:
-            self._client = VLLMClient(base_url=url, connection_timeout=_CONNECT_EACH_S)
+            self._client = _RouterClient(base_url=url, connection_timeout=_CONNECT_EACH_S)
         return self._client
+
+
+class _RouterClient(VLLMClient):
+    """TRL's client for one router of several. TRL's own would wait without end for a router that drains, and
+    a minute for one that has died."""
+
+    def __init__(self, base_url: str, connection_timeout: float) -> None:
+        """Raises: ConnectionError."""
+        super().__init__(base_url=base_url, connection_timeout=connection_timeout)
+        statuses: dict[str, Any] = {"status_forcelist": _ASKED_AGAIN, "respect_retry_after_header": False}
+        for adapter in self.session.adapters.values():
+            adapter.max_retries = adapter.max_retries.new(connect=0, read=0, **statuses)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = _PAUSE_S) -> None:
+        """Returns once the router has a worker. Raises: ConnectionError if the router drains, or can't be
+        reached for ``total_timeout`` seconds."""
+        until = time.monotonic() + total_timeout
+        while True:
+            try:
+                answer = httpx.get(f"{self.base_url}/health", timeout=_HEALTH_TIMEOUT_S, trust_env=False)
+            except httpx.HTTPError as error:
+                if time.monotonic() >= until:
+                    raise ConnectionError(f"can't be reached: {error!r}") from error
+            else:
+                if answer.is_success:
+                    return
+                if _is_draining(answer):
+                    raise ConnectionError("the router is draining and takes no new requests")
+            time.sleep(retry_interval)
+
+
+def _is_draining(answer: httpx.Response) -> bool:
+    try:
+        said = answer.json()
+    except ValueError:  # from a proxy
+        return False
+    return isinstance(said, dict) and said.get("draining") is True
 
 
 def _sampling(args: Any) -> dict[str, Any]:

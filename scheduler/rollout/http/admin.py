@@ -101,21 +101,21 @@ class Admin:
         if run_id is not None and version is not None and version.run_id != run_id:
             registry.remove(worker.id)
             raise Conflict(f"worker {worker.id} has weights {version}; this router's run is {run_id}")
-        self._note("worker", spec.model_dump(mode="json"), worker.id)
+        await self._note("worker", spec.model_dump(mode="json"), worker.id)
         return web.json_response({"id": worker.id, "alive": worker.is_alive}, status=201)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
         """Removes a worker; its turns continue on others."""
         worker = self._worker(request)
         self._plane.registry.remove(worker.id)
-        self._note("worker", None, worker.id)
+        await self._note("worker", None, worker.id)
         return web.json_response({"removed": worker.id})
 
     async def drain_worker(self, request: web.Request) -> web.Response:
         """Keeps new turns from a worker; its running turns finish."""
         worker = self._worker(request)
         worker.drain()
-        self._note("worker", {**worker.spec.model_dump(mode="json"), "draining": True}, worker.id)
+        await self._note("worker", {**worker.spec.model_dump(mode="json"), "draining": True}, worker.id)
         return web.json_response({"draining": worker.id, "in_flight": worker.in_flight})
 
     def _worker(self, request: web.Request) -> Worker:
@@ -139,7 +139,7 @@ class Admin:
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
-        self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
+        await self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
         return web.json_response({name: job.as_json(0)})
 
     async def forget_job(self, request: web.Request) -> web.Response:
@@ -153,7 +153,7 @@ class Admin:
         except ValueError as error:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
-        self._note("job", None, name)
+        await self._note("job", None, name)
         return web.json_response({"forgotten": name})
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -171,7 +171,7 @@ class Admin:
         else:
             self._plane.jobs.get(name, time.monotonic()).is_paused = is_paused
             self._plane.dispatcher.pump()
-        self._note("paused", is_paused, name or "")
+        await self._note("paused", is_paused, name or "")
         return web.json_response({"job": name, "paused": is_paused})
 
     async def abort(self, request: web.Request) -> web.Response:
@@ -193,7 +193,7 @@ class Admin:
         """Changes which weights turns may run on."""
         change = await _read(request, VersionChange)
         self._plane.set_versions(change.mode, change.max_lag)
-        self._note("versions", change.model_dump(mode="json"))
+        await self._note("versions", change.model_dump(mode="json"))
         return await self.show_version(request)
 
     async def forget_run(self, request: web.Request) -> web.Response:
@@ -207,7 +207,7 @@ class Admin:
                 f"run {run_id} is unknown; known runs: {', '.join(sorted(newest.numbers)) or 'none'}"
             ) from error
         self._plane.dispatcher.pump()
-        self._note("forgotten", True, run_id)
+        await self._note("forgotten", True, run_id)
         return web.json_response({"forgotten": run_id})
 
     async def rl_step(self, request: web.Request) -> web.Response:
@@ -223,10 +223,11 @@ class Admin:
             self._plane.registry.newest.announced(version, time.monotonic())
         self._plane.dispatcher.lend_anew()
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
+        sending = asyncio.gather(*(self._send_step(worker, step) for worker in workers))
         try:
-            self._note("step", begun.model_dump())
-        finally:  # the engines need it even if a full disk does not keep it
-            results = await asyncio.gather(*(self._send_step(worker, step) for worker in workers))
+            await self._note("step", begun.model_dump())
+        finally:  # the engines need it even if the disk is slow, or full
+            results = await sending
         answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}
         return web.json_response({"step": step.step, "workers": answers})
 
@@ -259,17 +260,17 @@ class Admin:
         """Takes over what admins have set at another router, and answers with what they have set here."""
         said = await _read(request, Exchange)
         try:
-            answer = self._peers.told(said)
+            answer = await self._peers.told(said)
         except ValueError as error:
             raise Conflict(str(error)) from error
         except OSError as error:
             raise self._not_kept(error) from error
         return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
-    def _note(self, kind: str, value: Value, name: str = "") -> None:
+    async def _note(self, kind: str, value: Value, name: str = "") -> None:
         """Keeps a change that was made, for this router's next process and for its peers."""
         try:
-            self._changes.note(kind, value, name)
+            await self._changes.note(kind, value, name)
         except OSError as error:
             raise self._not_kept(error) from error
 

@@ -80,7 +80,7 @@ class RunningRouter:
         for spec in self._config.workers:
             self.plane.registry.add(spec)
         try:
-            self._service.changes.restore()
+            await self._service.changes.restore()
         except ConfigError:
             await self._close()
             raise
@@ -113,6 +113,7 @@ class RunningRouter:
         await self._service.fronts.close()
         await self._service.peers.close()
         await self._runner.cleanup()
+        await self._service.changes.entries.close()
         await self.plane.registry.close()
         self.plane.wire.close()
         await self._http.close()

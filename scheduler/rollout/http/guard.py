@@ -54,7 +54,7 @@ class Guard:
         if self._is_closed(request):
             return error_response(403, _NO_ADMIN_KEY)
         if self._is_too_late(request):
-            return error_response(503, "the router is shutting down")
+            return error_response(503, "the router is draining and takes no new requests; ask another one")
         self._num_active += 1
         try:
             return await handler(request)

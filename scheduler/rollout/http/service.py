@@ -92,8 +92,10 @@ class Service:
         """Answers 200 while some worker is alive and the router takes requests, else 503."""
         workers = self._plane.registry.workers()
         num_alive = sum(worker.is_alive for worker in workers)
-        is_up = num_alive > 0 and not self._guard.is_draining
+        is_draining = self._guard.is_draining
+        is_up = num_alive > 0 and not is_draining
         found = {"workers": len(workers), "alive": num_alive, "fronts": self.fronts.num_ready}
+        found["draining"] = is_draining
         return web.json_response(found, status=200 if is_up else 503)
 
     # Questions that any worker answers without generating ------------------------------------------------

@@ -41,9 +41,11 @@ class Changes:
             "forgotten": self._forgotten,
         }
 
-    def note(self, kind: str, value: Value, name: str = "") -> None:
-        """Keeps what an admin has set at this router, and sends it to the peers. Raises: OSError."""
+    async def note(self, kind: str, value: Value, name: str = "") -> None:
+        """Keeps what an admin has set here, and hands it to the peers. Entries have the order of the calls.
+        Raises: OSError."""
         self.entries.put(f"{kind} {name}", value)
+        await self.entries.save()
         self.noted()
 
     def joined(self, kind: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -52,8 +54,9 @@ class Changes:
         before = entry.value if entry is not None and isinstance(entry.value, dict) else {}
         return {**before, **fields}
 
-    def restore(self) -> None:
-        """Applies the entries of the state file. Raises: ConfigError if the file can't be written."""
+    async def restore(self) -> None:
+        """Applies what the file of an earlier process holds, before it waits for the first time. Raises:
+        ConfigError."""
         entries = self.entries.all()
         self._apply(entries, sorted(entries, key=lambda key: entries[key].rank))
         now = time.monotonic()
@@ -61,14 +64,14 @@ class Changes:
             if (version := parse_version(heard.version)) is not None:
                 self._plane.registry.newest.heard(version, heard.models, now=now)
         try:
-            self.entries.save()
+            await self.entries.save()
         except OSError as error:
             file = self._plane.config.state
             raise ConfigError(
                 f"--state {file}: can't be written ({error.strerror}); check the path"
             ) from error
 
-    def keep_newest(self) -> None:
+    async def keep_newest(self) -> None:
         """Keeps the newest weights that workers have reported. Raises: OSError."""
         if self._plane.config.state is None:
             return
@@ -78,13 +81,13 @@ class Changes:
             for model, numbers in newest.by_model()
             for run_id, number in numbers.items()
         ]
-        self.entries.hear(by_model)
+        await self.entries.hear(by_model)
 
-    def take(self, others: Mapping[str, Entry]) -> None:
-        """Takes over and applies a peer's newer entries. Raises: OSError."""
+    async def take(self, others: Mapping[str, Entry]) -> None:
+        """Takes over what is newer at a peer, and then waits until it is kept. Raises: OSError."""
         if newer := self.entries.merge(others):
             self._apply(others, newer)
-            self.entries.save()
+            await self.entries.save()
 
     def _apply(self, entries: Mapping[str, Entry], keys: list[str]) -> None:
         for key in keys:

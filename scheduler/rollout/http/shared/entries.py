@@ -1,13 +1,16 @@
 """What an admin has set at a router, kept in a file and made equal at all peers.
 
 Owns: the entries, each with a version, and the file that holds them.
-Promises: of two values of one entry, the one with the higher version counts at every router. A change is in
-the file before its caller gets an answer. The file is always replaced as a whole, and only its owner can read
-it, because it holds the keys of jobs.
-Never does: know what an entry means (changes.py), speak to peers (peers.py).
+Promises: of two values of one entry the one with the higher version counts, at every router. What was set is
+in the file before its caller is answered. The file is replaced whole by one writer at a time, and only its
+owner can read it, because it holds the keys of jobs.
+Never does: know what an entry means (changes.py), speak to peers (peers.py), wait for the disk on the event
+loop, whose streams would all stop.
 """
 
+import asyncio
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Value = dict[str, Any] | bool | None
 """An entry's value; None says that the thing was removed."""
@@ -65,6 +70,11 @@ class Entries:
         self._file = file
         self._kept = _read(file) if file is not None else _Kept()
         self._digest: str | None = None
+        self._num_changes = 0
+        self._num_kept = -1
+        """The changes that the file holds; -1 before the first writing."""
+        self._writer_lock = asyncio.Lock()
+        self._writes: set[asyncio.Task[None]] = set()
 
     @property
     def heard(self) -> list[Heard]:
@@ -82,11 +92,10 @@ class Entries:
         return self._digest
 
     def put(self, key: str, value: Value) -> None:
-        """Sets an entry, with a version above all that this router knows, and saves. Raises: OSError."""
+        """Sets an entry, over every version that this router knows. Call save() afterwards."""
         newest = max((entry.version for entry in self._kept.entries.values()), default=0)
         self._kept.entries[key] = Entry(version=newest + 1, writer=self._writer, value=value)
-        self._digest = None
-        self.save()
+        self._changed()
 
     def merge(self, others: Mapping[str, Entry]) -> list[str]:
         """Takes over newer entries and returns their keys. The caller has to save() afterwards."""
@@ -94,25 +103,61 @@ class Entries:
         newer = {key: entry for key, entry in others.items() if key not in own or entry.rank > own[key].rank}
         if newer:
             own.update(newer)
-            self._digest = None
+            self._changed()
         return sorted(newer, key=lambda key: newer[key].rank)
 
-    def hear(self, heard: list[Heard]) -> None:
-        """Keeps the newest weights that workers have reported, and saves. Raises: OSError."""
+    async def hear(self, heard: list[Heard]) -> None:
+        """Keeps the newest weights. Raises: OSError."""
         if heard != self._kept.heard:
             self._kept.heard = heard
-            self.save()
+            self._changed()
+            await self.save()
 
-    def save(self) -> None:
-        """Replaces the file. Raises: OSError."""
+    def _changed(self) -> None:
+        self._num_changes += 1
+        self._digest = None
+
+    async def save(self) -> None:
+        """Returns once the file holds everything that is set now. A caller that is cancelled leaves the
+        writing to itself. Raises: OSError."""
         if self._file is None:
             return
-        beside = self._file.with_name(f".{self._file.name}.new")
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(self._kept.model_dump_json(indent=1).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self._file)
+        task = asyncio.create_task(self._write(self._file, self._num_changes))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)
+            raise
+
+    async def _write(self, file: Path, num_changes: int) -> None:
+        """Writes the file unless a writer before has written so many changes with its own."""
+        async with self._writer_lock:
+            if self._num_kept >= num_changes:
+                return
+            num_now, text = self._num_changes, self._kept.model_dump_json(indent=1)
+            await asyncio.to_thread(_replace, file, text.encode())
+            self._num_kept = num_now
+
+    async def close(self) -> None:
+        """Waits for what is being written."""
+        await asyncio.gather(*self._writes, return_exceptions=True)
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Runs in a thread: the disk may take its time."""
+    beside = file.with_name(f".{file.name}.new")
+    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(beside, file)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("state not kept error=%s", error)
 
 
 def _read(file: Path) -> _Kept:

@@ -87,6 +87,7 @@ class Peers:
             self._is_due.append(is_due)
             self._tasks.append(asyncio.create_task(self._follow(url, is_due), name=f"peer-{url}"))
         self._tasks.append(asyncio.create_task(self._look(), name="peers"))
+        self._tasks.append(asyncio.create_task(self._keep(), name="newest-weights"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -103,7 +104,7 @@ class Peers:
             is_due.set()
 
     async def _look(self) -> None:
-        """Notes peers that fell silent, and keeps what the workers have reported."""
+        """Notes peers that fell silent."""
         while True:
             await asyncio.sleep(self._plane.config.heartbeat_s)
             now = time.monotonic()
@@ -111,8 +112,13 @@ class Peers:
                 logger.warning("peers are silent names=%s", silent)
                 self._peers = {name: peer for name, peer in self._peers.items() if name not in silent}
                 self._share()
+
+    async def _keep(self) -> None:
+        """Keeps what the workers have reported. The disk may take longer than a heartbeat."""
+        while True:
+            await asyncio.sleep(self._plane.config.heartbeat_s)
             try:
-                self._changes.keep_newest()
+                await self._changes.keep_newest()
             except OSError as error:
                 logger.error("state not kept error=%s", error)
 
@@ -158,7 +164,7 @@ class Peers:
         if response.status != 200:
             raise ValueError(f"{response.status} {data[:200].decode(errors='replace')}")
         said = Exchange.model_validate_json(data)
-        self._take(said)
+        await self._take(said)
         return said
 
     def _own(self, theirs: str) -> Exchange:
@@ -171,18 +177,18 @@ class Peers:
             borrowers=[Borrowing.of(each) for each in self._plane.jobs.own_borrowers()],
         )
 
-    def _take(self, said: Exchange) -> None:
+    async def _take(self, said: Exchange) -> None:
         if said.name == self._plane.registry.name:
             raise ValueError("this is the router itself; name the other ones")
         if said.name not in self._peers:
             self._plane.registry.router_lives(said.name)
         self._peers[said.name] = _Peer(said, time.monotonic())
-        self._changes.take(said.entries)
         self._share()
+        await self._changes.take(said.entries)
 
-    def told(self, said: Exchange) -> Exchange:
+    async def told(self, said: Exchange) -> Exchange:
         """Takes in what a peer says; returns what this router says. Raises: OSError; ValueError."""
-        self._take(said)
+        await self._take(said)
         return self._own(said.digest)
 
     def _died(self, name: str) -> None:

@@ -1,11 +1,19 @@
 """What an admin's changes do where they can't be kept, and what is kept of them."""
 
+import asyncio
 import json
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.scheduler.rollout.conftest import StartRouter
-from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+import pytest
+
+from tests.scheduler.rollout.conftest import Client, StartRouter
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.waiting import until
 
 
 async def test_a_step_that_can_not_be_kept_is_told_to_the_engines(
@@ -39,3 +47,103 @@ async def test_of_a_job_only_what_an_admin_has_set_is_kept(start_router: StartRo
         async with start_router(worker, **settings("new")) as client:
             assert client.router.plane.jobs.holder("new") == "math"
             assert client.router.plane.jobs.spec("math").weight == 3
+
+
+class SlowDisk:
+    """What every fsync of this process waits for."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.num_begun = self.num_now = self.most_at_once = 0
+        self._lock = threading.Lock()
+
+    def fsync(self, _: int) -> None:
+        with self._lock:
+            self.num_begun, self.num_now = self.num_begun + 1, self.num_now + 1
+            self.most_at_once = max(self.most_at_once, self.num_now)
+        self.may_go_on.wait(60)
+        with self._lock:
+            self.num_now -= 1
+
+
+@asynccontextmanager
+async def on_a_slow_disk(
+    start_router: StartRouter, worker: ScriptedWorker, state: Path
+) -> AsyncIterator[tuple[Client, SlowDisk]]:
+    """A router whose file is there already, and a disk that hangs from now on until it may go on."""
+    disk = SlowDisk()
+    async with start_router(worker, state=state) as client:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", disk.fsync)
+            try:
+                yield client, disk
+            finally:
+                disk.may_go_on.set()
+                await client.router._service.changes.entries.close()
+
+
+def kept_of(state: Path) -> dict[str, Any]:
+    return {key: entry["value"] for key, entry in json.loads(state.read_text())["entries"].items()}
+
+
+async def test_turns_go_on_while_the_disk_hangs_and_the_admin_waits_for_it(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    state, body = tmp_path / "router.json", {"model": "scripted", "prompt": [1, 2], "max_tokens": 5}
+    async with (
+        ScriptedWorker() as worker,
+        on_a_slow_disk(start_router, worker, state) as (client, disk),
+    ):
+        change = asyncio.create_task(client.post("/admin/rl_step", {"step": 3}))
+        await until(lambda: disk.num_begun == 1 and worker.steps == [3])
+        answer = await client.complete(body)
+        assert answer["choices"][0]["token_ids"] == expected_tokens([1, 2], 5)
+        assert not change.done(), "an answered change is in the file"
+        assert "step " not in kept_of(state)
+        disk.may_go_on.set()
+        assert (await change)[0] == 200
+        assert kept_of(state)["step "]["step"] == 3
+
+
+async def test_changes_that_come_while_the_disk_hangs_are_written_together_in_their_order(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    state = tmp_path / "router.json"
+    async with (
+        ScriptedWorker() as worker,
+        on_a_slow_disk(start_router, worker, state) as (client, disk),
+    ):
+        changes = [asyncio.create_task(client.post("/admin/pause", {}))]
+        await until(lambda: disk.num_begun == 1)
+        entries = client.router._service.changes.entries
+        for path, body in (("resume", {}), ("pause", {"job": "math"}), ("pause", {}), ("resume", {})):
+            before = entries.digest
+            changes.append(asyncio.create_task(client.post(f"/admin/{path}", body)))
+            await until(lambda before=before: entries.digest != before)  # type: ignore[misc]
+        assert not any(change.done() for change in changes)
+        disk.may_go_on.set()
+        assert [status for status, _ in await asyncio.gather(*changes)] == [200] * 5
+        assert kept_of(state) == {"paused ": False, "paused math": True}
+        assert (disk.num_begun, disk.most_at_once) == (2, 1)
+
+
+async def test_a_change_whose_admin_has_left_is_kept_and_no_other_write_meets_it(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    state = tmp_path / "router.json"
+    async with (
+        ScriptedWorker() as worker,
+        on_a_slow_disk(start_router, worker, state) as (client, disk),
+    ):
+        left = asyncio.create_task(client.post("/admin/pause", {"job": "math"}))
+        await until(lambda: disk.num_begun == 1)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        await asyncio.sleep(0.2)  # the router has noticed
+        other = asyncio.create_task(client.post("/admin/pause", {"job": "code"}))
+        await asyncio.sleep(0.2)
+        assert disk.most_at_once == 1
+        disk.may_go_on.set()
+        assert (await other)[0] == 200
+        assert kept_of(state) == {"paused math": True, "paused code": True}
+        assert disk.most_at_once == 1
