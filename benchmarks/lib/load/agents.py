@@ -107,4 +107,4 @@ def said(choice: Json) -> Json:
 
 
 def _text(said_before: Json) -> str:
-    return json.dumps(said_before)
+    return json.dumps([said_before["content"], said_before["tool_calls"]])
