@@ -83,9 +83,12 @@ class Groups:
         self._num_used = dict.fromkeys(Phase, 0)
         """Nodes of groups with members."""
 
-    def place(self, spec: RunSpec, now: float, aside: Collection[str] = ()) -> Placed:
+    def place(
+        self, spec: RunSpec, now: float, aside: Collection[str] = (), resident: Resident | None = None
+    ) -> Placed:
         """Finds a group for the job, but none of the groups `aside`.
 
+        resident: what is left of a job that has run before; None: all of it.
         Raises: JobRefused, PoolsFull; ConfigError if no node could run it.
         """
         job = spec.to_job(self._pools)
@@ -95,6 +98,8 @@ class Groups:
         while True:
             with self._seen(now, aside) as view:
                 view.submit(job, now)
+                if resident is not None:
+                    view.residents[job.name] = resident
                 try:
                     candidate = self._policy.place(view, job, now)
                 finally:
@@ -146,9 +151,17 @@ class Groups:
             empty.drain(name, nodes)
         return empty
 
-    def without_some(self, jobs: Collection[str]) -> "Groups":
-        """Returns what a job would find if these had ended."""
-        found = Groups(self._spec, self._resident_of)
+    def without_some(self, jobs: Collection[str], newcomer: Resident | None = None) -> "Groups":
+        """Returns what a job would find if these had ended.
+
+        newcomer: a job that is about to be put into one of these groups, and that nobody knows yet.
+        """
+
+        def resident_of(name: str, now: float) -> Resident:
+            is_new = newcomer is not None and newcomer.job.name == name
+            return newcomer if is_new and newcomer is not None else self._resident_of(name, now)
+
+        found = Groups(self._spec, resident_of)
         found.offered = self.offered
         for name, group in self.by_name.items():
             found.put(

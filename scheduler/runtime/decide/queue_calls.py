@@ -8,20 +8,28 @@ and each that fits and is within its team's quota is placed. Jobs without a team
 A job that could use the same nodes overtakes a queued one if it is placed though it comes behind it, or was
 submitted after the first job of another team with its priority. After `MAX_OVERTAKEN` times the queued job
 comes first of its priority, and no job that could use the same nodes is placed before it, unless it would not
-fit now even if no job ran, or waits for its team's quota. Pure: takes ``now``.
+fit now even if no job ran, or waits for its team's quota. A queued job that takes the places of running ones
+(preempt_calls.py) comes first as well, and no job that comes behind it takes the room that it waits for.
+Pure: takes ``now``.
 """
 
 import bisect
+import functools
 import heapq
+import math
 from collections import Counter
+from collections.abc import Collection
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PoolsFull
+from rose.scheduler.cluster.preemption import Fits
+from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, CertificateError
-from rose.scheduler.group.model import Phase
+from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.placing import Placed
+from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.records import MAX_OVERTAKEN, JobRecord, JobState
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -37,9 +45,10 @@ _Found = tuple[Placed, Certificate]
 class QueueCalls:
     """Answers Submit, HoldJob and ReleaseJob calls."""
 
-    def __init__(self, state: State, jobs: JobCalls) -> None:
+    def __init__(self, state: State, jobs: JobCalls, preempts: PreemptCalls) -> None:
         self._state = state
         self._jobs = jobs
+        self._preempts = preempts
         self._tried_s = float("-inf")
         self._used: dict[str, Counter[Phase]] = {}
         """The nodes that the running jobs of each team ask for."""
@@ -68,15 +77,20 @@ class QueueCalls:
         except (ConfigError, PoolsFull, CertificateError) as error:
             self._state.answer(client, call.seq, str(error))
             return
-        body = {"job": spec.name, **_answer(spec, found, len(ahead))}
+        body, fits = {"job": spec.name, **_answer(spec, found, len(ahead))}, self._fits(spec, ahead, now)
         if call.dry_run:
-            what = "would be queued" if isinstance(found, str) else "would run"
-            self._state.answer(client, call.seq, body={**body, "state": what})
+            more: dict[str, object] = {"state": "would run"}
+            if isinstance(found, str):
+                victims = self._preempts.victims(spec, fits)
+                more = {"state": "would be queued", "takes_place_of": list(victims)}
+            self._state.answer(client, call.seq, body={**body, **more})
             return
         record = self._add(call, spec, caller)
         if isinstance(found, str):
             record.why = found
             self._state.event("queued", spec.name, reason=found)
+            self._preempts.claim(spec.name, fits, now)
+            body["takes_place_of"] = list(self._state.claims.get(spec.name, ()))
         else:
             self._place(spec, found, ahead, now)
         self._state.answer(client, call.seq, body={**body, "state": record.state})
@@ -94,19 +108,40 @@ class QueueCalls:
     def earliest(self, name: str, now: float) -> dict[str, object] | None:
         """Returns when a queued job could start if none were ahead of it; None: not known.
 
-        `in_s` seconds from now, when the job `after` ends. Until then all jobs run as fast as certified.
+        `in_s` seconds from now, when the job `after` ends, or ends an iteration and gives its place away
+        (`is_preempted`). Until then all jobs run as fast as certified.
         """
+        if (victims := self._state.claims.get(name)) is not None:
+            in_s, after = max((self._leaves_in_s(each, now), each) for each in victims)
+            return {"in_s": in_s, "after": after, "is_preempted": True}
         running = [job for job in self._state.live if self._state.jobs[job].state.is_placed]
         ends = heapq.nsmallest(NUM_ENDS, ((self._left_s(job), job) for job in running))
+        spec = self._state.specs[name]
+        self._weigh()
 
         def fits(num: int) -> bool:
-            groups = self._state.groups.without_some({job for _, job in ends[:num]})
-            return self._jobs.has_place(groups, self._state.specs[name], now)
+            ended = {job for _, job in ends[:num]}
+            if self._over_quota(spec, ended) is not None:
+                return False
+            return self._jobs.has_place(self._state.groups.without_some(ended), spec, now)
 
         num = bisect.bisect_left(range(len(ends) + 1), True, key=fits)
         if self._state.jobs[name].state is not JobState.QUEUED or not 0 < num <= len(ends):
             return None
         return {"in_s": ends[num - 1][0], "after": ends[num - 1][1]}
+
+    def _leaves_in_s(self, job: str, now: float) -> float:
+        """Returns the time until the running job gives its place away, if its iterations are as certified."""
+        record, iteration_s = (
+            self._state.jobs[job],
+            self._state.permits_of(job).certificate.bounds[job].longest_s,
+        )
+        if record.state is JobState.PREEMPTING:
+            return 0.0
+        left_s = iteration_s - (now - record.since_s if record.since_s is not None else 0.0)
+        must_run_s = self._state.cluster.preemption.min_run_s - record.ran_s(now)
+        num_more = max(0, math.ceil((must_run_s - left_s) / iteration_s))
+        return min(self._left_s(job), max(0.0, left_s) + num_more * iteration_s)
 
     def _left_s(self, job: str) -> float:
         bound = self._state.permits_of(job).certificate.bounds[job]
@@ -119,6 +154,8 @@ class QueueCalls:
         self._state.has_new_room, self._tried_s = False, now
         ahead: list[str] = []
         refused: dict[tuple[object, ...], str] = {}
+        without_claim = set[tuple[object, ...]]()
+        self._preempts.review()
         self._weigh()
         left = list(self._state.queue)
         while left:
@@ -127,6 +164,10 @@ class QueueCalls:
             alike = self._wants(spec)
             found = refused[alike] if alike in refused else self._find(spec, ahead, now)
             if isinstance(found, str):
+                if (alike, spec.priority) not in without_claim and not self._preempts.claim(
+                    name, self._fits(spec, ahead, now), now
+                ):
+                    without_claim.add((alike, spec.priority))
                 ahead.append(name)
                 refused[alike] = found
                 if record.why != found:
@@ -135,22 +176,51 @@ class QueueCalls:
                 continue
             self._place(spec, found, ahead, now)
             refused.clear()
+            without_claim.clear()
             self._weigh()
             left.sort(key=self._state.turn)
             self._state.has_new_room = True  # beside a job that came, another may fit
 
-    def _find(self, spec: RunSpec, ahead: list[str], now: float) -> _Found | str:
-        """Returns a place for the job, or why it must wait."""
-        if (over := self._over_quota(spec)) is not None:
+    def _fits(self, spec: RunSpec, ahead: list[str], now: float) -> Fits:
+        before = list(ahead)
+        return lambda victims: not isinstance(self._find(spec, before, now, victims), str)
+
+    def _find(
+        self, spec: RunSpec, ahead: list[str], now: float, without: Collection[str] = ()
+    ) -> _Found | str:
+        """Returns a place for the job, or why it must wait.
+
+        without: running jobs that count as gone.
+        """
+        if (over := self._over_quota(spec, without)) is not None:
             return over
         for name in ahead:
             is_next = self._state.jobs[name].is_next
             if is_next and self._are_rivals(spec, name) and self._is_possible(name, now):
                 return f"behind {name}, which {MAX_OVERTAKEN} jobs have overtaken"
+        groups = self._state.groups.without_some(without) if without else None
         try:
-            return self._jobs.place(spec, now)
+            placed, certificate = self._jobs.place(spec, now, groups=groups)
         except (ConfigError, PoolsFull, CertificateError) as error:
             return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
+        for name in ahead:
+            if self._takes_room(spec, placed, name, without, now):
+                return f"behind {name}, which takes the place of {', '.join(self._state.claims[name])}"
+        return placed, certificate
+
+    def _takes_room(
+        self, spec: RunSpec, placed: Placed, claiming: str, without: Collection[str], now: float
+    ) -> bool:
+        """Whether a job that is placed so would leave no room for one that waits for its victims to leave."""
+        victims = self._state.claims.get(claiming, ())
+        if not victims:
+            return False
+        [job] = [each.job for each in placed.group.members if each.job.name == spec.name]
+        newcomer = Resident(job=job, since_s=now, work_s=job.solo_s * job.num_iterations, stays=True)
+        groups = self._state.groups.without_some({*victims, *without}, newcomer)
+        group = functools.reduce(Group.without, victims, placed.group)
+        groups.put(group)
+        return not self._jobs.has_place(groups, self._state.specs[claiming], now)
 
     def _are_rivals(self, spec: RunSpec, queued: str) -> bool:
         """Whether the job and a queued one could use the same nodes."""
@@ -194,12 +264,15 @@ class QueueCalls:
     def _team_of(self, name: str) -> str:
         return self._state.cluster.team_of(self._state.specs[name])
 
-    def _over_quota(self, spec: RunSpec) -> str | None:
-        """Returns why the job's quota lets it wait, or None."""
+    def _over_quota(self, spec: RunSpec, without: Collection[str] = ()) -> str | None:
+        """Returns why the job's quota lets it wait if these jobs of its team are gone, or None."""
         team = self._state.cluster.teams.get(spec.team) if spec.team is not None else None
         if team is None or spec.team is None:
             return None
-        used = self._used[spec.team]
+        used = self._used[spec.team].copy()
+        for name in without:
+            if self._team_of(name) == spec.team:
+                used.subtract({phase: self._state.specs[name].phases[phase].nodes for phase in Phase})
         for phase in Phase:
             quota, wanted = team.quota(phase), spec.phases[phase].nodes
             if quota is not None and used[phase] + wanted > quota:
@@ -238,6 +311,7 @@ class QueueCalls:
             self._state.jobs[name].num_overtaken += 1
             self._state.changed(name)
         self._jobs.admit(spec.name, *found, now)
+        self._preempts.review()  # whom it was to preempt is spared
         self._state.queue.sort(key=self._state.turn)
 
     def _overtaken(self, spec: RunSpec, ahead: list[str], now: float) -> list[str]:

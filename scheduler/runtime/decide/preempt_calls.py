@@ -1,0 +1,118 @@
+"""Claims: which queued jobs take the places of which running ones.
+
+Owns claims from the decision until the victims are back in the queue, or are spared because the claiming job
+is placed, cancelled or held before. The rules are those of rose.scheduler.cluster.preemption. A victim ends
+its iteration where it is (move_calls.py), and goes back to the queue when its process has ended
+(job_calls.py). Pure: takes ``now``.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from rose.scheduler.cluster.preemption import Contender, Fits
+from rose.scheduler.runtime.decide.job_calls import JobCalls
+from rose.scheduler.runtime.decide.records import GivesWay, JobState
+from rose.scheduler.runtime.decide.state import State
+from rose.scheduler.runtime.job.spec import RunSpec
+
+
+class PreemptCalls:
+    """The claims of all queued jobs."""
+
+    def __init__(self, state: State, jobs: JobCalls) -> None:
+        self._state = state
+        self._jobs = jobs
+        self._rules = state.cluster.to_preemption()
+        self._pools = state.cluster.pools.to_pools()
+        self._lowest = -math.inf
+        """No running job has a lower priority: most queued jobs need not look at the running ones."""
+        self.review()
+
+    def review(self) -> None:
+        """Spares the victims of jobs that no longer wait, and forgets victims that are gone.
+
+        Call it when a job has been placed.
+        """
+        running = (name for name in self._state.live if self._state.jobs[name].state is JobState.RUNNING)
+        self._lowest = min((self._state.specs[name].priority for name in running), default=math.inf)
+        for name, victims in list(self._state.claims.items()):
+            is_queued = self._state.jobs[name].state is JobState.QUEUED
+            placed = tuple(each for each in victims if self._gives_way_to(each) == name)
+            self._claim(name, placed if is_queued else ())
+
+    def victims(self, spec: RunSpec, fits: Fits) -> tuple[str, ...]:
+        """Returns the running jobs whose places the job would take."""
+        if spec.priority < self._lowest or (spec.priority == self._lowest and not self._rules.by_share):
+            return ()
+        job, used = self._contender(spec), self._used(spec.name)
+        return self._rules.victims(job, self._running(spec.name), used, fits)
+
+    def claim(self, name: str, fits: Fits, now: float) -> bool:
+        """Decides whose places a queued job takes. Returns whether it takes any."""
+        before = self._state.claims.get(name, ())
+        victims = before if before and fits(before) else self.victims(self._state.specs[name], fits)
+        leaving = {each for each in before if self._state.jobs[each].state is JobState.PREEMPTING}
+        self._claim(name, (*leaving, *(each for each in victims if each not in leaving)))
+        for victim in victims:
+            if self._state.jobs[victim].host is None and self._gives_way_to(victim) == name:
+                self._jobs.requeue(victim, now)  # it has no process that would have to end
+        return bool(victims)
+
+    def _claim(self, name: str, victims: tuple[str, ...]) -> None:
+        before = self._state.claims.get(name, ())
+        for victim in set(before) - set(victims):
+            if self._state.jobs[victim].state is JobState.RUNNING:
+                self._state.jobs[victim].gives_way = None
+                self._state.changed(victim)
+                self._state.event("preemption_dropped", victim, by=name)
+        for victim in victims:
+            if victim not in before:
+                job = self._contender(self._state.specs[name])
+                why = self._rules.why(job, self._contender(self._state.specs[victim]))
+                self._state.jobs[victim].gives_way = GivesWay(to=name, why=why)
+                self._state.changed(victim)
+                self._state.event("preemption_decided", victim, by=name, reason=why)
+        if victims != before:
+            self._state.claim(name, victims)
+
+    def _gives_way_to(self, name: str) -> str | None:
+        record = self._state.jobs[name]
+        gives_way = record.gives_way if record.state.is_placed else None
+        return gives_way.to if gives_way is not None else None
+
+    def _running(self, by: str) -> list[Contender]:
+        """Returns the jobs that this one may preempt at all, the oldest first."""
+        waiting, found = self._state.jobs.get(by), []
+        for name in self._state.live:
+            record, spec = self._state.jobs[name], self._state.specs[name]
+            if record.state is not JobState.RUNNING or record.is_leaving or record.next_place is not None:
+                continue
+            if self._gives_way_to(name) not in (None, by) or spec.max_restarts == 0:
+                continue
+            last = record.preemptions[-1] if record.preemptions else None
+            has_left = (last.by_number, last.by_attempt) if last is not None else None
+            if waiting is not None and has_left == (waiting.number, waiting.attempt):
+                continue  # it has left for this job before, which found no place all the same
+            found.append((record.placed_s or 0.0, self._contender(spec)))
+        return [contender for _, contender in sorted(found, key=lambda each: each[0])]
+
+    def _contender(self, spec: RunSpec) -> Contender:
+        nodes = (spec.phases["rollout"].nodes, spec.phases["train"].nodes)
+        return Contender(
+            name=spec.name,
+            priority=spec.priority,
+            team=self._state.cluster.team_of(spec),
+            dollars_per_hour=self._pools.price(*nodes),
+        )
+
+    def _used(self, by: str) -> Mapping[str, float]:
+        """Returns each team's use as it will be when all other claims are carried out."""
+        used = defaultdict[str, float](float)
+        for name in self._state.live:
+            is_placed, gives_way_to = self._state.jobs[name].state.is_placed, self._gives_way_to(name)
+            is_victim = gives_way_to is not None and gives_way_to != by
+            if name != by and ((is_placed and not is_victim) or name in self._state.claims):
+                contender = self._contender(self._state.specs[name])
+                used[contender.team] += contender.dollars_per_hour
+        return used
