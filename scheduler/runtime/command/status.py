@@ -118,14 +118,14 @@ def _details(job: Mapping[str, Any]) -> Iterator[str]:
 
 def _preemption(job: Mapping[str, Any]) -> Iterator[str]:
     """Who has the job's place or gets it, and whose place it gets."""
-    for each in job.get("preemptions", ()):
+    for each in job["preemptions"]:
         waited = f", waited {each['waited_s']:.0f} s" if each["waited_s"] is not None else ""
         yield f"preempted by {each['by']} before iteration {each['iteration']}{waited}: {each['why']}"
-    if (gives_way := job.get("gives_way")) is not None:
+    if (gives_way := job["gives_way"]) is not None:
         now = job["state"] == "preempting"
         when = "now" if now else f"after iteration {job['iterations'][0]}{_not_before(gives_way)}"
         yield f"gives its place to {gives_way['to']} {when}: {gives_way['why']}"
-    for each in job.get("takes_place_of", ()):
+    for each in job["takes_place_of"]:
         yield f"takes the place of {each['job']} after its iteration {each['iteration']}{_not_before(each)}"
 
 

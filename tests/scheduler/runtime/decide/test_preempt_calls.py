@@ -7,6 +7,8 @@ from full_cluster import Full, pool
 from lone_scheduler import HOUR_S, Scheduler, long_job, only
 from pydantic import ValidationError
 
+from rose.scheduler.dashboard.metrics import prometheus_text
+from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
@@ -16,6 +18,7 @@ from rose.scheduler.runtime.channel.messages import (
     Granted,
     Hello,
     HoldJob,
+    Overview,
     Release,
     SchedulerMessage,
     Start,
@@ -268,6 +271,26 @@ def test_a_queued_job_that_ran_on_a_host_that_is_off_is_not_started_by_that() ->
     exited(full, "low")
     assert "is alive" in str(only(Answer, full.scheduler.call(Dead, host="local")).error)
     assert full.states()["low"] == "queued"
+
+
+def test_the_dashboard_and_its_metrics_show_preemptions() -> None:
+    full = Full(**NOW)
+    submit(full, "low")
+    submit(full, "high", 5)
+
+    def jobs() -> dict[str, Any]:
+        return {each["name"]: each for each in view()["jobs"]}
+
+    def view() -> dict[str, Any]:
+        return state_view(only(Answer, full.scheduler.call(Overview)).body, [])
+
+    assert jobs()["low"]["gives_way"]["to"] == "high"
+    assert jobs()["high"]["takes_place_of"][0]["job"] == "low"
+    iterate(full, "low")
+    assert view()["states"] == {"preempting": 1, "queued": 1}
+    exited(full, "low")
+    assert [each["by"] for each in jobs()["low"]["preemptions"]] == ["high"]
+    assert b'rose_sched_preemptions_total{job="low"} 1.0' in prometheus_text(view())
 
 
 def test_shares_without_teams_are_refused_with_one_line() -> None:
