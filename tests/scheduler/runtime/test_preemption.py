@@ -48,13 +48,14 @@ def test_a_preempted_job_goes_on_after_the_other_and_runs_each_iteration_once(
             assert "takes the place of low after its iteration 2" in said.stdout, said.stderr
             status = cluster.command("status").stdout
             assert "gives its place to high after iteration 2: priority 5 over 0" in status
-        cluster.wait_state("high", "running")
-        low = cluster.job("low")
-        assert (low["state"], low["iterations"][0], low["restarts"]) == ("queued", 3, 0)
-        wait_until(lambda: not copies.exists(), "its host copies to be freed")
-        said = cluster.command("explain", "--job", "low")
-        assert "low is queued: " in said.stdout
-        assert "preempted by high before iteration 3: priority 5 over 0" in said.stdout
+        with cluster.held(0, "high"):
+            cluster.wait_state("high", "running")
+            low = cluster.job("low")
+            assert (low["state"], low["iterations"][0], low["restarts"]) == ("queued", 3, 0)
+            wait_until(lambda: not copies.exists(), "its host copies to be freed")
+            said = cluster.command("explain", "--job", "low")
+            assert "low is queued: " in said.stdout
+            assert "preempted by high before iteration 3: priority 5 over 0" in said.stdout
         cluster.wait_state("low", "done")
         assert trained(cluster, "low") == list(range(5)), "each exactly once"
         assert trained(cluster, "high") == list(range(3))
