@@ -11,7 +11,7 @@ from rose.config import Settings
 from rose.jobs.serve import cache_root
 from rose.scheduler.runtime.channel.messages import Cancel
 
-ONE_NODE = {
+ONE_NODE: dict[str, Any] = {
     "policy": "solo",
     "groups": {},
     "pools": {"rollout": pool("h20", 1), "train": pool("h800", 1)},

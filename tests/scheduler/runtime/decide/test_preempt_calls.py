@@ -27,7 +27,7 @@ from rose.scheduler.runtime.channel.messages import (
 )
 from rose.scheduler.runtime.job.spec import ServeSpec
 
-NOW = {"preemption": {"min_run_s": 0}}
+NOW: dict[str, Any] = {"preemption": {"min_run_s": 0}}
 ITERATIONS = 100
 
 
