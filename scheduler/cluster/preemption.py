@@ -48,6 +48,11 @@ class Preemption:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Each team's share; 1 for a team that it lacks."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any job may be preempted."""
+        return self.by_priority or self.by_share
+
     def victims(
         self, job: Contender, running: Sequence[Contender], used: Mapping[str, float], fits: Fits
     ) -> tuple[str, ...]:

@@ -51,7 +51,8 @@ class PreemptCalls:
     def claim(self, name: str, fits: Fits, now: float) -> bool:
         """Decides whose places a queued job takes. Returns whether it takes any."""
         before = self._state.claims.get(name, ())
-        victims = before if before and fits(before) else self.victims(self._state.specs[name], fits)
+        stays = before and self._rules.is_on and fits(before)
+        victims = before if stays else self.victims(self._state.specs[name], fits)
         leaving = {each for each in before if self._state.jobs[each].state is JobState.PREEMPTING}
         self._claim(name, (*leaving, *(each for each in victims if each not in leaving)))
         for victim in victims:
@@ -63,18 +64,22 @@ class PreemptCalls:
         before = self._state.claims.get(name, ())
         for victim in set(before) - set(victims):
             if self._state.jobs[victim].state is JobState.RUNNING:
-                self._state.jobs[victim].gives_way = None
-                self._state.changed(victim)
+                self._set(victim, None)
                 self._state.event("preemption_dropped", victim, by=name)
         for victim in victims:
             if victim not in before:
                 job = self._contender(self._state.specs[name])
                 why = self._rules.why(job, self._contender(self._state.specs[victim]))
-                self._state.jobs[victim].gives_way = GivesWay(to=name, why=why)
-                self._state.changed(victim)
+                self._set(victim, GivesWay(to=name, why=why))
                 self._state.event("preemption_decided", victim, by=name, reason=why)
         if victims != before:
             self._state.claim(name, victims)
+
+    def _set(self, victim: str, gives_way: GivesWay | None) -> None:
+        record = self._state.jobs[victim]
+        record.gives_way = gives_way
+        self._state.changed(victim)
+        self._state.groups.touch(record.group)  # the policy moves no job that leaves
 
     def _gives_way_to(self, name: str) -> str | None:
         record = self._state.jobs[name]
@@ -88,7 +93,7 @@ class PreemptCalls:
             record, spec = self._state.jobs[name], self._state.specs[name]
             if record.state is not JobState.RUNNING or record.is_leaving or record.next_place is not None:
                 continue
-            if self._gives_way_to(name) not in (None, by) or spec.max_restarts == 0:
+            if self._gives_way_to(name) not in (None, by) or not self._may_come_back(spec):
                 continue
             last = record.preemptions[-1] if record.preemptions else None
             has_left = (last.by_number, last.by_attempt) if last is not None else None
@@ -96,6 +101,10 @@ class PreemptCalls:
                 continue  # it has left for this job before, which found no place all the same
             found.append((record.placed_s or 0.0, self._contender(spec)))
         return [contender for _, contender in sorted(found, key=lambda each: each[0])]
+
+    def _may_come_back(self, spec: RunSpec) -> bool:
+        """Whether the job can be started again; a group that was formed for jobs may be gone by then."""
+        return spec.max_restarts > 0 and (spec.group is None or spec.group in self._state.cluster.groups)
 
     def _contender(self, spec: RunSpec) -> Contender:
         nodes = (spec.phases["rollout"].nodes, spec.phases["train"].nodes)

@@ -28,7 +28,7 @@ from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
 from rose.scheduler.runtime.decide.job_calls import JobCalls
-from rose.scheduler.runtime.decide.placing import Placed
+from rose.scheduler.runtime.decide.placing import Groups, Placed
 from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.records import MAX_OVERTAKEN, JobRecord, JobState
 from rose.scheduler.runtime.decide.state import State
@@ -198,15 +198,20 @@ class QueueCalls:
             is_next = self._state.jobs[name].is_next
             if is_next and self._are_rivals(spec, name) and self._is_possible(name, now):
                 return f"behind {name}, which {MAX_OVERTAKEN} jobs have overtaken"
-        groups = self._state.groups.without_some(without) if without else None
+        found = self._try(spec, self._state.groups.without_some(without) if without else None, now)
+        if isinstance(found, str):
+            return found
+        for name in ahead:
+            if self._takes_room(spec, found[0], name, without, now):
+                return f"behind {name}, which takes the place of {', '.join(self._state.claims[name])}"
+        return found
+
+    def _try(self, spec: RunSpec, groups: Groups | None, now: float) -> _Found | str:
+        """Returns a place for the job in these groups, None: in those that there are; or why it has none."""
         try:
-            placed, certificate = self._jobs.place(spec, now, groups=groups)
+            return self._jobs.place(spec, now, groups=groups)
         except (ConfigError, PoolsFull, CertificateError) as error:
             return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
-        for name in ahead:
-            if self._takes_room(spec, placed, name, without, now):
-                return f"behind {name}, which takes the place of {', '.join(self._state.claims[name])}"
-        return placed, certificate
 
     def _takes_room(
         self, spec: RunSpec, placed: Placed, claiming: str, without: Collection[str], now: float
@@ -220,7 +225,7 @@ class QueueCalls:
         groups = self._state.groups.without_some({*victims, *without}, newcomer)
         group = functools.reduce(Group.without, victims, placed.group)
         groups.put(group)
-        return not self._jobs.has_place(groups, self._state.specs[claiming], now)
+        return isinstance(self._try(self._state.specs[claiming], groups, now), str)
 
     def _are_rivals(self, spec: RunSpec, queued: str) -> bool:
         """Whether the job and a queued one could use the same nodes."""

@@ -109,7 +109,10 @@ class PreemptionRecord(msgspec.Struct, kw_only=True):
     by: str
     by_number: int
     by_attempt: int
-    """That of the other job at that time: it has started since if it has another one."""
+    """That of the other job at that time: it has started since if it has another one.
+
+    -1 if it no longer waited: it was cancelled or held when this job had already been told to end.
+    """
     why: str
     iteration: int
     """The first one that has not run before."""
@@ -214,7 +217,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
             PreemptionRecord(
                 by=name,
                 by_number=by.number,
-                by_attempt=by.attempt,
+                by_attempt=by.attempt if by.state is JobState.QUEUED else -1,
                 why=self.gives_way.why,
                 iteration=self.num_done,
                 group=self.group,

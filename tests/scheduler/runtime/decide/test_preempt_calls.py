@@ -20,6 +20,7 @@ from rose.scheduler.runtime.channel.messages import (
     HoldJob,
     Overview,
     Release,
+    ReleaseJob,
     SchedulerMessage,
     Start,
     Stop,
@@ -163,6 +164,44 @@ def test_a_preempted_job_is_cancelled_while_its_process_ends() -> None:
     full.scheduler.call(Cancel, job="low")
     assert exited(full, "low") == ["high"]
     assert full.states()["low"] == "cancelled"
+
+
+@pytest.mark.parametrize("how", [Cancel, HoldJob])
+def test_a_job_whose_process_ends_already_is_placed_again_if_the_other_is_withdrawn(
+    how: type[Cancel | HoldJob],
+) -> None:
+    full = Full(**NOW)
+    submit(full, "low")
+    submit(full, "high", 5)
+    iterate(full, "low")
+    full.scheduler.call(how, job="high")
+    assert exited(full, "low") == ["low"]
+    assert full.scheduler.job("low")["iterations"][0] == 1
+    if how is HoldJob:
+        full.scheduler.call(ReleaseJob, job="high")
+        assert full.scheduler.job("low")["gives_way"]["to"] == "high"
+
+
+def test_a_job_does_not_leave_twice_for_one_that_has_not_started_since() -> None:
+    full = Full(2, teams={"a": {}}, **NOW)
+    submit(full, "low", num_nodes=2)
+    submit(full, "high", 5, num_nodes=2, team="a")
+    iterate(full, "low")
+    with_quota(full, {"a": {"max_rollout_nodes": 1}})
+    exited(full, "low")
+    full.scheduler.wait(0.25)
+    assert full.states() == {"low": "running", "high": "queued"}, "high is over its new quota"
+    with_quota(full, {"a": {}})
+    assert full.scheduler.job("low")["gives_way"] is None
+
+
+def with_quota(full: Full, teams: dict[str, Any]) -> None:
+    """A scheduler with another file goes on."""
+    content = {**full.scheduler.cluster.model_dump(), "teams": teams}
+    full.scheduler.cluster = ServeSpec.model_validate(content)
+    full.scheduler.restart(full.scheduler.now)
+    attempt = full.scheduler.job("low")["attempt"]
+    full.scheduler.call(Hello, client="runner", running={"low": attempt}, log_folder="/logs")
 
 
 @pytest.mark.parametrize("runs", [True, False])
