@@ -269,6 +269,28 @@ def test_a_team_below_its_share_takes_a_place_of_one_above_and_it_ends_there() -
         assert iterate(full, name)[0] is False
 
 
+def test_the_job_that_claimed_a_place_gets_it_though_the_other_team_uses_less_then() -> None:
+    full = Full(4, teams={"a": {}, "b": {}}, preemption={"by_share": True, "min_run_s": 0})
+    submit(full, "a1", num_nodes=3, team="a")
+    submit(full, "b1", team="b")
+    assert submit(full, "b2", team="b")["takes_place_of"] == ["a1"]
+    iterate(full, "a1")
+    assert exited(full, "a1") == ["b2"], "a uses nothing now, and would be first by its share"
+
+
+def test_the_wait_costs_none_of_the_time_that_the_slo_allows() -> None:
+    full = Full(**NOW)
+    submit(full, "low", slo=1.5, slo_kind="lifetime")
+    submit(full, "high", 5)
+    iterate(full, "low")
+    exited(full, "low")
+    full.scheduler.wait(300.0)
+    assert full.end("high") == ["low"]
+    state = full.scheduler.control._state
+    assert state.resident("low", full.scheduler.now).bank_s == pytest.approx(1.0), "one iteration of 2 s in 3"
+    state.groups.check_integrity(full.scheduler.now)
+
+
 def test_a_job_takes_the_place_of_its_own_team_where_the_quota_is_used_up() -> None:
     full = Full(4, teams={"a": {"max_rollout_nodes": 1}}, **NOW)
     submit(full, "low", team="a")
