@@ -39,7 +39,7 @@ class PreemptCalls:
         for name, victims in list(self._state.claims.items()):
             is_queued = self._state.jobs[name].state is JobState.QUEUED
             placed = tuple(each for each in victims if self._gives_way_to(each) == name)
-            self._claim(name, placed if is_queued else ())
+            self._claim(name, placed if is_queued else None)
 
     def victims(self, spec: RunSpec, fits: Fits) -> tuple[str, ...]:
         """Returns the running jobs whose places the job would take."""
@@ -51,28 +51,34 @@ class PreemptCalls:
     def claim(self, name: str, fits: Fits, now: float) -> bool:
         """Decides whose places a queued job takes. Returns whether it takes any."""
         before = self._state.claims.get(name, ())
-        stays = before and self._rules.is_on and fits(before)
-        victims = before if stays else self.victims(self._state.specs[name], fits)
-        leaving = {each for each in before if self._state.jobs[each].state is JobState.PREEMPTING}
-        self._claim(name, (*leaving, *(each for each in victims if each not in leaving)))
+        leaving = tuple(each for each in before if self._state.jobs[each].state is JobState.PREEMPTING)
+        if before and self._rules.is_on and fits(before):
+            victims = before
+            for victim in before if len(before) > 1 else ():
+                rest = tuple(each for each in victims if each != victim)
+                victims = rest if victim not in leaving and fits(rest) else victims
+        else:
+            spec = self._state.specs[name]
+            victims = (*leaving, *self.victims(spec, lambda gone: fits((*leaving, *gone))))
+        self._claim(name, victims or None)
         for victim in victims:
             if self._state.jobs[victim].host is None and self._gives_way_to(victim) == name:
                 self._jobs.requeue(victim, now)  # it has no process that would have to end
         return bool(victims)
 
-    def _claim(self, name: str, victims: tuple[str, ...]) -> None:
+    def _claim(self, name: str, victims: tuple[str, ...] | None) -> None:
         before = self._state.claims.get(name, ())
-        for victim in set(before) - set(victims):
+        for victim in set(before) - set(victims or ()):
             if self._state.jobs[victim].state is JobState.RUNNING:
                 self._set(victim, None)
                 self._state.event("preemption_dropped", victim, by=name)
-        for victim in victims:
+        for victim in victims or ():
             if victim not in before:
                 job = self._contender(self._state.specs[name])
                 why = self._rules.why(job, self._contender(self._state.specs[victim]))
                 self._set(victim, GivesWay(to=name, why=why))
                 self._state.event("preemption_decided", victim, by=name, reason=why)
-        if victims != before:
+        if victims != self._state.claims.get(name):
             self._state.claim(name, victims)
 
     def _set(self, victim: str, gives_way: GivesWay | None) -> None:

@@ -111,7 +111,7 @@ class QueueCalls:
         `in_s` seconds from now, when the job `after` ends, or ends an iteration and gives its place away
         (`is_preempted`). Until then all jobs run as fast as certified.
         """
-        if (victims := self._state.claims.get(name)) is not None:
+        if victims := self._state.claims.get(name):
             in_s, after = max((self._leaves_in_s(each, now), each) for each in victims)
             return {"in_s": in_s, "after": after, "is_preempted": True}
         running = [job for job in self._state.live if self._state.jobs[job].state.is_placed]

@@ -64,7 +64,10 @@ class State:
         self.use_of_share: dict[str, float] = {}
         """For each team, the dollars an hour of the nodes that it uses, over its share."""
         self.claims: dict[str, tuple[str, ...]] = {}
-        """For queued jobs, the running jobs whose places they take. They come first of their priority."""
+        """For queued jobs, the running jobs whose places they take. They come first of their priority.
+
+        Empty: all of these have left, and the queued job has not been tried since.
+        """
         self.would_fit: dict[str, bool] = {}
         """Whether a queued job would have a place if no job ran; cleared when hosts or drains change."""
         self.num_submitted = 0
@@ -188,9 +191,9 @@ class State:
         """The job's file says this from now on."""
         self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
 
-    def claim(self, job: str, victims: tuple[str, ...]) -> None:
-        """A queued job takes the places of these running jobs, or of none any more."""
-        if victims:
+    def claim(self, job: str, victims: tuple[str, ...] | None) -> None:
+        """A queued job takes the places of these running jobs. None: it no longer takes any."""
+        if victims is not None:
             self.claims[job] = victims
         else:
             self.claims.pop(job, None)

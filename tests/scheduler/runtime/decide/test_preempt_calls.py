@@ -147,6 +147,17 @@ def test_several_small_jobs_give_way_to_a_large_one_and_nobody_takes_its_room() 
     assert exited(full, "c") == ["large"]
 
 
+def test_a_job_is_spared_when_others_make_room_enough() -> None:
+    full = Full(3, **NOW)
+    for name in ("a", "b", "c"):
+        submit(full, name)
+    submit(full, "large", 5, num_nodes=2)
+    assert [full.scheduler.job(name)["gives_way"] is not None for name in "abc"] == [False, True, True]
+    full.end("a")
+    spared = [full.scheduler.job(name)["gives_way"] is None for name in "bc"]
+    assert sorted(spared) == [False, True]
+
+
 def test_a_job_that_crashes_gives_its_place_away_at_once() -> None:
     full = Full(**NOW)
     submit(full, "low")
