@@ -222,7 +222,7 @@ class Simulation:
         job = each.job
         candidate = self._queue.find(each, ahead, self._now_s)
         if candidate is None:
-            for victim in self._queue.claim(each, ahead, self._now_s):
+            for victim in self._queue.take_over(each, ahead, self._now_s):
                 self._at(self._iteration_end_s(victim), _Leaves(name=victim, by=job.name))
             return False
         self.cluster.submit(job, self._now_s, each.work_s)
@@ -251,7 +251,7 @@ class Simulation:
     def _give_way(self, leaves: _Leaves) -> None:
         """A job goes back to the queue, unless the other no longer needs its place."""
         if (
-            leaves.name not in self._queue.claims.get(leaves.by, ())
+            leaves.name not in self._queue.takeovers.get(leaves.by, ())
             or leaves.name not in self.cluster.residents
         ):
             return

@@ -44,7 +44,7 @@ class Queue:
         self._policy = policy
         self._rules = rules
         self.waiting: dict[str, Waiting] = {}
-        self.claims: dict[str, tuple[str, ...]] = {}
+        self.takeovers: dict[str, tuple[str, ...]] = {}
         """For each waiting job, the running jobs whose places it takes."""
         self._left_for: dict[str, tuple[str, int]] = {}
         """For each job that was preempted, by whom, and how often that one had been placed before."""
@@ -64,7 +64,7 @@ class Queue:
         def turn(each: Waiting) -> tuple[int, bool, float, int]:
             one = self._contender(each.job.name)
             use = used[one.team] / self._rules.shares.get(one.team, 1.0)
-            is_next = each.job.name in self.claims
+            is_next = each.job.name in self.takeovers
             return -one.priority, not is_next, 0.0 if is_next else use, each.number
 
         return sorted(self.waiting.values(), key=turn)
@@ -72,58 +72,58 @@ class Queue:
     def find(self, each: Waiting, ahead: Sequence[Waiting], now: float) -> Candidate | None:
         """Returns a place for the job that leaves room for those ahead of it; None if there is none."""
         found = self._place(self._cluster, each, now)
-        claiming = [other for other in ahead if other.job.name in self.claims]
-        if found is None or not claiming:
+        others = [other for other in ahead if other.job.name in self.takeovers]
+        if found is None or not others:
             return found
-        return found if self._fits(each, claiming, (), now) else None
+        return found if self._fits(each, others, (), now) else None
 
     def placed(self, name: str) -> None:
         """The job has nodes, and its victims are spared."""
         del self.waiting[name]
-        self.claims.pop(name, None)
+        self.takeovers.pop(name, None)
         self._num_placed[name] += 1
 
-    def claim(self, each: Waiting, ahead: Sequence[Waiting], now: float) -> tuple[str, ...]:
+    def take_over(self, each: Waiting, ahead: Sequence[Waiting], now: float) -> tuple[str, ...]:
         """Decides whose places the job takes. Returns those that have not been told before."""
-        name, before = each.job.name, self.claims.pop(each.job.name, ())
-        claiming = [other for other in ahead if other.job.name in self.claims]
-        taken = {victim for victims in self.claims.values() for victim in victims}
+        name, before = each.job.name, self.takeovers.pop(each.job.name, ())
+        others = [other for other in ahead if other.job.name in self.takeovers]
+        taken = {victim for victims in self.takeovers.values() for victim in victims}
         running = [
             self._contender(other)
             for other in self._cluster.residents
             if other not in taken and self._left_for.get(other) != (name, self._num_placed[name])
         ]
         still = [victim for victim in before if victim in self._cluster.residents]
-        if still and self._fits(each, claiming, still, now):
-            self.claims[name] = tuple(still)
+        if still and self._fits(each, others, still, now):
+            self.takeovers[name] = tuple(still)
             return ()
         victims = self._rules.victims(
             self._contender(name),
             running,
             self._used({name: each}),
-            lambda gone: self._fits(each, claiming, gone, now),
+            lambda gone: self._fits(each, others, gone, now),
         )
         if victims:
-            self.claims[name] = victims
+            self.takeovers[name] = victims
         return tuple(victim for victim in victims if victim not in before)
 
     def left(self, victim: str, by: str) -> None:
         """The victim has given its place away."""
         self._left_for[victim] = by, self._num_placed[by]
-        self.claims[by] = tuple(each for each in self.claims[by] if each != victim)
+        self.takeovers[by] = tuple(each for each in self.takeovers[by] if each != victim)
 
-    def _fits(self, each: Waiting, claiming: Sequence[Waiting], without: Collection[str], now: float) -> bool:
-        """Whether the job has a place without some, beside which those that claim one still have theirs."""
+    def _fits(self, each: Waiting, others: Sequence[Waiting], without: Collection[str], now: float) -> bool:
+        """Whether the job has a place without some, beside which those that wait for their victims still have one."""
         trial = copy.deepcopy(self._cluster)
         _remove(trial, without, now)
         found = self._place(trial, each, now)
-        if found is None or not claiming:
+        if found is None or not others:
             return found is not None
         trial.submit(each.job, now, each.work_s)
         trial.apply(Rearrangement(groups=(found.group,)), now)
-        for other in claiming:
+        for other in others:
             later = copy.deepcopy(trial)
-            _remove(later, self.claims[other.job.name], now)
+            _remove(later, self.takeovers[other.job.name], now)
             if self._place(later, other, now) is None:
                 return False
         return True
@@ -140,11 +140,11 @@ class Queue:
             cluster.withdraw(each.job.name)
 
     def _used(self, without: Mapping[str, Waiting]) -> dict[str, float]:
-        """Returns each team's dollars an hour when all claims but these jobs' are carried out."""
+        """Returns each team's dollars an hour when all takeovers but these jobs' are carried out."""
         used: dict[str, float] = defaultdict(float)
-        claims = {name: victims for name, victims in self.claims.items() if name not in without}
-        gone = {victim for victims in claims.values() for victim in victims}
-        for name in [*(each for each in self._cluster.residents if each not in gone), *claims]:
+        takeovers = {name: victims for name, victims in self.takeovers.items() if name not in without}
+        gone = {victim for victims in takeovers.values() for victim in victims}
+        for name in [*(each for each in self._cluster.residents if each not in gone), *takeovers]:
             one = self._contender(name)
             used[one.team] += one.dollars_per_hour
         return used

@@ -167,7 +167,7 @@ class ClusterScheduler:
         """Lets queued jobs into new room first, then asks the policy for moves."""
         self._state.groups.refresh(now)
         self._queue.place_waiting(now)
-        if not self._state.claims:  # a move could take the room that a queued job waits for
+        if not self._state.takeovers:  # a move could take the room that a queued job waits for
             self._moves.rearrange(now)
 
     def tick(self, now: float) -> None:

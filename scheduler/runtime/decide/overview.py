@@ -125,7 +125,7 @@ def _preemption(state: State, name: str, now: float) -> dict[str, Any]:
                 "iteration": state.jobs[each].num_done,
                 "not_before_s": _not_before_s(state, each, now),
             }
-            for each in state.claims.get(name, ())
+            for each in state.takeovers.get(name, ())
         ],
         "gives_way": {
             "to": record.gives_way.to,

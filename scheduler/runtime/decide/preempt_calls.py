@@ -1,6 +1,6 @@
-"""Claims: which queued jobs take the places of which running ones.
+"""Takeovers: which queued jobs take the places of which running ones.
 
-Owns claims from the decision until the victims are back in the queue, or are spared because the claiming job
+Owns takeovers from the decision until the victims are back in the queue, or are spared because the queued job
 is placed, cancelled or held before. The rules are those of rose.scheduler.cluster.preemption. A victim ends
 its iteration where it is (move_calls.py), and goes back to the queue when its process has ended
 (job_calls.py). Pure: takes ``now``.
@@ -18,7 +18,7 @@ from rose.scheduler.runtime.job.spec import RunSpec
 
 
 class PreemptCalls:
-    """The claims of all queued jobs."""
+    """The takeovers of all queued jobs."""
 
     def __init__(self, state: State, jobs: JobCalls) -> None:
         self._state = state
@@ -36,10 +36,10 @@ class PreemptCalls:
         """
         running = (name for name in self._state.live if self._state.jobs[name].state is JobState.RUNNING)
         self._lowest = min((self._state.specs[name].priority for name in running), default=math.inf)
-        for name, victims in list(self._state.claims.items()):
+        for name, victims in list(self._state.takeovers.items()):
             is_queued = self._state.jobs[name].state is JobState.QUEUED
             placed = tuple(each for each in victims if self._gives_way_to(each) == name)
-            self._claim(name, placed if is_queued else None)
+            self._decide(name, placed if is_queued else None)
 
     def victims(self, spec: RunSpec, fits: Fits) -> tuple[str, ...]:
         """Returns the running jobs whose places the job would take."""
@@ -48,9 +48,9 @@ class PreemptCalls:
         job, used = self._contender(spec), self._used(spec.name)
         return self._rules.victims(job, self._running(spec.name), used, fits)
 
-    def claim(self, name: str, fits: Fits, now: float) -> bool:
+    def take_over(self, name: str, fits: Fits, now: float) -> bool:
         """Decides whose places a queued job takes. Returns whether it takes any."""
-        before = self._state.claims.get(name, ())
+        before = self._state.takeovers.get(name, ())
         leaving = tuple(each for each in before if self._state.jobs[each].state is JobState.PREEMPTING)
         if before and self._rules.is_on and fits(before):
             victims = before
@@ -60,14 +60,14 @@ class PreemptCalls:
         else:
             spec = self._state.specs[name]
             victims = (*leaving, *self.victims(spec, lambda gone: fits((*leaving, *gone))))
-        self._claim(name, victims or None)
+        self._decide(name, victims or None)
         for victim in victims:
             if self._state.jobs[victim].host is None and self._gives_way_to(victim) == name:
                 self._jobs.requeue(victim, now)  # it has no process that would have to end
         return bool(victims)
 
-    def _claim(self, name: str, victims: tuple[str, ...] | None) -> None:
-        before = self._state.claims.get(name, ())
+    def _decide(self, name: str, victims: tuple[str, ...] | None) -> None:
+        before = self._state.takeovers.get(name, ())
         for victim in set(before) - set(victims or ()):
             if self._state.jobs[victim].state is JobState.RUNNING:
                 self._set(victim, None)
@@ -78,8 +78,8 @@ class PreemptCalls:
                 why = self._rules.why(job, self._contender(self._state.specs[victim]))
                 self._set(victim, GivesWay(to=name, why=why))
                 self._state.event("preemption_decided", victim, by=name, reason=why)
-        if victims != self._state.claims.get(name):
-            self._state.claim(name, victims)
+        if victims != self._state.takeovers.get(name):
+            self._state.take_places(name, victims)
 
     def _set(self, victim: str, gives_way: GivesWay | None) -> None:
         record = self._state.jobs[victim]
@@ -122,12 +122,12 @@ class PreemptCalls:
         )
 
     def _used(self, by: str) -> Mapping[str, float]:
-        """Returns each team's use as it will be when all other claims are carried out."""
+        """Returns each team's use as it will be when all other takeovers are carried out."""
         used = defaultdict[str, float](float)
         for name in self._state.live:
             is_placed, gives_way_to = self._state.jobs[name].state.is_placed, self._gives_way_to(name)
             is_victim = gives_way_to is not None and gives_way_to != by
-            if name != by and ((is_placed and not is_victim) or name in self._state.claims):
+            if name != by and ((is_placed and not is_victim) or name in self._state.takeovers):
                 contender = self._contender(self._state.specs[name])
                 used[contender.team] += contender.dollars_per_hour
         return used

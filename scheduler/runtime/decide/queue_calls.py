@@ -89,8 +89,8 @@ class QueueCalls:
         if isinstance(found, str):
             record.why = found
             self._state.event("queued", spec.name, reason=found)
-            self._preempts.claim(spec.name, fits, now)
-            body["takes_place_of"] = list(self._state.claims.get(spec.name, ()))
+            self._preempts.take_over(spec.name, fits, now)
+            body["takes_place_of"] = list(self._state.takeovers.get(spec.name, ()))
         else:
             self._place(spec, found, ahead, now)
         self._state.answer(client, call.seq, body={**body, "state": record.state})
@@ -111,7 +111,7 @@ class QueueCalls:
         `in_s` seconds from now, when the job `after` ends, or ends an iteration and gives its place away
         (`is_preempted`). Until then all jobs run as fast as certified.
         """
-        if victims := self._state.claims.get(name):
+        if victims := self._state.takeovers.get(name):
             in_s, after = max((self._leaves_in_s(each, now), each) for each in victims)
             return {"in_s": in_s, "after": after, "is_preempted": True}
         running = [job for job in self._state.live if self._state.jobs[job].state.is_placed]
@@ -154,7 +154,7 @@ class QueueCalls:
         self._state.has_new_room, self._tried_s = False, now
         ahead: list[str] = []
         refused: dict[tuple[object, ...], str] = {}
-        without_claim = set[tuple[object, ...]]()
+        without_takeover = set[tuple[object, ...]]()
         self._preempts.review()
         self._weigh()
         left = list(self._state.queue)
@@ -164,10 +164,10 @@ class QueueCalls:
             alike = self._wants(spec)
             found = refused[alike] if alike in refused else self._find(spec, ahead, now)
             if isinstance(found, str):
-                if (alike, spec.priority) not in without_claim and not self._preempts.claim(
+                if (alike, spec.priority) not in without_takeover and not self._preempts.take_over(
                     name, self._fits(spec, ahead, now), now
                 ):
-                    without_claim.add((alike, spec.priority))
+                    without_takeover.add((alike, spec.priority))
                 ahead.append(name)
                 refused[alike] = found
                 if record.why != found:
@@ -176,7 +176,7 @@ class QueueCalls:
                 continue
             self._place(spec, found, ahead, now)
             refused.clear()
-            without_claim.clear()
+            without_takeover.clear()
             self._weigh()
             left.sort(key=self._state.turn)
             self._state.has_new_room = True  # beside a job that came, another may fit
@@ -203,7 +203,7 @@ class QueueCalls:
             return found
         for name in ahead:
             if self._takes_room(spec, found[0], name, without, now):
-                return f"behind {name}, which takes the place of {', '.join(self._state.claims[name])}"
+                return f"behind {name}, which takes the place of {', '.join(self._state.takeovers[name])}"
         return found
 
     def _try(self, spec: RunSpec, groups: Groups | None, now: float) -> _Found | str:
@@ -214,10 +214,10 @@ class QueueCalls:
             return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
 
     def _takes_room(
-        self, spec: RunSpec, placed: Placed, claiming: str, without: Collection[str], now: float
+        self, spec: RunSpec, placed: Placed, other: str, without: Collection[str], now: float
     ) -> bool:
         """Whether a job that is placed so would leave no room for one that waits for its victims to leave."""
-        victims = self._state.claims.get(claiming, ())
+        victims = self._state.takeovers.get(other, ())
         if not victims:
             return False
         [job] = [each.job for each in placed.group.members if each.job.name == spec.name]
@@ -225,7 +225,7 @@ class QueueCalls:
         groups = self._state.groups.without_some({*victims, *without}, newcomer)
         group = functools.reduce(Group.without, victims, placed.group)
         groups.put(group)
-        return isinstance(self._try(self._state.specs[claiming], groups, now), str)
+        return isinstance(self._try(self._state.specs[other], groups, now), str)
 
     def _are_rivals(self, spec: RunSpec, queued: str) -> bool:
         """Whether the job and a queued one could use the same nodes."""

@@ -63,7 +63,7 @@ class State:
         """Queued jobs in the order in which they are tried: that of their `turn`."""
         self.use_of_share: dict[str, float] = {}
         """For each team, the dollars an hour of the nodes that it uses, over its share."""
-        self.claims: dict[str, tuple[str, ...]] = {}
+        self.takeovers: dict[str, tuple[str, ...]] = {}
         """For queued jobs, the running jobs whose places they take. They come first of their priority.
 
         Empty: all of these have left, and the queued job has not been tried since.
@@ -109,7 +109,7 @@ class State:
             record.adopted(now, self.clock)
             self._adopt(name, record)
             if record.gives_way is not None:
-                self.claims[record.gives_way.to] = (*self.claims.get(record.gives_way.to, ()), name)
+                self.takeovers[record.gives_way.to] = (*self.takeovers.get(record.gives_way.to, ()), name)
         self.queue.sort(key=self.turn)
         self.settle_all()
         self.groups.refresh(now)
@@ -191,12 +191,12 @@ class State:
         """The job's file says this from now on."""
         self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
 
-    def claim(self, job: str, victims: tuple[str, ...] | None) -> None:
+    def take_places(self, job: str, victims: tuple[str, ...] | None) -> None:
         """A queued job takes the places of these running jobs. None: it no longer takes any."""
         if victims is not None:
-            self.claims[job] = victims
+            self.takeovers[job] = victims
         else:
-            self.claims.pop(job, None)
+            self.takeovers.pop(job, None)
         self.queue.sort(key=self.turn)
 
     def spec_of(self, job: str) -> RunSpec:
@@ -226,7 +226,7 @@ class State:
     def turn(self, job: str) -> tuple[int, bool, float, int]:
         """Returns what the queue is sorted by."""
         record, spec = self.jobs[job], self.specs[job]
-        is_next = record.is_next or job in self.claims
+        is_next = record.is_next or job in self.takeovers
         use = 0.0 if is_next else self.use_of_share.get(self.cluster.team_of(spec), 0.0)
         return -spec.priority, not is_next, use, record.number
 

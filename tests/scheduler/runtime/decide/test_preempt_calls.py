@@ -233,7 +233,7 @@ def test_a_scheduler_that_dies_goes_on_with_the_preemption(runs: bool) -> None:
     assert full.states() == {"low": "queued", "high": "running"}
 
 
-def test_a_claim_outlives_the_scheduler() -> None:
+def test_a_takeover_outlives_the_scheduler() -> None:
     full = Full(**NOW)
     submit(full, "low")
     submit(full, "high", 5)
@@ -280,7 +280,7 @@ def test_a_team_below_its_share_takes_a_place_of_one_above_and_it_ends_there() -
         assert iterate(full, name)[0] is False
 
 
-def test_the_job_that_claimed_a_place_gets_it_though_the_other_team_uses_less_then() -> None:
+def test_the_job_that_waits_for_a_place_gets_it_though_the_other_team_uses_less_then() -> None:
     full = Full(4, teams={"a": {}, "b": {}}, preemption={"by_share": True, "min_run_s": 0})
     submit(full, "a1", num_nodes=3, team="a")
     submit(full, "b1", team="b")
