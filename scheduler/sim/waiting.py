@@ -113,7 +113,7 @@ class Queue:
         self.takeovers[by] = tuple(each for each in self.takeovers[by] if each != victim)
 
     def _fits(self, each: Waiting, others: Sequence[Waiting], without: Collection[str], now: float) -> bool:
-        """Whether the job has a place without some, beside which those that wait for their victims still have one."""
+        """Whether the job has a place without some, and the others still have theirs afterwards."""
         trial = copy.deepcopy(self._cluster)
         _remove(trial, without, now)
         found = self._place(trial, each, now)

@@ -66,7 +66,10 @@ class RunSpec(JobSpec):
     folder: str = "."
     """Relative to the file."""
     priority: int = 0
-    """The queue tries the highest first; equal ones by their teams' shares, then by submission."""
+    """The queue tries the highest first; equal ones by their teams' shares, then by submission.
+
+    A queued job may take the place of a running one of lower priority.
+    """
     team: str | None = None
     """Its team in the cluster's file, whose share and quota count. None: no team, and no quota."""
     group: str | None = None
@@ -76,7 +79,10 @@ class RunSpec(JobSpec):
     num_ranks: int = Field(default=1, ge=1)
     """The processes that enter the phases together: torchrun's WORLD_SIZE."""
     max_restarts: int = Field(default=3, ge=0)
-    """After so many crashes without an iteration in between, the next one fails the job."""
+    """After so many crashes without an iteration in between, the next one fails the job.
+
+    0: it can't be started again, and is never preempted.
+    """
 
     tail: TailSpec | None = None
     """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
