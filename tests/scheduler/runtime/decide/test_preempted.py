@@ -138,7 +138,7 @@ def test_all_ranks_of_a_preempted_job_are_told_to_end_when_the_last_has_complete
     full = Full(**NOW)
     submit(full, "low", num_ranks=2)
     submit(full, "high", 5)
-    done = {"job": "low", "attempt": 1, "iteration": 0}
+    done: dict[str, Any] = {"job": "low", "attempt": 1, "iteration": 0}
     assert [each for each in full.scheduler.call(Completed, **done) if isinstance(each, Answer)] == []
     assert full.states()["low"] == "running", "the other rank has not completed it"
     said = full.scheduler.call(Completed, **done, rank=1)
