@@ -9,6 +9,7 @@ from full_cluster import Full
 
 from rose.scheduler.runtime.channel.messages import (
     Answer,
+    AnyCall,
     Cancel,
     Completed,
     Exited,
@@ -59,7 +60,8 @@ class World:
             self._submit()
         elif what < 0.16:
             jobs = list(self.scheduler.control._state.live)
-            call = self.chance.choice([Cancel, HoldJob, HoldJob, ReleaseJob, ReleaseJob, ReleaseJob])
+            calls: list[type[AnyCall]] = [Cancel, HoldJob, HoldJob, ReleaseJob, ReleaseJob, ReleaseJob]
+            call = self.chance.choice(calls)
             self._hear(self.scheduler.call(call, job=self.chance.choice(jobs)) if jobs else [])
         elif what < 0.2:
             self._hear(self.scheduler.wait(self.chance.choice([0.25, 1, 5])))
