@@ -151,17 +151,23 @@ class Groups:
             empty.drain(name, nodes)
         return empty
 
-    def without_some(self, jobs: Collection[str], newcomer: Resident | None = None) -> "Groups":
-        """Returns what a job would find if these had ended.
+    @contextmanager
+    def with_newcomer(self, group: Group, newcomer: Resident) -> Iterator[None]:
+        """Meanwhile the group of this name is this one, with a job in it that runs nowhere yet."""
+        old, known = self.by_name.get(group.name), self._resident_of
+        self._resident_of = lambda name, now: newcomer if name == newcomer.job.name else known(name, now)
+        self.put(group)
+        try:
+            yield
+        finally:
+            self._resident_of = known
+            self.put(old if old is not None else replace(group, members=()))
+            if old is None:
+                del self.by_name[group.name]
 
-        newcomer: a job that is about to be put into one of these groups, and that nobody knows yet.
-        """
-
-        def resident_of(name: str, now: float) -> Resident:
-            is_new = newcomer is not None and newcomer.job.name == name
-            return newcomer if is_new and newcomer is not None else self._resident_of(name, now)
-
-        found = Groups(self._spec, resident_of)
+    def without_some(self, jobs: Collection[str]) -> "Groups":
+        """Returns what a job would find if these had ended."""
+        found = Groups(self._spec, self._resident_of)
         found.offered = self.offered
         for name, group in self.by_name.items():
             found.put(

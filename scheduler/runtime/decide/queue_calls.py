@@ -52,6 +52,8 @@ class QueueCalls:
         self._tried_s = float("-inf")
         self._used: dict[str, Counter[Phase]] = {}
         """The nodes that the running jobs of each team ask for."""
+        self._trials: dict[tuple[str, ...], Groups] = {}
+        """The groups as they will be without some jobs, while nothing changes."""
 
     def submit(self, client: str, call: Submit, now: float) -> None:
         """Places a new job and starts it, or queues it. A dry run only says which."""
@@ -71,6 +73,7 @@ class QueueCalls:
             use = self._state.use_of_share.get(self._state.cluster.team_of(spec), 0.0)
             turn = -spec.priority, True, use
             ahead = [each for each in self._state.queue if self._state.turn(each)[:3] <= turn]
+            self._trials.clear()
             found = self._find(spec, ahead, now)
             if isinstance(found, str):
                 self._jobs.check_possible(spec, now)
@@ -155,6 +158,7 @@ class QueueCalls:
         ahead: list[str] = []
         refused: dict[tuple[object, ...], str] = {}
         without_takeover = set[tuple[object, ...]]()
+        self._trials.clear()
         self._preempts.review()
         self._weigh()
         left = list(self._state.queue)
@@ -164,10 +168,11 @@ class QueueCalls:
             alike = self._wants(spec)
             found = refused[alike] if alike in refused else self._find(spec, ahead, now)
             if isinstance(found, str):
-                if (alike, spec.priority) not in without_takeover and not self._preempts.take_over(
-                    name, self._fits(spec, ahead, now), now
-                ):
-                    without_takeover.add((alike, spec.priority))
+                if (alike, spec.priority) not in without_takeover:
+                    if self._preempts.take_over(name, self._fits(spec, ahead, now), now):
+                        self._trials.clear()
+                    else:
+                        without_takeover.add((alike, spec.priority))
                 ahead.append(name)
                 refused[alike] = found
                 if record.why != found:
@@ -175,6 +180,7 @@ class QueueCalls:
                     self._state.changed(name)
                 continue
             self._place(spec, found, ahead, now)
+            self._trials.clear()
             refused.clear()
             without_takeover.clear()
             self._weigh()
@@ -222,10 +228,12 @@ class QueueCalls:
             return False
         [job] = [each.job for each in placed.group.members if each.job.name == spec.name]
         newcomer = Resident(job=job, since_s=now, work_s=job.solo_s * job.num_iterations, stays=True)
-        groups = self._state.groups.without_some({*victims, *without}, newcomer)
+        gone = tuple(sorted({*victims, *without}))
+        if gone not in self._trials:
+            self._trials[gone] = self._state.groups.without_some(gone)
         group = functools.reduce(Group.without, victims, placed.group)
-        groups.put(group)
-        return isinstance(self._try(self._state.specs[other], groups, now), str)
+        with self._trials[gone].with_newcomer(group, newcomer):
+            return isinstance(self._try(self._state.specs[other], self._trials[gone], now), str)
 
     def _are_rivals(self, spec: RunSpec, queued: str) -> bool:
         """Whether the job and a queued one could use the same nodes."""
