@@ -1,9 +1,10 @@
 """Several serving engines and guests share a GPU while they are killed and stopped; lateness is counted.
 
-Every party is a process; its steps are sleeps, so no GPU is needed. A serving step is late if it begins later
-than one hand-over after it is wanted: the longest guest's step and its grace, and on top of them what the
-host needs to wake a process, which bare sleeps in the same processes measure. A step that waits into the
-grace was held up by a guest that failed; each kill or stop of a guest may cost each serving engine one.
+Every party is a process whose steps are sleeps, so no GPU is needed. A serving step is late if it begins
+later than one hand-over after it is wanted. A hand-over takes the longest guest's step, its grace, and the
+time that the host needs to wake a process, which bare sleeps in the same processes measure. A step that waits
+into the grace was held up by a guest that failed. Each kill or stop of a guest may cost each serving engine
+one such step.
 
     python benchmarks/bench_board.py --json board.json
 """
@@ -54,7 +55,7 @@ PATIENCE_S = 600.0
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """The lateness first, then what a claim costs with two parties and with five."""
+    """Measures lateness, then the cost of a claim with two parties and with five."""
     num_steps = 2_000 if args.quick else 100_000
     return [
         lateness_figure("n_party_lateness", 2, 3, num_steps, args.seed),
@@ -108,7 +109,7 @@ class Rig:
         return self.record.load(PARTIES + PARTY_WORDS * party.number + word)
 
     def bins(self, kind: str, first: int) -> list[int]:
-        """Returns how often a time of so many ms was counted, by all parties of a kind."""
+        """Returns, for each number of ms, how often all parties of a kind counted a time of that length."""
         of_kind = [party for party in self.parties if party.kind == kind]
         return [sum(self.count(party, first + ms) for party in of_kind) for ms in range(NUM_BINS)]
 
@@ -116,7 +117,7 @@ class Rig:
         return sum(self.count(party, STEPS) for party in self.parties if party.kind == kind)
 
     def fail(self, party: Party, rng: random.Random) -> None:
-        """Kills a party and starts it anew, or stops it for a while."""
+        """Kills a party and starts it again, or stops it for a while."""
         process = party.process
         assert process is not None
         faults = PARTIES + PARTY_WORDS * party.number + FAULTS
@@ -153,7 +154,7 @@ def _rig(parties: Sequence[tuple[str, float]]) -> Iterator[Rig]:
 
 
 def lateness_figure(name: str, num_serving: int, num_guests: int, num_steps: int, seed: int) -> Figure:
-    """Serving steps that began later than their bound, while parties are killed and stopped."""
+    """Counts serving steps that began later than their bound, while parties are killed and stopped."""
     rng = random.Random(seed)
     guests = [(GUEST, STEP_MS[number]) for number in range(num_guests)]
     with _rig([(SERVING, 0.0)] * num_serving + guests) as rig:
@@ -196,7 +197,7 @@ def _longest(bins: Sequence[int]) -> int:
 
 
 def claim_figures(num_times: int) -> list[Figure]:
-    """What a serving step's and a guest's step's claim and release cost, without a wait."""
+    """Measures the cost of claim and release for a serving step and a guest's step, without a wait."""
     figures = []
     for num_serving, num_guests in ((1, 1), (2, 3)):
         others = [(IDLE_SERVING, 0.0)] * (num_serving - 1) + [(IDLE_GUEST, 0.0)] * (num_guests - 1)

@@ -1,7 +1,7 @@
 """A serving engine's idle time trains its model: serving loses nothing, and what it serves becomes better.
 
-One real engine, and a trainer that is a guest of its compute (rose serve --fine-tune). Windows of the same
-traffic with the trainer stopped and running take turns; then the trainer goes to the end of its data.
+One real engine has a trainer as the guest of its compute (rose serve --fine-tune). Windows of the same
+traffic alternate between a stopped and a running trainer. Then the trainer goes to the end of its data.
   colocated_p99_ratio[ttft|tpot]  serving's P99 with the trainer over its P99 without
   finetune_share                  steps/s in the windows, over steps/s of the same trainer without guest or
                                   traffic, over the share of time that serving leaves
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 
 class _Bench:
-    """The engine, its trainer, and the data."""
+    """The engine, its trainer and the data."""
 
     def __init__(self, rig: Rig, args: argparse.Namespace, num_steps: int) -> None:
         self._rig = rig
@@ -107,7 +107,7 @@ class _Bench:
         self._trainer: ServerProcess | None = None
 
     def train_alone(self) -> dict[str, float]:
-        """Trains on all data without an engine; returns what the trainer prints."""
+        """Trains on all data without an engine. Returns the JSON that the trainer prints."""
         script = str(Path(__file__).parent / "lib" / "load" / "lone_training.py")
         flags = ["--evaluate", str(self._evaluated), *self._trainer_flags()]
         cpus = [int(self._compute)] if self._compute is not None else None
@@ -180,7 +180,7 @@ class _Bench:
         return window
 
     def _stop(self) -> None:
-        """Stops the trainer between two grants: in one it would hold the GPU, as the board sees it."""
+        """Stops the trainer between two grants, because within one the board would see it hold the GPU."""
         assert self._trainer is not None
         while self._trainer.is_alive():
             self._trainer.send_signal(signal.SIGSTOP)
@@ -195,7 +195,8 @@ class _Bench:
         self._trainer.send_signal(signal.SIGCONT)
 
     def steps_in(self, window: Window) -> int:
-        """The optimizer steps that ended in a window. Raises: WorkerError if the data ended before it did."""
+        """Returns the optimizer steps that ended in a window. Raises: WorkerError if the data ended before
+        it."""
         assert self._trainer is not None
         if not self._trainer.is_alive():
             raise WorkerError(f"the trainer ended in a window:\n{self._trainer.log_tail()}")
@@ -203,7 +204,7 @@ class _Bench:
         return sum(window.start_s <= end < window.start_s + window.duration_s for end in ends)
 
     def finish(self) -> None:
-        """Lets the trainer end, and the engine take the last version."""
+        """Waits until the trainer has ended and the engine has taken the last version."""
         assert self._trainer is not None
         self._go_on()
         if self._trainer.wait(TRAINING_S) != 0:
@@ -216,12 +217,12 @@ class _Bench:
             version = self.version()
 
     def version(self) -> int:
-        """The number of the version that is served, -1 before the first."""
+        """Returns the number of the version that is served; -1 before the first."""
         version = self.serving.status().weight_version
         return int(version.rpartition("/")[2]) if version is not None else -1
 
     def served_loss(self) -> float:
-        """The mean loss of the evaluated texts, by the logprobs that the engine answers with."""
+        """Returns the mean loss of the evaluated texts, from the logprobs in the engine's answers."""
         body = {
             "model": self.serving.model,
             "prompt": self._texts,

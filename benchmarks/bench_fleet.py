@@ -1,11 +1,12 @@
 """A router that dies costs its clients one reconnect, and no GPU gets more turns than its cap.
 
-Two `rose router` processes, each with the other as its peer, stand before two stand-in engines of 8 GPUs,
-which divide their turns by the leases of a real engine and count them apart. Clients stream turns at both.
+Two `rose router` processes, each with the other as its peer, stand before two stand-in engines of 8 GPUs. The
+engines divide their turns by the leases of a real engine, and count turns separately. Clients stream turns at
+both routers.
 
-First one router is killed under 200 streams. Each client of it connects to the other router once, and says
-which tokens it has. Then short turns run at both routers, of which one or the other is killed and started
-again. Last, two jobs take turns on one serving GPU, each at a router of its own; no weights move.
+First one router is killed under 200 streams. Each of its clients connects once to the other router, and says
+which tokens it has. Then short turns run at both routers while one or the other is killed and started again.
+Last, two jobs take turns on one serving GPU, each at a router of its own; no weights move.
 
   router_kill_failed   turns that did not end exactly as the engine's own after one reconnect
   router_back_s        the longest time from the end of a connection to the turn's next token, less the time
@@ -47,7 +48,7 @@ MEET_S = 2.0
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    """Both phases, each with engines and routers of its own."""
+    """Runs all phases, each with engines and routers of its own."""
     killed: list[FleetTurn] = []
     for number in range(1 if args.quick else 3):
         with Fleet(NUM_ENGINES, GPUS_EACH, CHUNK_TOKENS, CHUNK_MS) as fleet:
@@ -72,7 +73,7 @@ def _order(urls: Sequence[str], number: int) -> list[str]:
 
 
 async def _kill_one(fleet: Fleet, seed: int) -> list[FleetTurn]:
-    """Kills the first router under streams; returns the turns of all clients."""
+    """Kills the first router under streams. Returns the turns of all clients."""
     by_chance = random.Random(seed)
     await asyncio.sleep(MEET_S)
     async with _session() as http:
@@ -92,7 +93,7 @@ async def _kill_one(fleet: Fleet, seed: int) -> list[FleetTurn]:
 
 
 async def _many(fleet: Fleet, args: argparse.Namespace) -> tuple[int, list[FleetTurn]]:
-    """Runs short turns while routers are killed and start again; returns the kills and the turns."""
+    """Runs short turns while routers are killed and started again. Returns the kills and the turns."""
     by_chance, is_over = random.Random(args.seed), asyncio.Event()
     left, num_kills, done = iter(range(QUICK_SHORT if args.quick else NUM_SHORT)), 0, []
 
@@ -121,7 +122,7 @@ async def _many(fleet: Fleet, args: argparse.Namespace) -> tuple[int, list[Fleet
 
 
 async def _switch(fleet: Fleet, args: argparse.Namespace) -> int:
-    """Bursts of turns of one job and the other, each of which begins while the one before runs."""
+    """Runs bursts of turns of two jobs in turn. Each burst begins while the one before it runs."""
     by_chance, num_bursts = random.Random(args.seed), 8 if args.quick else 40
     before: list[asyncio.Task[FleetTurn]] = []
     async with _session() as http:

@@ -1,7 +1,7 @@
-"""What rollouts cost serving, as the engine reports it, against what they do cost.
+"""What rollouts cost serving, as the engine reports it, beside what they really cost.
 
-Simulated: a serving engine beside rollouts. The harm is known, because the same traffic also runs without
-them (benchmarks/sim/harm.py). The slices, the books, the estimate and the control are the shipped ones.
+Simulates a serving engine beside rollouts. The true harm is known, because the same traffic also runs without
+rollouts (benchmarks/sim/harm.py). The slices, the records, the estimate and the control are the shipped ones.
 
     python benchmarks/bench_harm.py --json harm.json
 """
@@ -74,7 +74,7 @@ def _run(seed: int, *, has_rollouts: bool, slowdown: float = 0.0) -> Outcome:
 
 
 def _true_harm(name: str, runs: Sequence[Outcome], alone: Sequence[Outcome]) -> float:
-    """The difference of the quantiles over all runs; each run's own is the same traffic's luck."""
+    """Returns the difference of the quantiles over all runs; that of a single run depends on chance."""
     kind, _, percent = name.partition("_p")
     latency = LATENCIES[kind]
     with_rollouts, without = (
@@ -90,7 +90,8 @@ def _cells(found: Sequence[Estimate]) -> tuple[str, str]:
 
 
 def _retreat(seeds: Sequence[int]) -> Figure:
-    """Steps become a tenth slower beside rollouts: how long until rollouts are held back."""
+    """Makes steps a tenth slower beside rollouts, and measures how long it takes until rollouts are held
+    back."""
     seconds = []
     for seed in seeds[: max(4, len(seeds) // 4)]:
         run = HarmedServing(
@@ -115,7 +116,7 @@ def _retreat(seeds: Sequence[int]) -> Figure:
 
 
 def _default_mode(args: argparse.Namespace) -> list[Figure]:
-    """The default gate at GPU scale, beside serving alone on the same traffic; nothing is shut out."""
+    """Plays the default gate at GPU scale beside serving alone on the same traffic, with nothing shut out."""
     trace = trace_or_synthetic(args.trace, args.seed)
     sampling = Sampling(horizon_s=200.0, repeats=2 if args.quick else 6, seed=args.seed)
     bench, figures = TwinBench(trace, sampling, Console()), []

@@ -32,7 +32,7 @@ class GateStatus(RoutingGate):
 
 
 class HarmEstimate(BaseModel):
-    """A share by which a latency differs with rollouts, and its bounds at 95% confidence; 0.02: 2% slower."""
+    """A share by which a latency differs with rollouts, with bounds at 95% confidence. 0.02 is 2% slower."""
 
     value: float
     low: float
@@ -44,7 +44,7 @@ class Harvest(BaseModel):
 
     seconds: float
     tokens: int
-    """Rollout tokens, prefilled ones included."""
+    """Rollout tokens, including prefilled ones."""
     rollout_s: float
     """Time in rollout steps."""
     serving_s: float
@@ -55,31 +55,33 @@ class HarmWindow(BaseModel):
     """What rollouts cost serving over a stretch of time."""
 
     gate: GateMode
-    """The gate's mode then. The figures of one mode say nothing about another."""
+    """The gate's mode in this window. The figures of one mode say nothing about another mode."""
     ended_at_s: float
     """Unix time."""
     seconds: float
     num_requests: int
     requests_s: float
-    """The time that the requests are from: less than ``seconds`` on a busy engine, which keeps 16,384."""
+    """The length of time that the requests cover. It is less than ``seconds`` on a busy engine, which keeps
+    16,384 requests."""
     num_closed_slices: int
     """Slices of time without rollouts that had serving steps: the measurement's controls."""
     slowdown: HarmEstimate | None = None
-    """How much longer serving's own steps take, waits for rollouts aside; None while too few slices tell."""
+    """How much longer serving's own steps take, without waits for rollouts; None with too few slices."""
     latencies: dict[str, HarmEstimate] = {}
-    """ttft_p50, ttft_p99, tpot_p50 and tpot_p99; empty while they can't be told."""
+    """ttft_p50, ttft_p99, tpot_p50 and tpot_p99; empty while they are unknown."""
     with_rollouts_ms: dict[str, float] = {}
-    """The same latencies as serving has them; empty with too few requests."""
+    """The same latencies as measured, with rollouts; empty with too few requests."""
     without_rollouts_ms: dict[str, float] = {}
-    """The same as serving would have them alone: those with rollouts, less what ``latencies`` says."""
+    """The same latencies as they would be without rollouts: those with rollouts, less ``latencies``."""
     seconds_until_known: float | None = None
-    """About how long it takes at this traffic until the bounds are as close as ``allow_harm``."""
+    """About how long it takes, with this traffic, until the bounds are as close as ``allow_harm``."""
     shown_in_a_day: float | None = None
     """About the least difference that a day of this traffic can show."""
     harvest: Harvest | None = None
-    """None for one tenant."""
+    """What rollouts earned; None in the window of one tenant."""
     tenants: dict[str, "HarmWindow"] = {}
-    """Those whose requests name them (``rose_tenant``, ``X-Rose-Tenant``): the 16 with the most requests."""
+    """The windows of the tenants that requests name (``rose_tenant``, ``X-Rose-Tenant``): the 16 with the
+    most requests."""
 
 
 class HarmStatus(BaseModel):
@@ -98,37 +100,38 @@ class HarmStatus(BaseModel):
     slo_tpot_ms: float | None = None
     """None on a prefiller."""
     slo_problem: str | None = None
-    """Which SLO serving misses without rollouts too, with the numbers and what could be kept."""
+    """The SLO that serving would miss without rollouts too, with the numbers and the SLO that it could
+    keep."""
     note: str | None = None
-    """Why nothing is known, if so."""
+    """Why the harm is unknown; None if it is known."""
     recent: HarmWindow | None = None
-    """What the share of closed slices goes by."""
+    """The window by which the share of closed slices is chosen."""
     hour: HarmWindow | None = None
     """The present hour, without its tenants."""
 
 
 class HarmHistory(HarmStatus):
-    """Answer of ``GET /rose/v1/harm``: the status, and all that is known."""
+    """Answer of ``GET /rose/v1/harm``: the status, and every hour that is known."""
 
     hours: list[HarmWindow] = []
-    """Each with its tenants, the present one first; up to 24."""
+    """Up to 24 hours with their tenants, the present hour first."""
 
 
 class Lease(BaseModel):
     """What an engine grants a router until its next question (``rose/engine/http/leases.py``)."""
 
     router: str
-    """The router's own name, which its turns bring along."""
+    """The router's own name, which its turns carry."""
     turns: int = Field(ge=0)
     """The turns that it may have here."""
     others: int = 0
     """The turns that other routers have here."""
     lent_to: str | None = None
-    """The job that this GPU is lent to; empty while the loan changes hands, None if no router lends it."""
+    """The job to which this GPU is lent; empty while the loan changes hands, None if no router lends it."""
     is_wanted: bool = False
     """Whether another job needs the GPU."""
     fence: int = 0
-    """Grows with each change of the loan; turns bring along the one that their router knows."""
+    """A number that grows with each change of the loan; turns carry the fence that their router knows."""
 
 
 class RoutingStatus(BaseModel):
@@ -146,16 +149,16 @@ class RoutingStatus(BaseModel):
     is_active: bool = True
     """Whether the weights are on the device; an inactive engine refuses turns with 503."""
     is_updating: bool = False
-    """Whether the weights are being changed; no step runs meanwhile, which is no stall."""
+    """Whether the weights are being changed. No step runs meanwhile, and that does not count as a stall."""
     continues_grammars: bool = False
-    """Whether structured output goes on over tokens that another engine has generated."""
+    """Whether the engine can continue structured output after tokens that another engine generated."""
     serving_busy_s: float | None = None
-    """Seconds that serving's steps have taken on the shared GPU since the pool began, of several engines the
-    busiest's; None without a pool."""
+    """Seconds that serving's steps have taken on the shared GPU since the pool began; of several engines,
+    those of the busiest. None without a pool."""
     serving_kv_usage: float | None = None
     """Serving's part of the pool's slabs, 0 to 1; None without a pool."""
     lease: Lease | None = None
-    """What the router that asks may have here; None unless it says its cap."""
+    """The lease of the router that asks; None if the router does not say its cap."""
 
 
 class WorkerStatus(RoutingStatus):
@@ -179,7 +182,7 @@ class WorkerStatus(RoutingStatus):
     """Slabs of dead engines of the same pool; they come free once the last of those processes has ended."""
     kv_cached_blocks: int
     kv_live_blocks: int
-    """Blocks in use or holding prefix cache. Compared with the slabs owned, it tells how well memory is
+    """Blocks in use or holding prefix cache. Compared with the slabs owned, they show how well memory is
     used."""
     pressure: str
     gate: GateStatus
@@ -190,7 +193,7 @@ class WorkerStatus(RoutingStatus):
     weights_whole: int = 0
     """Weight updates for which the whole checkpoint was loaded."""
     whole_because: str | None = None
-    """Why the last of those was."""
+    """Why a whole checkpoint was last loaded."""
     stalled_requests: int
     reclaimed_requests: int
     leases_expired: int
@@ -239,7 +242,7 @@ class WeightUpdate(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: str
     path: str
-    """A checkpoint: the mirror's planes, or any safetensors file that nobody changes any more."""
+    """A checkpoint: the mirror's planes, or any safetensors file that does not change any more."""
     state_hash: str
     changes: list[str] = []
     """Changes files that lead to the version from the one that the engine runs, in order."""

@@ -1,7 +1,7 @@
-// Owns replacing chosen elements of live weights. Each one has to hold the bits that it is expected to hold;
-// if one does not, what was written is taken back. Never reads or writes outside the vector. One pass: memory
-// is fetched once for the comparison and the write, and the elements that come next are being fetched
-// meanwhile. Vectors would not help: the pass waits for memory, and there is no scatter of 8 or 16 bits.
+// Replaces chosen elements of live weights. Each element must hold the bits that it is expected to hold. If
+// one does not, everything that was written is taken back. Never reads or writes outside of the vector. One
+// pass compares and writes, so memory is fetched once, and the next elements are fetched meanwhile. SIMD
+// would not help: the pass waits for memory, and there are no scatter instructions for 8 or 16 bits.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace rose {
 constexpr std::size_t kExchangeAtOnce = 32;
 constexpr std::size_t kExchangeAhead = 96;
 
-// The elements data[places[k] + shift], which are to change from before[k] to after[k].
+// The elements data[places[k] + shift]. Each is to change from before[k] to after[k].
 template <typename T, typename Place>
 struct Exchange {
   T* data;
@@ -26,7 +26,8 @@ struct Exchange {
   const T* before;
   const T* after;
 
-  // Beyond `size` where the place lies outside. The sum wraps around, which is defined without signs alone.
+  // Returns the index of element k, which is at least `size` if the place lies outside. The sum may wrap
+  // around, and only unsigned integers define that.
   std::uint64_t at(std::size_t k) const {
     return static_cast<std::uint64_t>(places[k]) + static_cast<std::uint64_t>(shift);
   }
@@ -35,7 +36,7 @@ struct Exchange {
     prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(data) + at(k) * sizeof(T)));
   }
 
-  // Whether these elements lie inside and hold what they should.
+  // Returns whether these elements lie inside of the vector and hold the expected bits.
   bool can_write(std::size_t begin, std::size_t end) const {
     bool is_inside = true;
     for (std::size_t k = begin; k < end; ++k) {
@@ -51,7 +52,7 @@ struct Exchange {
     return differing == 0;
   }
 
-  // Exchanges the first `count` elements, all or none; returns which.
+  // Exchanges the first `count` elements, all or none. Returns whether it exchanged them.
   bool run(std::size_t count) const {
     for (std::size_t k = 0; k < std::min(count, kExchangeAhead); ++k) {
       ask(k);
@@ -73,7 +74,7 @@ struct Exchange {
   }
 
  private:
-  // From the last to the first, so that an element that was named twice holds its first bits again.
+  // Goes from the last to the first, so that an element that was named twice holds its first bits again.
   void take_back(std::size_t count) const {
     while (count-- > 0) {
       data[at(count)] = before[count];

@@ -2,52 +2,53 @@
 
 This module has the layout and the protocol between up to MAX_SERVING `ServingSide`s and MAX_GUESTS
 `RolloutSide`s (rollout engines, and trainers that compute as guests), each in a process of its own. Guests
-exclude each other and give way to serving; waits are bounded; and the death of a process takes nobody's right
-to run. How much slack there is, and who may use it, is for the gate to decide.
+exclude each other and give way to serving. Every wait is bounded, and the death of a process never keeps
+serving from running. The gate decides how much slack there is, and who may use it.
 
-All words are int64 with sequentially consistent access; times are CLOCK_MONOTONIC nanoseconds. One process
-writes each cache line (8 words). The exceptions are the shared lines, and arrivals, which grow by atomic
-adds.
+All words are int64 with sequentially consistent access. Times are CLOCK_MONOTONIC nanoseconds. Each cache
+line (8 words) has one process that writes it. The exceptions are the shared lines, and arrivals, which grow
+by atomic adds.
 
-Taking the GPU: claim.py has the word and its changes, which decide
+Taking the GPU: the claim decides, and claim.py has it and its changes
     serving.begin_step:  state := RUNNING; then, while a guest has the word, sleep on the serving bell.
-    guest.try_begin:     take the word, if it is still the one that the decision was made on: the change fails
-                         if any engine has published, or another guest has stepped, since view().
-A guest that took the word has begun its step, so each serving engine waits for at most that one step.
+    guest.try_begin:     take the word if it has not changed since view(): the change fails if any engine has
+                         published, or another guest has stepped, since then.
+A guest that took the word has begun its step, so each serving engine waits for one step at most.
 
 Giving the GPU back in the middle of a guest's step
     guest.pause:         R_PAUSED := now, give the word back, ring; between two layers, when serving has work
                          or a request is announced.
     guest.try_resume:    as try_begin, for the rest of the step; then R_PAUSED := 0.
     A paused rollout engine can do nothing else, not even give memory back. So serving offers it a grant for
-    the rest if it needs that memory, or if the pause has lasted for as long as a request may stall. While
-    several serving engines have work none offers; after MAX_PAUSE_S the rest then runs beside them.
+    the rest if serving needs that memory, or if the pause has lasted for as long as a request may stall.
+    While several serving engines have work, none of them offers a grant. After MAX_PAUSE_S the rest then runs
+    beside them.
 
 One guest's step between two serving steps
     serving.offer_grant: OPEN := GRANTED, number the offer, ring; wait until a guest has taken it and ended
                          its step, or each guest that could use it has answered. Nothing is offered while
                          another serving engine has work.
-    guest:               try_begin uses the grant up. decline() answers without a step: a gate that refuses
-                         then costs a wake-up and not the whole hand-over.
+    guest:               try_begin uses the grant up. decline() answers without a step, so that a refusal
+                         costs serving a wake-up and not the whole hand-over.
     serving.offer_grants repeats this while guests step and slack is left.
     The wait also ends when the hand-over time passes before a step has begun, on an arrival that is announced
     before a step has begun, and at the latest start. The begin_step that follows takes an unused grant back.
 
 Turns among guests
-    Of the guests that wait for the GPU, that one goes first whose last step ended longest ago: each is passed
-    once by each other guest. A guest waits seen from WAITS on, and leaves the GPU to an earlier one for
-    GIVE_WAY_S at most: a guest that has died or is stopped costs the others that, until its WAITS is old. One
-    that has declined a grant does not wait for it, and rings for the next.
+    Among the guests that wait for the GPU, the one whose last step ended longest ago goes first, so each
+    other guest overtakes it once at most. WAITS shows that a guest waits. A guest leaves the GPU to an
+    earlier one for GIVE_WAY_S at most: that is what a dead or stopped guest costs the others, until its WAITS
+    is old. A guest that has declined a grant does not wait for it, and rings for the next.
 
 Bounds and deaths
-    Serving waits for a guest's step until est_end + grace, whatever happens. It looks at the process every
-    LIVENESS_SLICE_S meanwhile, and goes on at once if it is dead. A guest that leaves a grant unanswered (it
-    died, was stopped, or hangs between two steps) is offered no other until its heartbeat is newer than that
-    offer, and its paused step does not count. Guests never sleep longer than MAX_GRANT_WAIT_S per call. They
-    take the word from a guest that has died, and from one that has kept it for MAX_STEP_WAIT_S after its
-    est_end. Once a serving process has died, in any state, view().alive is False and no guest starts until a
-    process takes its place; guests answer the other engines' grants at once meanwhile. A serving process that
-    detached has left the GPU free.
+    Serving waits for a guest's step until est_end + grace, and never longer. Meanwhile it looks at the
+    process every LIVENESS_SLICE_S, and goes on at once if the process is dead. A guest that leaves a grant
+    unanswered (it died, was stopped, or hangs between two steps) gets no other offer until its heartbeat is
+    newer than that one, and its paused step does not count. Guests never sleep longer than MAX_GRANT_WAIT_S
+    per call. They take the word from a guest that has died, and from one that has kept it for MAX_STEP_WAIT_S
+    after its est_end. Once a serving process has died, in any state, view().alive is False, and no guest
+    starts until a process takes its place. Meanwhile guests answer the other engines' grants at once. A
+    serving process that has detached leaves the GPU free.
 """
 
 import time
@@ -72,7 +73,7 @@ NEVER_NS = 2**62
 # How long past a step's predicted (99th percentile) end serving waits: a busy host schedules late.
 GRACE_S = 0.1
 LIVENESS_SLICE_S = 0.01
-# However wrong a prediction is, serving waits no longer than this.
+# Serving waits no longer than this, however wrong a prediction is.
 MAX_STEP_WAIT_S = 5.0
 # The longest sleep in a rollout engine's schedule(), so that aborts and new requests are still handled.
 MAX_GRANT_WAIT_S = 0.02
@@ -161,12 +162,12 @@ assert MAX_SERVING < 1 << _GUESTS_SHIFT
 
 
 def to_ns(time_s: float) -> int:
-    """Converts seconds to the page's nanoseconds; NEVER has a value of its own."""
+    """Converts seconds to the page's nanoseconds. NEVER becomes NEVER_NS."""
     return NEVER_NS if time_s == NEVER else max(-NEVER_NS, int(time_s * 1e9))
 
 
 def to_s(time_ns: int) -> float:
-    """Inverse of to_ns."""
+    """Converts the page's nanoseconds to seconds."""
     return NEVER if time_ns >= NEVER_NS else time_ns / 1e9
 
 

@@ -1,6 +1,6 @@
 """What an observer sees of the board: who computes, for how long, and what was offered and refused.
 
-Reading disturbs nobody. rose.admission.board has the page.
+Only reads the page, so it disturbs no engine. rose.admission.board has the page.
 """
 
 import time
@@ -32,11 +32,11 @@ _SEEN = (EngineState.IDLE, EngineState.OPEN, EngineState.OPEN, EngineState.RUNNI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideSnapshot:
-    """One process that shares the GPU, or all serving engines, or all guests, together."""
+    """One process that shares the GPU; or all serving engines together, or all guests together."""
 
     state: EngineState
     pid: int
-    """0 if nobody is there; of several, the first."""
+    """0 if no process is there; of several processes, that of the first."""
     alive: bool
     heartbeat_s: float
     busy_s: float
@@ -45,11 +45,11 @@ class SideSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardSnapshot:
-    """The whole board at about one moment; counters run since the page was made."""
+    """The whole board at about one moment. Counters start when the page is made."""
 
     taken_s: float
     servings: tuple[SideSnapshot, ...]
-    """By slot; those of slots that have ever been used."""
+    """By slot, for the slots that have ever been used."""
     guests: tuple[SideSnapshot, ...]
     serving: SideSnapshot
     rollout: SideSnapshot
@@ -67,7 +67,7 @@ class BoardSnapshot:
     declines: dict[GateReason, int]
 
     def busy_shares_since(self, earlier: Self) -> tuple[float, float]:
-        """Serving's and the guests' share of the wall time between two snapshots."""
+        """Returns serving's and the guests' shares of the wall time between two snapshots."""
         wall_s = self.taken_s - earlier.taken_s
         if wall_s <= 0:
             return 0.0, 0.0
@@ -78,15 +78,17 @@ class BoardSnapshot:
 
 
 def busiest_s(servings: Sequence[SideSnapshot], earlier: Sequence[SideSnapshot]) -> float:
-    """Returns for how long serving has computed between two snapshots. Of several engines the busiest counts:
-    they compute side by side."""
+    """Returns the seconds that serving has computed between two snapshots. Of several engines the busiest
+    counts, because they compute side by side."""
     before_s = chain((side.busy_s for side in earlier), repeat(0.0))
     return max((side.busy_s - then_s for side, then_s in zip(servings, before_s, strict=False)), default=0.0)
 
 
 class ServingTime:
-    """For how long serving has computed on a GPU since its board began; of several engines the busiest counts
-    between two readings."""
+    """Measures how long serving has computed on a GPU since its board was made.
+
+    Of several engines, the busiest one counts between two readings.
+    """
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -94,6 +96,7 @@ class ServingTime:
         self._busy_s = 0.0
 
     def read_s(self) -> float:
+        """Returns the seconds until now."""
         servings = snapshot(self._words).servings
         self._busy_s += busiest_s(servings, self._servings)
         self._servings = servings
@@ -101,8 +104,10 @@ class ServingTime:
 
 
 def snapshot(words: Words, serving_slot: int | None = None) -> BoardSnapshot:
-    """Reads the whole board without disturbing it; of the serving engines only that in ``serving_slot`` if
-    it is given."""
+    """Reads the whole board without disturbing it.
+
+    ``serving_slot``: the only serving engine to read; None reads all of them.
+    """
     check_page(words)
     now_ns = time.monotonic_ns()
     load = words.load

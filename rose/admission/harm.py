@@ -24,37 +24,38 @@ CONFIDENCE = 0.95
 PART_CONFIDENCE = 1 - (1 - CONFIDENCE) / 2
 MIN_REQUESTS = 30
 MAX_REQUESTS = 2000
-"""Evenly taken from all. More would cost more than they tell."""
+"""The most requests that an estimate uses, evenly taken from all. More would cost time and add little."""
 MIN_SLICES = 6
 SLICES_TO_EXTRAPOLATE = 30
-"""With fewer, Student's quantile makes the noise look larger than it is."""
+"""The least slices for a forecast. With fewer, Student's quantile makes the noise look larger than it is."""
 NEIGHBOUR_SLICES = 20
-"""On either side of a closed slice; its steps are compared with theirs."""
+"""The slices on either side of a closed one with which it is compared."""
 QUANTILES = (50, 99)
 BUSY_PERCENTILES = (75, 90)
-"""Percentiles of the slices by how full their batches are: requests of each quantile come from there."""
+"""For each quantile, the percentile of the slices, ordered by how full their batches are, from which its
+requests come."""
 
 TENANT_BYTES = 64
 
 MEASURING_SHARE = 0.05
-"""The share of the slices that is always closed: fifteen a minute."""
+"""The share of the slices that is always closed. It gives fifteen closed slices a minute."""
 CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
-"""The control goes by the first of them that tells anything: light traffic needs a longer one."""
+"""The control uses the first window in which anything is known. Light traffic needs a longer one."""
 BACKOFF = 0.5
 """The least part of the open time that one decision leaves."""
 RETURN = 1.15
 """The factor by which the open time grows again."""
 LEAST_OPEN = 1 / GROUP_SLICES
-"""One slice of each group. Without any nothing could tell that the harm is over."""
+"""One slice of each group stays open. Without open slices nothing could show that the harm is over."""
 DAY_S = 86400.0
 STUDENT_Z = 2.2414
 """The two-sided normal quantile at PART_CONFIDENCE."""
 LEAST_NOISE = 0.005
-"""By how much the steps of two slices differ at the least. Real ones differ by more."""
+"""The least difference between the steps of two slices. Real ones differ by more."""
 LEAST_BOUND = 1e-4
 """The smallest bound that a day of the steadiest traffic can show, rounded up."""
 UNBOUNDED = 10.0
-"""The highest bound that is told, 1000%: the effect may be any."""
+"""The highest bound that is reported, 1000%. It says that the effect may have any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class RequestDelay:
     """Mean time per output token after the first; 0 for a request of one token."""
     tpot_waited_s: float
     tenant: str = ""
-    """Whose it is, in at most TENANT_BYTES; empty if it does not say."""
+    """The tenant's name, in at most TENANT_BYTES; empty if the request names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class Estimate:
         return (self.high - self.low) / 2
 
     def scaled(self, share: float) -> "Estimate":
-        """The effect over all requests of one that acts for a share of the time."""
+        """Returns the effect over all requests of a cause that acts for a share of the time."""
         return Estimate(value=share * self.value, low=share * self.low, high=share * self.high)
 
     def __str__(self) -> str:
@@ -122,31 +123,33 @@ class HarmReport:
     num_requests: int
     num_closed_slices: int
     slowdown: Estimate | None
-    """That of serving's own steps, rollouts let in; None until MIN_SLICES closed slices had steps."""
+    """The slowdown of serving's own steps with rollouts let in; None until MIN_SLICES closed slices had
+    steps."""
     latencies: dict[str, Estimate]
     """Estimates by name, such as "ttft_p99". Empty while the slowdown is unknown or requests are too few."""
     measured_s: dict[str, float]
-    """The same latencies as they are, rollouts let in; empty with too few requests."""
+    """The same latencies as measured, with rollouts let in; empty with too few requests."""
 
     @classmethod
     def nothing(cls) -> "HarmReport":
-        """Returns the report on no records."""
+        """Returns a report without records."""
         return cls(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}, measured_s={})
 
     @property
     def tails(self) -> list[Estimate]:
-        """Those of the P99; empty while nothing is known."""
+        """The estimates of the P99s; empty while nothing is known."""
         return [one for name, one in self.latencies.items() if name.endswith("99")]
 
     def closed_slices_needed(self, half_width: float) -> int | None:
-        """About how many closed slices a slowdown known to ``half_width`` takes; None while unknown."""
+        """Returns about how many closed slices are needed to know the slowdown to ``half_width``; None while
+        nothing is known."""
         if self.slowdown is None:
             return None
         return math.ceil(self.num_closed_slices * (self.slowdown.half_width / half_width) ** 2)
 
     def shown_in_a_day(self, seconds: float) -> float | None:
-        """About the least difference that a day of this traffic can show, where the report is on ``seconds``
-        of it; None while too few slices say so."""
+        """Returns about the least difference that a day of this traffic can show, from a report on
+        ``seconds`` of it; None with too few slices."""
         if self.slowdown is None or self.num_closed_slices < SLICES_TO_EXTRAPOLATE:
             return None
         return self.slowdown.half_width * math.sqrt(seconds / DAY_S)
@@ -155,7 +158,7 @@ class HarmReport:
 def estimate_harm(
     requests: Sequence[RequestDelay], slices: Sequence[SliceTime], *, seed: int = 0
 ) -> HarmReport:
-    """Returns what the records say. It takes milliseconds; never call it in a step loop."""
+    """Estimates the harm from records. It takes milliseconds, so never call it in a step loop."""
     slowdown, num_closed = _slowdown(slices)
     effects = _effects(slowdown, requests, slices) if slowdown is not None and requests else None
     latencies: dict[str, Estimate] = {}
@@ -185,15 +188,15 @@ def estimate_harm(
 def _effects(
     slowdown: Estimate, requests: Sequence[RequestDelay], slices: Sequence[SliceTime]
 ) -> list[Estimate]:
-    """Returns what slower steps do to the latencies, one for each quantile."""
+    """Returns the effects of slower steps on the latencies, one for each quantile."""
     effect = slowdown.scaled(_open_share(slices))
     waited_share = sum(each.ttft_waited_s for each in requests) / sum(each.seconds for each in slices)
     return [_with_fuller_batches(effect, slices, percent, waited_share) for percent in BUSY_PERCENTILES]
 
 
 def bound_problem(allowed: float) -> str | None:
-    """Says why no traffic can show within a day whether a P99 differs by more than ``allowed``, and what can
-    be shown; None if some traffic can."""
+    """Says why no traffic can show within a day whether a P99 differs by more than ``allowed``, and which
+    bound can be shown. None if some traffic can show it."""
     slices_a_day = DAY_S / SLICE_S * MEASURING_SHARE
     shown = STUDENT_Z * LEAST_NOISE / math.sqrt(slices_a_day)
     if allowed >= shown:
@@ -206,7 +209,7 @@ def bound_problem(allowed: float) -> str | None:
 
 
 def least_seconds_to_know(allowed: float) -> float:
-    """Returns how long traffic without a pause takes, at the least, to show a difference of ``allowed``."""
+    """Returns the least seconds of continuous traffic that can show a difference of ``allowed``."""
     num_slices = max(MIN_SLICES, (STUDENT_Z * LEAST_NOISE / allowed) ** 2)
     return num_slices * SLICE_S / MEASURING_SHARE
 
@@ -231,7 +234,7 @@ def _waiting(
 
 
 def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
-    """Returns by how much steps are slower in open slices, and how many closed slices say so.
+    """Returns by how much steps are slower in open slices, and the number of closed slices that were used.
 
     Each closed slice is compared with the open ones around it, so that a drift of the machine cancels.
     """
@@ -265,8 +268,8 @@ def _open_share(slices: Sequence[SliceTime]) -> float:
 def _with_fuller_batches(
     slowdown: Estimate, slices: Sequence[SliceTime], percent: int, waited_share: float
 ) -> Estimate:
-    """Widens the upper bound by what slower steps and waits do to later steps: requests stay longer, so
-    batches are fuller. ``waited_share``: what requests waited for rollout steps, over the time in steps.
+    """Widens the upper bound by the effect of slower steps and waits on later steps: requests stay longer, so
+    batches are fuller. ``waited_share``: the time that requests waited for rollout steps, over that in steps.
 
     A step takes T = fixed + c * N, and its N requests are in proportion to T (Little's law). So the whole
     effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch. It
@@ -294,7 +297,7 @@ def _student_t(freedom: int) -> float:
 
 
 def _product(one: Estimate, other: Estimate) -> Estimate:
-    """Both effects together; the bounds hold if both parts' do."""
+    """Combines two effects. The bounds hold if the bounds of both parts hold."""
     return Estimate(
         value=(1 + one.value) * (1 + other.value) - 1,
         low=(1 + one.low) * (1 + other.low) - 1,
@@ -303,14 +306,14 @@ def _product(one: Estimate, other: Estimate) -> Estimate:
 
 
 class HarmControl:
-    """Chooses for how much of the time rollouts are shut out. Pure: it holds that choice and nothing else.
+    """Chooses the share of the time for which rollouts are shut out. Pure: it holds only that choice.
 
     A few slices are always closed, to measure. Above the bound more of them are, until the harm over all
     requests is within it; below the bound they open again step by step.
     """
 
     def __init__(self, allowed: float) -> None:
-        """``allowed`` is the share by which P99 TTFT and TPOT may differ, e.g. 0.02."""
+        """``allowed``: the share by which the P99 of TTFT and TPOT may differ, for example 0.02."""
         self.allowed = allowed
         self._open = 1.0
         self._changed_s = -math.inf
@@ -326,16 +329,16 @@ class HarmControl:
         return max(MEASURING_SHARE, 1 - self._open)
 
     def window_starts(self, now: float) -> list[float]:
-        """Returns the begins of the stretches of time to report on, the first that tells anything: none goes
-        back behind the last choice."""
+        """Returns the starts of the windows to report on, shortest window first. None lies before the last
+        choice."""
         return sorted({max(self._changed_s, now - window_s) for window_s in CONTROL_WINDOWS_S}, reverse=True)
 
     def let_in(self, now: float) -> None:
-        """Forgets what was shut out."""
+        """Lets rollouts in again, for all but the measuring share."""
         self._open, self._changed_s = 1.0, now
 
     def update(self, report: HarmReport, now: float) -> None:
-        """Takes a report into account. What is not known opens what was shut out, step by step."""
+        """Adapts the choice to a report. Without known harm, rollouts are let in again step by step."""
         tails, before = report.tails, self._open
         worst = max((one.value for one in tails if one.low > 0), default=0.0)
         if worst > self.allowed:

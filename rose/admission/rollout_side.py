@@ -1,9 +1,9 @@
 """A guest's side of the board: it says whether it has work, waits for its turn, and takes steps.
 
 A guest is a rollout engine, or a trainer that computes while serving leaves the GPU idle. It writes the lines
-of its slot. It starts no step while a serving engine claims the GPU, after one died, or while another guest
-steps, and never sleeps longer than MAX_GRANT_WAIT_S. One thread uses it, the engine core's.
-rose.admission.board has the protocol.
+of its slot. It starts no step while a serving engine claims the GPU, after a serving engine has died, or
+while another guest steps. It never sleeps longer than MAX_GRANT_WAIT_S. Only one thread uses it: the engine
+core's, or the thread in which a trainer computes. rose.admission.board has the protocol.
 """
 
 import logging
@@ -45,14 +45,15 @@ from rose.types import Role
 
 logger = logging.getLogger(__name__)
 
-# A process check costs up to 100 us, and a dead serving engine's state stays closed anyway. Between a grant
-# and the step that uses it there is no time for one, unless there was no wait in which it could be done.
+# A check of a process costs up to 100 us, and the state of a dead serving engine stays closed anyway. Between
+# a
+# grant and its step there is no time for a check, unless no wait came before in which it could be made.
 LIVENESS_INTERVAL_NS = 100_000_000
 MAX_LIVENESS_AGE_NS = 300_000_000
 MAX_LAYERS_AHEAD = 2
-"""How many layers a GPU's queue may hold beyond the one that runs: before a pause it has to empty."""
+"""How many layers a GPU's queue may hold beyond the one that runs. The queue has to empty before a pause."""
 MAX_PAUSE_S = 10.0
-"""No step of serving takes so long, and no slice in which rollouts are shut out."""
+"""No step of serving takes so long, and neither does a slice in which rollouts are shut out."""
 _CLAIM = Word.CLAIM
 _GIVE_WAY_NS, _WAITS_FOR_NS = to_ns(GIVE_WAY_S), to_ns(WAITS_FOR_S)
 _DECLINE_WORD = {reason: Word.R_DECLINES + i for i, reason in enumerate(REASONS)}
@@ -64,7 +65,7 @@ class Resumed(Enum):
     NOT = auto()
     WHILE_IDLE = auto()
     WITH_GRANT = auto()
-    """To its end: serving has work, and waits for it."""
+    """It goes on to its end: serving has work, and waits for it."""
 
 
 class RolloutSide:
@@ -75,7 +76,7 @@ class RolloutSide:
 
     def __init__(self, words: Words) -> None:
         self.slot = attach(words, Role.ROLLOUT)
-        """Its place on the board."""
+        """The guest's place on the board."""
         self._at = at = SLOT_WORDS * self.slot
         self._words = words
         self._load = words.load  # looked up once: it is called before every step, and during every wait
@@ -137,7 +138,8 @@ class RolloutSide:
         )
 
     def _look_around(self) -> None:
-        """Learns who has come. In a step only the claim tells of a newcomer, and not its announcements."""
+        """Learns which serving engines have come. During a step only the claim shows a newcomer, and not its
+        announcements."""
         self._servings, self._guests = parties(self._words)
 
     def try_begin(self, est_end_s: float, view: ServingView) -> bool:
@@ -254,7 +256,7 @@ class RolloutSide:
             self._answer(view.grant)
 
     def _answer(self, grant: int) -> None:
-        """Says that this guest uses no grant up to that one."""
+        """Answers every grant up to that one without a step."""
         if self._answered != grant:
             self._answered = grant
             self._words.store(Word.R_ANSWERED + self._at, grant)
@@ -310,7 +312,7 @@ class RolloutSide:
         self._words.add(Word.R_STALLS + self._at, num_requests)
 
     def detach(self) -> None:
-        """Leaves the board. The object is of no use afterwards."""
+        """Leaves the board. The object can't be used afterwards."""
         words, at = self._words, self._at
         for word in (Word.R_WANT, Word.R_STARTED, Word.R_PAUSED, Word.R_WAITS):
             words.store(word + at, 0)
@@ -318,7 +320,8 @@ class RolloutSide:
         words.store(Word.R_IDENTITY + at, NOBODY)
 
     def _may_take(self, claim: int, now_ns: int) -> bool:
-        """Whether the claim may be taken, and this guest has not refused its time, and it is its turn."""
+        """Whether the claim may be taken, this guest has not refused its time, and it is this guest's
+        turn."""
         if not is_open(claim) or not self._serving_alive:
             self._gives_way_since_ns = None
             return False
@@ -327,11 +330,12 @@ class RolloutSide:
         return len(self._guests) == 1 or self._is_next(now_ns)
 
     def _has_refused(self, claim: int) -> bool:
-        """Whether all that serving lends of its time has been answered without a step."""
+        """Whether this guest has answered everything that serving lends without a step."""
         return has_work(claim) and self._answered >= self._load(Word.GRANTS)
 
     def _is_next(self, now_ns: int) -> bool:
-        """Whether no other guest waits whose last step ended earlier, or it has let its time pass."""
+        """Whether no other guest waits whose last step ended earlier, or such a guest has let its time
+        pass."""
         load, me = self._load, self._at
         mine = (load(Word.R_LAST_END + me), me)
         for at in self._guests:
@@ -343,7 +347,7 @@ class RolloutSide:
         return True
 
     def _check_others(self, now_ns: int, max_age_ns: int) -> bool:
-        """Looks whether the serving processes live, and whether a guest keeps the GPU that can't use it."""
+        """Checks whether the serving processes live, and whether a guest keeps the GPU but can't use it."""
         if now_ns - self._checked_ns >= max_age_ns:
             self._checked_ns = now_ns
             self._serving_alive = True

@@ -62,30 +62,30 @@ class StepStart(StrEnum):
 
 
 class ServingSide:
-    """The serving process's end of the board, attached when it is made.
+    """A serving engine's end of the board. It is attached when it is made.
 
     Raises: BoardError if as many live processes serve on this board as it has slots for.
     """
 
     def __init__(self, words: Words) -> None:
         self.slot = attach(words, Role.SERVING)
-        """Its place on the board."""
+        """The engine's place on the board."""
         self._at = SLOT_WORDS * self.slot
         self._words = words
         self._load = words.load  # looked up once: it is called before every step
         self._is_stepping = False
         self._has_pending: bool | None = None  # nothing is published yet
         self._claim = 0
-        """The claim as this engine wrote it last."""
+        """The claim as this engine last wrote it."""
         self._unanswered_ns: dict[int, int] = {}
-        """By a guest's offset: when the last grant was offered that it left unanswered."""
+        """The time of the last grant that each guest left unanswered, by the guest's offset."""
         words.store(Word.S_STARTED + self._at, 0)
         set_closed_share(words, 0.0, self.slot)  # a predecessor's
         self.publish(NO_WORK)
 
     def set_max_step(self, max_step_s: float) -> None:
-        """Publishes how long a rollout step may take while this engine has no work: a request that comes
-        meanwhile waits for its end."""
+        """Publishes how long a rollout step may take while this engine has no work. A request that comes
+        meanwhile waits for the step's end."""
         self._words.store(Word.S_MAX_STEP + self._at, to_ns(max_step_s))
 
     @property
@@ -254,7 +254,7 @@ class ServingSide:
         return waited_s
 
     def detach(self) -> None:
-        """Leaves the GPU to the others. The object is of no use afterwards."""
+        """Leaves the board, and the GPU to the others. The object can't be used afterwards."""
         words, at = self._words, self._at
         words.store(Word.S_STARTED + at, 0)
         words.store(Word.S_HAS_PENDING + at, 0)
@@ -295,7 +295,7 @@ class ServingSide:
         return now_ns + load(Word.R_MIN_STEP + guest) <= latest_ns
 
     def _is_silent(self, guest: int) -> bool:
-        """Whether a guest left a grant unanswered, and has not been seen since that was offered."""
+        """Whether a guest left a grant unanswered and has not been seen since the grant was offered."""
         return self._load(Word.R_HEARTBEAT + guest) <= self._unanswered_ns.get(guest, -1)
 
     def _await_grant(
@@ -351,7 +351,7 @@ class ServingSide:
             words.wait(Word.SERVING_BELL, seen, sleep_s)
 
     def _has_died(self, claim: int) -> bool:
-        """Whether the guest that has the claim is dead; if so, takes the claim from it."""
+        """Whether the guest that has the claim is dead. Takes the claim from a dead guest."""
         words, guest = self._words, guest_of(claim)
         identity = words.load(Word.R_IDENTITY + SLOT_WORDS * guest)
         if is_alive(identity):

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rose.engine.amx import ask_for_amx
+from rose.engine.amx import ask_for_amx, portable_attention
 
 STOCK_ENV = {
     "VLLM_PLUGINS": "",
@@ -37,6 +37,7 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
     llm = LLM(
         job["model"],
         dtype=job.get("dtype", "auto"),
+        attention_backend=portable_attention(job["model"]),
         enforce_eager=True,
         max_model_len=job["max_model_len"],
         max_num_seqs=16,

@@ -1,7 +1,7 @@
 """`rose sched multiplex`: runs two jobs on this machine, together where that is faster than one by one.
 
-The jobs' files and programs are those of `rose sched submit`; a program says with `progress.step` where it
-can be moved or paused. Bad input is refused before anything starts. Source: JigsawRL §4.
+The jobs' files and programs are those of `rose sched submit`. A program says with `progress.step` where it
+can be moved or paused. Refuses bad input before it starts anything. Source: JigsawRL §4.
 """
 
 import argparse
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs both jobs to their ends; 1 if one failed, 130 when a signal came first."""
+    """Runs both jobs to their ends. Returns 1 if one of them failed, and 130 if a signal came first."""
     settings = Settings.from_environment()
     arguments = _parser(settings).parse_args(list(argv))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     pairing = _pairing(specs, cores, arguments)
     folder = make_private_dir(arguments.folder.absolute(), "choose another with --folder")
     page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
-    # Threads that spin for work would take the core from those that have it.
+    # Threads that spin for work would take the core from threads that have work.
     default_variable("OMP_WAIT_POLICY", "PASSIVE")
     with StopOnSignals():
         channel = ChannelUrl.parse(arguments.channel)
@@ -58,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
             report = _report(run, pairing)
             print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
             return int(any(side.has_failed for side in run.sides))
-        finally:  # what was measured is kept after a signal too
+        finally:  # measurements are kept after a signal too
             if arguments.output is not None:
                 _write(pairing.table, arguments.output)
     return 130  # a signal
 
 
 class _Watch:
-    """What is done between two calls: the dashboard, and a line when the mode changes."""
+    """Runs between two calls: checks the dashboard, and prints a line when the mode changes."""
 
     def __init__(self, pairing: Pairing, page: DashboardProcess | None, *, is_quiet: bool) -> None:
         self._pairing = pairing
@@ -83,7 +83,7 @@ class _Watch:
 
 
 def _read(paths: Sequence[Path]) -> tuple[RunSpec, RunSpec]:
-    """Reads both files. Raises: ConfigError for jobs that can't share this machine."""
+    """Reads both job files. Raises: ConfigError for jobs that can't share this machine."""
     found = []
     for path in paths:
         spec = read_job(path)[1]
@@ -115,7 +115,7 @@ def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: ar
 
 
 def _check_output(path: Path) -> None:
-    """Raises: ConfigError if the table could not be written there when the jobs have ended."""
+    """Raises: ConfigError if the table could not be written to ``path`` when the jobs have ended."""
     if path.exists():
         raise ConfigError(f"{path}: exists; remove it, or choose another with --output")
     if not path.parent.is_dir():

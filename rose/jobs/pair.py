@@ -1,8 +1,8 @@
 """Two jobs on one device: starts them, answers their calls, and carries out what the pair's policy decides.
 
-Owns both processes and the channel that they call. A job gets its permit when it has a share, and new shares
-while it runs. Both processes have ended when `run` returns or raises. A job that ends, or fails, leaves the
-device to the other one.
+Owns both processes and the channel that they call. A job gets its permit when it has a share, and may get
+other shares while it runs. Promises that both processes have ended when `run` returns or raises. When a job
+ends or fails, the other one has the device to itself.
 """
 
 import logging
@@ -48,15 +48,15 @@ from rose.scheduler.runtime.job.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 DEVICE = "device"
-"""What a job's group is called here."""
+"""The name of the group of both jobs."""
 POLL_S = 0.05
 LEASE_S = 60.0
-"""Heartbeats keep nothing here: whether a job lives is known from its process."""
+"""Permits need a lease, but nothing depends on it here: the job's process shows whether the job lives."""
 STAGES = {Phase.ROLLOUT: ROLLOUT, Phase.TRAIN: TRAIN}
 
 
 class PairRun:
-    """One run of two jobs. One thread."""
+    """One run of two jobs, in one thread."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class PairRun:
         folder: Path,
         cache_root: Path,
     ) -> None:
-        """cores: of the device. channel: its URL, and the scheduler's end. folder: job files and logs."""
+        """``cores``: those of the device. ``channel``: its URL, and the scheduler's end of it. ``folder``:
+        the place of job files and logs."""
         self._pairing = pairing
         self._cores = list(cores)
         self._url, self._channel = channel
@@ -82,8 +83,9 @@ class PairRun:
         self._processes = ProcessGroup()
 
     def run(self, check: Callable[[], object]) -> None:
-        """Serves both jobs until they have ended; calls `check` in between. Raises: WorkerError."""
-        shutil.rmtree(self._cache_root, ignore_errors=True)  # what a killed run has left
+        """Serves both jobs until they have ended, and calls ``check`` in between. Raises: WorkerError if a
+        job can't be started."""
+        shutil.rmtree(self._cache_root, ignore_errors=True)  # left by a run that was killed
         try:
             for side in self.sides:
                 self._start(side)
@@ -92,11 +94,11 @@ class PairRun:
                 self._step()
         finally:
             self._processes.stop(GRACE_S)
-            shutil.rmtree(self._cache_root, ignore_errors=True)  # this channel's alone
+            shutil.rmtree(self._cache_root, ignore_errors=True)  # no other run uses this folder
 
     @property
     def elapsed_s(self) -> float:
-        """From the first permit to the last completed iteration."""
+        """The seconds from the first permit to the last completed iteration."""
         ends = [at_s for side in self.sides for at_s in side.done_s]
         return max(ends) - self.began_s if ends and self.began_s is not None else 0.0
 
@@ -181,7 +183,7 @@ class PairRun:
                 side.waiting = call
                 self.meter.asked(call.job, call.phase, now)
                 pairing.asks(index, STAGES[call.phase], now)
-                return  # the permit is the answer
+                return  # the permit will be the answer
             case Release():
                 side.holds = None
                 self.meter.released(call.job, now)
@@ -210,7 +212,7 @@ class PairRun:
                 self._pairing.ended(index, now)
 
     def _carry_out(self, now: float) -> None:
-        """Sends new shares, the smaller ones first, and the permits of those that have got one."""
+        """Sends new shares, the smaller share first, and permits to waiting jobs that have a share."""
         shares = self._pairing.shares
         is_new, self._epoch = self._pairing.epoch != self._epoch, self._pairing.epoch
         for index in sorted((0, 1), key=lambda k: len(cores_of(k, shares, self._cores))):
@@ -256,7 +258,7 @@ class PairRun:
 
 
 def cores_of(index: int, shares: Sequence[Share | None], cores: Sequence[int]) -> list[int]:
-    """Returns a pipeline's cores: the first one's share from the left, the second one gets the rest."""
+    """Returns a pipeline's cores. The first pipeline has the lowest cores, the second one has the rest."""
     share, other = shares[index], shares[1 - index]
     if share is None:
         return []

@@ -1,7 +1,7 @@
 """What a running pair tells `rose sched status`, `explain` and the dashboard.
 
-Owns the translation into the answers of the cluster's scheduler, so that the same commands read both. A pair
-has no groups and no prices. Pure: takes `now`.
+Owns the translation into the answers of the cluster's scheduler, so that the same commands can read both. A
+pair has no groups and no prices. Pure: takes `now`.
 """
 
 import os
@@ -24,7 +24,7 @@ NUM_SHOWN = 12
 
 @dataclass(slots=True)
 class Side:
-    """One job of the pair. `caller`: its end of the channel; None before its first call."""
+    """One job of the pair. ``caller``: its end of the channel; None before its first call."""
 
     spec: RunSpec
     process: ServerProcess
@@ -34,11 +34,11 @@ class Side:
     num_done: int = 0
     exit_status: int | None = None
     done_s: list[float] = field(default_factory=list)
-    """When its iterations were completed."""
+    """The times at which its iterations were completed."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether its process has ended with an error, or before its last iteration."""
+        """Whether its process ended with an error, or before its last iteration."""
         return self.exit_status is not None and (
             self.exit_status != 0 or self.num_done < self.spec.iterations
         )
@@ -51,7 +51,7 @@ class Side:
 
 
 class PairFacts:
-    """The facts of one pair."""
+    """Answers questions about one pair."""
 
     def __init__(self, sides: Sequence[Side], pairing: Pairing, meter: Meter) -> None:
         self._sides = sides
@@ -59,7 +59,7 @@ class PairFacts:
         self._meter = meter
 
     def overview(self, now: float) -> dict[str, Any]:
-        """What the dashboard shows; `devices` is the pair's own part."""
+        """Returns what the dashboard shows. Only a pair's answer has ``devices``."""
         pools = {"rollout": Pools().rollout, "train": Pools().train}
         jobs = [self._job(index, now) for index in range(len(self._sides))]
         return {
@@ -79,7 +79,7 @@ class PairFacts:
         }
 
     def device(self, now: float) -> dict[str, Any]:
-        """How the device is shared, why, and the latest decisions, newest first."""
+        """Returns how the device is shared and why, and the latest decisions, newest first."""
         pairing = self._pairing
         plan, latest = pairing.plan, list(pairing.decisions)[-NUM_SHOWN:]
         return {
@@ -97,7 +97,7 @@ class PairFacts:
         }
 
     def status(self, call: Status, now: float) -> Answer:
-        """The answer to `rose sched status` and `rose sched explain --job`."""
+        """Returns the answer to `rose sched status` and `rose sched explain --job`."""
         names = [side.spec.name for side in self._sides]
         if call.job is not None and call.job not in names:
             error = f"no job {call.job!r}; the jobs are: {', '.join(names)}"
@@ -108,7 +108,7 @@ class PairFacts:
         )
 
     def events(self, last: int) -> list[dict[str, Any]]:
-        """The latest decisions as events, oldest first. Their times are wall-clock times, for people."""
+        """Returns the latest decisions as events, oldest first, with wall-clock times."""
         offset_s = time.time() - time.monotonic()
         names = " and ".join(self._pairing.names)
         return [
@@ -155,7 +155,7 @@ class PairFacts:
 
 
 def decision_text(pairing: Pairing, decision: Decision) -> str:
-    """Says what runs from a decision on."""
+    """Says what each pipeline runs after a decision."""
     parts = (f"{name} {_part(decision, index)}" for index, name in enumerate(pairing.names))
     return "; ".join(parts)
 
@@ -171,7 +171,7 @@ def _part(decision: Decision, index: int) -> str:
 
 
 def _constant(num_ranks: int) -> dict[str, Any]:
-    """What a job of the cluster's scheduler has, and one of a pair has not."""
+    """Returns fields that only jobs of the cluster's scheduler use, with values for a job of a pair."""
     return {
         "ahead": None,
         "progress": None,

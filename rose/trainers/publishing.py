@@ -1,6 +1,6 @@
 """A callback that publishes a trainer's weights after optimizer steps: for transformers' and TRL's trainers.
 
-Needs transformers alone.
+Needs only transformers.
 """
 
 import time
@@ -18,9 +18,10 @@ _ACK_POLL_S = 0.05
 class PublishWeights(TrainerCallback):
     """``Trainer(callbacks=[PublishWeights(publisher)], ...)``: each optimizer step becomes a version.
 
-    ``every_s``: steps within so many seconds become one version, and the last step one of its own.
-    ``num_workers``: so many must run it before training goes on, whichever: those that die are not waited
-    for, and the router gives turns to the newest version alone. 0: rollouts may lag behind by some steps.
+    ``every_s``: steps within so many seconds become one version. The last steps always become one.
+    ``num_workers``: the number of workers, whichever they are, that must run a version before training goes
+    on. Workers that die are not waited for, because the router gives turns only to the newest version. With
+    0, rollouts may lag behind by some steps.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PublishWeights(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Does its part when transformers calls it. Raises: RelayError, WorkerError."""
+        """Publishes the first version. Raises: RelayError, WorkerError."""
         self._publish()
 
     def on_step_end(

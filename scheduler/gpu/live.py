@@ -1,7 +1,7 @@
-"""A pipeline that runs: what it has done of its iteration, and what is to come, in seconds alone.
+"""A running pipeline: what it has done of its iteration, and what is to come, in seconds of a run alone.
 
-Owns its step log, what its steps take alone, and the graph of its last iteration. A step beside another
-pipeline counts as long as the same step alone, so the graph never holds the other one's slowdown. Pure.
+Owns its step log, the times of its steps alone, and the graph of its last iteration. A step beside another
+pipeline counts with the time of the same step alone, so the graph never holds the other one's slowdown. Pure.
 """
 
 import statistics
@@ -13,13 +13,13 @@ from rose.scheduler.gpu.progress import Progress
 from rose.scheduler.gpu.substages import Iteration, Kind, Steps, iteration, substages
 
 ROLLOUT, TRAIN = 0, 1
-"""The stages of a running pipeline: those for which it asks permits."""
+"""The stages of a running pipeline, for which it asks permits."""
 NUM_KEPT = 32
-"""Steps of equal size whose median is what one of them takes."""
+"""The most steps of one size that are kept. Their median is the time of such a step."""
 
 
 class StepCosts:
-    """What steps take alone, by kind and tokens."""
+    """The times of steps alone, by kind and tokens."""
 
     def __init__(self) -> None:
         self._seen: dict[Kind, dict[int, deque[float]]] = defaultdict(dict)
@@ -28,7 +28,7 @@ class StepCosts:
         self._seen[kind].setdefault(tokens, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def seconds(self, kind: Kind, tokens: int) -> float | None:
-        """Returns the median of the steps nearest in size; None if none of the kind ran alone."""
+        """Returns the median of the steps nearest in size; None if no step of the kind ran alone."""
         sizes = self._seen.get(kind)
         if not sizes:
             return None
@@ -38,8 +38,8 @@ class StepCosts:
 class Live:
     """One pipeline in progress, on one worker.
 
-    `stage`: the one that it runs or waits for; None between two. `past`: the graph of its last iteration;
-    None before there is one, or if it reports no steps.
+    ``stage``: the stage that it runs or waits for; None between two stages. ``past``: the graph of its last
+    iteration; None before the first, or if it reports no steps.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Live:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it would compute now if it might."""
+        """Whether it has work now."""
         return self.stage is not None and not self.is_over
 
     @property
@@ -71,19 +71,19 @@ class Live:
 
     @property
     def kind(self) -> Kind | None:
-        """What it runs, or is expected to run next."""
+        """The kind of sub-stage that it runs, or is expected to run next."""
         if not self.is_ready or self.past is None:
             return None
         head = self._progress().workers[0].head
         return head.kind if head is not None else None
 
     def ready(self) -> tuple[int, int | None, int]:
-        """Which sub-stage of which iteration is ready: decisions are due when it changes."""
+        """Returns which sub-stage of which iteration is ready. Decisions are due when this changes."""
         index = self._progress().workers[0].index if self.is_ready and self.past is not None else 0
         return self.num_done, self.stage, index
 
     def upcoming(self) -> list[Next]:
-        """What is expected, by the last iteration's graph."""
+        """Returns the sub-stages that are expected, by the last iteration's graph."""
         return self._progress().upcoming(0) if self.is_ready and self.past is not None else []
 
     def asks(self, stage: int) -> None:
@@ -95,12 +95,12 @@ class Live:
             self.began_s, self._is_new, self._is_alone = now, False, True
 
     def disturbed(self) -> None:
-        """Something ran beside it, or it paused: its times are not those alone."""
+        """Notes that something ran beside it or that it paused, so its times are not those of a run alone."""
         self._was_alone = self._is_alone = False
 
     def step(self, tokens: int, num_running: int, seconds: float, *, is_alone: bool) -> float | None:
-        """Notes a step; returns what it takes alone, None if that is unknown. Tells the step's kind by the
-        stage."""
+        """Notes a step, whose kind follows from the stage. Returns its time alone; None if that is
+        unknown."""
         steps = Steps(tokens=tokens, num_running=num_running, seconds=seconds)
         kind = Kind.TRAIN if self.stage == TRAIN else steps.kind
         if is_alone:
@@ -119,7 +119,7 @@ class Live:
         return alone_s
 
     def released(self, now: float) -> None:
-        """The stage has ended."""
+        """Notes the end of the stage."""
         if self.stage == TRAIN and (self._was_alone or self._train_s is None):
             self._train_s = now - self._granted_s
         self.stage, self.holds, self._at = None, False, None
@@ -132,14 +132,14 @@ class Live:
             self.past = iteration([self._log], reference_s=0.0, train_s=self._train_s)
             if self._is_alone:
                 self._between_s = max(0.0, now - self.began_s - self.past.seconds)
-        if self.num_done == 1:  # it compiled, allocated and read files
+        if self.num_done == 1:  # the first iteration compiled, allocated and read files
             self._costs = StepCosts()
         has_log = bool(self._log)
         self._log, self._train_done_s, self._at = [], 0.0, None
         return self.past.seconds + self._between_s if self.past is not None and has_log else 0.0
 
     def ended(self) -> None:
-        """Its process has ended."""
+        """Notes the end of its process."""
         self.is_over, self.stage, self.holds = True, None, False
 
     def _progress(self) -> Progress:

@@ -1,4 +1,4 @@
-"""Slowdowns measured while two pipelines run: which splits are to be tried still, and the table of the rest.
+"""Slowdowns measured while two pipelines run: the splits that are still to be tried, and the table.
 
 Owns the sums of each pair and split. A pair is in the table when each of its splits was measured for long
 enough on both sides. Pure. Source: JigsawRL §4.2, with the pipelines' own steps in place of an offline grid.
@@ -12,7 +12,7 @@ from rose.scheduler.gpu.substages import Kind
 
 ENOUGH_S = 0.25
 ENOUGH_STEPS = 3
-"""Least seconds and steps of each side of a pair."""
+"""The least seconds and steps of each side of a pair."""
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class _Sum:
 
 
 class MeasuredSlowdowns:
-    """Measures on shares of compute `levels`; memory is halved, which a split of compute alone leaves as it
-    is."""
+    """Measures at the shares of compute in ``levels``. Memory counts as halved, because only compute is
+    split."""
 
     MEMORY = 0.5
 
@@ -38,14 +38,14 @@ class MeasuredSlowdowns:
         self._sums: dict[tuple[Kind, Kind, float], _Sum] = {}
 
     def add(self, kind: Kind, beside: Kind, compute: float, seconds: float, alone_s: float) -> None:
-        """Adds a step of `kind` that took `seconds`, where it takes `alone_s` alone."""
+        """Adds a step of ``kind`` that took ``seconds``, and would take ``alone_s`` alone."""
         found = self._sums.setdefault((kind, beside, self._level(compute)), _Sum())
         found.seconds += seconds
         found.alone_s += alone_s
         found.num_steps += 1
 
     def to_try(self, one: Kind, two: Kind) -> Split | None:
-        """Returns a split that this pair has not run long enough with; None if it has all."""
+        """Returns a split in which this pair has not run long enough; None if there is none."""
         for level in self._levels:
             rest = self._level(1 - level)
             if not (self._is_known(one, two, level) and self._is_known(two, one, rest)):
@@ -56,7 +56,7 @@ class MeasuredSlowdowns:
         return None
 
     def table(self) -> SlowdownTable:
-        """Returns what is known. Pairs that lack a split are left out, and so run one after the other."""
+        """Returns the slowdowns of all measured pairs. Other pairs run one after the other."""
         pairs = {(kind, beside) for kind, beside, _ in self._sums}
         return SlowdownTable(
             hardware=self._hardware,

@@ -1,10 +1,10 @@
-"""Two running pipelines on one device: who computes now, with which share.
+"""Two running pipelines on one device: decides which of them computes now, with which share.
 
-Owns the way from nothing known to the shipped policy. First one iteration after the other: that is each
-pipeline's profile, and what serial throughput is. Then every pair of sub-stages that meets runs side by side
-until it is measured, unless a table was given. Then the plan (plan.py) decides: look-ahead, or serial. Serial
-is also what happens when a pipeline reports no steps, when one does not yield, and when sharing was measured
-to be slower than serial. Pure: takes `now`; an executor carries the shares out.
+Owns the way from two unknown pipelines to the shipped policy. At first one iteration runs after the other,
+which gives each pipeline's profile and the serial throughput. Then every pair of sub-stages that meets runs
+side by side until it is measured, unless a table was given. Then the plan (plan.py) decides between
+look-ahead and serial. Serial is also chosen when a pipeline reports no steps, when one does not yield, and
+when sharing was measured to be slower than serial. Pure: takes `now`; an executor carries the shares out.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ from rose.scheduler.gpu.slowdown import Share, SlowdownTable, Split
 from rose.scheduler.gpu.substages import Kind
 
 SOLO_ITERATIONS = 2
-"""Of each pipeline, alone: one to warm up, and one that is its profile."""
+"""The iterations of each pipeline alone: one to warm up, and one that is its profile."""
 TRIAL_ITERATIONS = 2
-"""Of each pipeline, at most, until the plan is made with the pairs that have met."""
+"""The most iterations of each pipeline until the plan is made, with the pairs that have met."""
 PLANNED_ITERATIONS = 10
-"""Of both together, until the plan is made again with what was measured."""
+"""The iterations of both together until the plan is made again, with all measurements."""
 YIELD_S = 30.0
-"""A pipeline that takes longer from one step to the next can't be paused."""
+"""A pipeline that takes longer from one step to the next counts as one that can't be paused."""
 NUM_DECISIONS = 200
 
 
@@ -42,7 +42,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What runs from `time_s` on. `shares`: None where a pipeline pauses, or has nothing to compute."""
+    """What runs from ``time_s`` on. A share is None if its pipeline pauses, or has nothing to compute."""
 
     time_s: float
     mode: Mode
@@ -51,10 +51,10 @@ class Decision:
 
 
 class Pairing:
-    """The state of one pair. Every call may change `shares`; `epoch` counts the changes.
+    """The state of one pair. Every call may change ``shares``; ``epoch`` counts the changes.
 
-    `table`: slowdowns of this hardware; None: they are measured. `levels`: the shares of compute that the
-    device can be split into.
+    ``table``: slowdowns of this hardware; None measures them. ``levels``: the shares of compute into which
+    the device can be split.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pairing:
         self.why = "it was asked for" if is_serial else "each pipeline's iterations alone are its profile"
         self.plan: Plan | None = None
         self.together: tuple[Mode, str] | None = None
-        """How the two ran, and why, when the first one ended."""
+        """The mode in which the two ran when the first one ended, and its reason."""
         self.shares: tuple[Share | None, Share | None] = (None, None)
         self.epoch = 0
         self.decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
@@ -83,20 +83,21 @@ class Pairing:
         self._key: object = None
         self._kinds: tuple[Kind | None, Kind | None] = (None, None)
         self._to_pause: list[tuple[int, float] | None] = [None, None]
-        """The epoch that asked a pipeline to pause, and when, until the pipeline has done it."""
+        """For each pipeline that was asked to pause and has not paused yet: the epoch and the time of the
+        request."""
         self._since_s: float | None = None
         self._until_s = self._alone_s = 0.0
         self._num_planned = 0
 
     @property
     def table(self) -> SlowdownTable:
-        """The given slowdowns, or those that were measured until now."""
+        """The given slowdowns, or those measured until now."""
         return self._given if self._given is not None else self._measured.table()
 
     @property
     def gain(self) -> float | None:
-        """The throughput over serial while both ran, since their profile: seconds alone of what was done a
-        second. Iterations count when they are completed; None before the first.
+        """The throughput since the profile over that of serial: the seconds alone of the completed
+        iterations, over the seconds in which both ran. None before the first iteration is completed.
         """
         if self._since_s is None or self._until_s <= self._since_s or not self._alone_s:
             return None
@@ -108,14 +109,15 @@ class Pairing:
         self._decide(now)
 
     def granted(self, index: int, now: float) -> None:
-        """The executor has let it begin."""
+        """The executor has let a pipeline begin its stage."""
         live = self.pipelines[index]
         live.granted(now)
         if not self._is_alone(index):
             live.disturbed()
 
     def stepped(self, index: int, tokens: int, num_running: int, seconds: float, epoch: int) -> None:
-        """A step that began under the shares of `epoch` is done. `decide` follows the last of a report."""
+        """A step that began under the shares of ``epoch`` is done. The executor calls obeys() after a
+        report's last step."""
         live, share, beside = self.pipelines[index], self.shares[index], self._kinds[1 - index]
         is_current = epoch == self.epoch and share is not None
         alone_s = live.step(tokens, num_running, seconds, is_alone=is_current and self._is_alone(index))
@@ -125,23 +127,23 @@ class Pairing:
             self._measured.add(kind, beside, share.compute, seconds, alone_s)
 
     def _is_alone(self, index: int) -> bool:
-        """Whether nothing runs beside it: the other one has no share, and has paused if it was to."""
+        """Whether nothing runs beside a pipeline: the other one has no share, and is not about to pause."""
         return self.shares[1 - index] is None and self._to_pause[1 - index] is None
 
     def obeys(self, index: int, epoch: int, now: float) -> None:
-        """A pipeline has done what `epoch` asks of it, and all of its steps are known."""
+        """A pipeline has done what ``epoch`` asked, and all of its steps have been reported."""
         asked = self._to_pause[index]
         if asked is not None and epoch >= asked[0]:
             self._to_pause[index] = None
         self._decide(now)
 
     def released(self, index: int, now: float) -> None:
-        """The stage is over."""
+        """A pipeline's stage is over."""
         self.pipelines[index].released(now)
         self._decide(now)
 
     def completed(self, index: int, now: float) -> None:
-        """An iteration is over."""
+        """A pipeline's iteration is over."""
         alone_s, other = self.pipelines[index].completed(now), self.pipelines[1 - index]
         if self._since_s is not None and not other.is_over:
             self._alone_s, self._until_s = self._alone_s + alone_s, now
@@ -161,7 +163,7 @@ class Pairing:
         self._decide(now)
 
     def tick(self, now: float) -> None:
-        """Looks for a pipeline that was to pause long ago, and goes on."""
+        """Goes to serial if a pipeline was asked to pause more than YIELD_S ago and goes on."""
         late = [index for index, asked in enumerate(self._to_pause) if asked and now - asked[1] > YIELD_S]
         if late and self.mode in (Mode.TRIAL, Mode.SHARED):
             name = self.names[late[0]]
@@ -207,7 +209,7 @@ class Pairing:
         self._to(Mode.SHARED, why)
 
     def _decide(self, now: float) -> None:
-        """Decides anew where another sub-stage is ready than before, or a trial is through."""
+        """Decides anew if another sub-stage is ready than before, or a trial has ended."""
         one, two = self.pipelines
         if self.pipelines[self._turn].is_between and self.pipelines[1 - self._turn].is_ready:
             self._turn = 1 - self._turn
@@ -232,7 +234,8 @@ class Pairing:
         self._apply((shares[0], shares[1]), kinds, now)
 
     def _trial(self, kinds: tuple[Kind | None, Kind | None]) -> Split | None:
-        """Returns a split to measure; also once there is a plan, for pairs that are too short to be known."""
+        """Returns a split to measure, or None. After the plan, it measures pairs that were too short
+        before."""
         if self._given is not None or self.mode not in (Mode.TRIAL, Mode.SHARED):
             return None
         one, two = kinds

@@ -1,4 +1,5 @@
-"""What the pieces of a training pass take, and how a microbatch is split so that each fits a gap of serving.
+"""The times of a training pass's pieces, and the split of a microbatch so that each piece fits a gap of
+serving.
 
 Owns the measured seconds of each piece and their fit. Promises that a piece which was never measured counts
 as endless. Never reads a clock, never runs anything.
@@ -16,15 +17,15 @@ from rose.scheduler.node.profile import fit_cost
 GIVE_WAY_S = 0.02
 """A training pass stops within this time when a request is due."""
 _KEPT = 64
-"""Measurements of a piece that count: the latest."""
+"""The number of a piece's latest measurements that count."""
 _LEAST = 3
-"""Measurements before a piece's time is believed. The very first is left out: it allocates memory."""
+"""The measurements that a prediction needs. The very first is left out, because it allocates memory."""
 _REFIT_EVERY = 8
 _COEFFICIENTS = 3
 _OUTLIERS_FROM = 20
-"""With so many measurements the slowest is left out: something else had the processor then."""
+"""With so many measurements the slowest is left out, because something else had the processor then."""
 _MARGIN_S = 2e-4
-"""What a wake-up or a clock costs a piece of any length."""
+"""The cost of a wake-up or a clock, for a piece of any length."""
 
 
 class Piece(NamedTuple):
@@ -59,7 +60,7 @@ class _Measured:
         self._is_warm = False
         self._since_fit = 0
         self._sizes: set[int] = set()
-        """The first sizes that were measured, until they tell the coefficients apart."""
+        """The first sizes that were measured, until there are enough to fit all coefficients."""
         self._cost: PassCost | None = None
         self._safe_ratio = 1.0
 
@@ -87,7 +88,7 @@ class _Measured:
         works, seconds = zip(*self.samples, strict=True)
         if len({work.tokens for work in works}) >= _COEFFICIENTS:
             self._cost = fit_cost([work.tokens for work in works], seconds, [work.pairs for work in works])
-        else:  # too few sizes to tell the coefficients apart: proportional to the tokens
+        else:  # too few sizes to fit all coefficients: proportional to the tokens
             per_token_s = sum(seconds) / sum(work.tokens for work in works)
             self._cost = PassCost(constant_s=0.0, per_token_s=per_token_s, per_pair_s=0.0)
         ratios = sorted(s / self._cost.seconds(work.tokens, work.pairs) for work, s in self.samples)
@@ -95,17 +96,18 @@ class _Measured:
 
 
 class PieceTimes:
-    """The pieces of one trainer. They are measured while it trains, so that a change of speed is followed."""
+    """The times of one trainer's pieces. They are measured while it trains, so they follow a change of
+    speed."""
 
     def __init__(self) -> None:
         self._pieces: dict[Piece, _Measured] = {}
 
     def add(self, piece: Piece, work: Work, seconds: float) -> None:
-        """Notes that a piece took ``seconds``, of which none in a pause."""
+        """Notes that a piece took ``seconds``, without pauses."""
         self._pieces.setdefault(piece, _Measured()).add(work, max(seconds, 1e-7))
 
     def predict(self, piece: Piece, work: Work) -> float:
-        """Returns the expected seconds; infinite for a piece that was measured less than three times."""
+        """Returns the expected seconds; infinite for a piece without enough measurements."""
         measured = self._pieces.get(piece)
         return math.inf if measured is None else measured.predict(work)
 
@@ -127,7 +129,7 @@ PASSES = frozenset({"forward", "backward"})
 def num_parts(times: PieceTimes, work: Work, at_most_s: float) -> int:
     """Returns into how many parts to split a microbatch, so that each piece of a part takes ``at_most_s``.
 
-    As many as it has sequences if nothing is known, or if even one sequence takes longer.
+    Returns the number of its sequences if nothing is known, or if even one sequence takes longer.
     """
     for parts in range(1, work.sequences):
         part = Work(math.ceil(work.sequences / parts), work.length)

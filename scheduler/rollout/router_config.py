@@ -26,9 +26,11 @@ class _Settings(BaseModel):
 class WorkerSpec(_Settings):
     """One rollout engine: its address and the kind and number of its GPUs."""
 
-    url: str
-    kind: WorkerKind = WorkerKind.DEDICATED
-    gpus: int = Field(default=1, ge=1)
+    url: str = Field(description="address of the engine, http://HOST:PORT")
+    kind: WorkerKind = Field(
+        default=WorkerKind.DEDICATED, description="serving if the GPU serves traffic as well"
+    )
+    gpus: int = Field(default=1, ge=1, description="number of GPUs of the engine")
 
     @field_validator("url")
     @classmethod
@@ -74,7 +76,7 @@ class JobSpec(_Settings):
         default=None, ge=0, description="most serving GPUs that it may borrow: N_serving (ROSE §4)"
     )
     max_queued: int | None = Field(
-        default=None, ge=1, description="most waiting turns; default max_queued_per_job"
+        default=None, ge=1, description="most waiting turns; by default max_queued_per_job"
     )
 
 
@@ -92,11 +94,17 @@ class FrontSpec(_Settings):
 class RouterConfig(_Settings):
     """All settings. Times are in seconds."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8100, ge=0, le=65535, description="0: any free port")
-    workers: tuple[WorkerSpec, ...] = ()
+    host: str = Field(default="127.0.0.1", description="the address to listen on")
+    port: int = Field(
+        default=8100, ge=0, le=65535, description="the port to listen on; 0 takes any free port"
+    )
+    workers: tuple[WorkerSpec, ...] = Field(default=(), description="the rollout engines behind the router")
 
-    policy: str = Field(default="paper", pattern="^(paper|cost|turnwise|pinned)$")
+    policy: str = Field(
+        default="paper",
+        pattern="^(paper|cost|turnwise|pinned)$",
+        description="how turns are placed: paper, cost, turnwise or pinned",
+    )
     run_id: str | None = Field(
         default=None, description="the only training run; workers with weights of others are refused"
     )
@@ -105,18 +113,27 @@ class RouterConfig(_Settings):
         gt=0,
         description="a turn whose weights no worker has for this long is answered 503",
     )
-    version_mode: VersionMode = VersionMode.LATEST
-    max_lag: int = Field(default=1, ge=0, description="for version_mode max-lag")
+    version_mode: VersionMode = Field(
+        default=VersionMode.LATEST, description="the weight versions that a turn may use"
+    )
+    max_lag: int = Field(
+        default=1, ge=0, description="the most versions behind the newest, under version_mode max-lag"
+    )
     turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
     concurrency_profile: Path | None = Field(
-        default=None, description="turns_per_gpu from a file of rose profile --concurrency (ROSE Appendix A)"
+        default=None,
+        description="file of rose profile --concurrency that sets turns_per_gpu (ROSE Appendix A)",
     )
-    max_sessions: int = Field(default=65536, ge=1)
-    max_fingerprints: int = Field(default=8192, ge=1)
+    max_sessions: int = Field(default=65536, ge=1, description="most trajectories whose worker is remembered")
+    max_fingerprints: int = Field(
+        default=8192,
+        ge=1,
+        description="most finished turns by which trajectories without a key are recognized",
+    )
 
     fronts: FrontSpec = Field(
         default=FrontSpec(),
-        description="take chats that a token alone doesn't make: tools, reasoning, grammars",
+        description="processes for chats with tools, reasoning, stop strings or grammars",
     )
 
     jobs: dict[str, JobSpec] = Field(default_factory=dict, description="the RL jobs by name")
@@ -125,14 +142,16 @@ class RouterConfig(_Settings):
     )
     max_body_bytes: int = Field(default=256 * 2**20, ge=1024, description="larger bodies are answered 413")
     body_s: float = Field(
-        default=60.0, gt=0, description="time for a client's body to arrive; later ones are answered 408"
+        default=60.0, gt=0, description="time for a client's body to arrive; a later one is answered 408"
     )
     idle_s: float = Field(
-        default=75.0, gt=0, description="a connection without a whole request head is closed"
+        default=75.0, gt=0, description="a connection without a whole request head is closed after this time"
     )
-    max_queued_per_job: int = Field(default=4096, ge=1, description="more are answered 429")
+    max_queued_per_job: int = Field(
+        default=4096, ge=1, description="most waiting turns of a job; further turns are answered 429"
+    )
     deadline_s: float = Field(
-        default=3600.0, gt=0, description="most time for a turn, queueing included; then 504"
+        default=3600.0, gt=0, description="most time for a turn, queueing included; then it is answered 504"
     )
     stall_s: float = Field(
         default=2.0, gt=0, description="a turn without a token for this long is rerouted (ROSE §4.3)"
@@ -145,23 +164,29 @@ class RouterConfig(_Settings):
         ge=1,
         description="most tokens per chunk from a worker; a killed worker loses up to this many",
     )
-    max_failures: int = Field(default=5, ge=1, description="worker errors per turn; then 502")
+    max_failures: int = Field(
+        default=5, ge=1, description="worker errors of a turn after which it is answered 502"
+    )
     avoid_s: float = Field(
         default=1.0, ge=0, description="a worker that failed gets no new turn for this long"
     )
 
-    heartbeat_s: float = Field(default=0.5, gt=0)
+    heartbeat_s: float = Field(
+        default=0.5, gt=0, description="time between two questions for a worker's status"
+    )
     lost_after_s: float = Field(
         default=2.5, gt=0, description="a worker without a sign of life for this long is dead"
     )
     telemetry_max_age_s: float = Field(
-        default=2.0, gt=0, description="with older shares policy cost decides as paper"
+        default=2.0, gt=0, description="if a share is older than this, policy cost places as paper does"
     )
     kv_window_s: float = Field(default=3600.0, gt=0, description="window of serving's KV usage (ROSE §4)")
     lease_s: float = Field(
         default=10.0, ge=0, description="serving GPUs keep prefix KV for this long (ROSE §4.1)"
     )
-    drain_s: float = Field(default=30.0, ge=0, description="time for turns in flight on SIGTERM")
+    drain_s: float = Field(
+        default=30.0, ge=0, description="time that turns in flight have to end after SIGTERM"
+    )
 
     peers: tuple[str, ...] = Field(
         default=(), description="addresses of the other routers before the same workers"

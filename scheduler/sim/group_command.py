@@ -1,7 +1,7 @@
-"""`--level group`: one group's order, what it promises each job, and how that is played.
+"""`--level group`: the order of each group, its promise to each job, and a simulation of it.
 
-The groups are those that a policy makes of a CLUSTER.yaml. `explain` names the bottleneck of each group's
-cycle; `simulate` plays passes with phases shorter than the worst case. No real job runs.
+A policy forms the groups from a CLUSTER.yaml. `explain` names the bottleneck of each group's cycle.
+`simulate` plays passes with phases that are shorter than the worst case. Never runs a real job.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The scheduler's four levels, as `--level` of `rose sched simulate` and `rose sched explain` names them.
 
-Owns which command answers for which level. The cluster's is the default. Each level decides alone: it needs
-no other one to be played or explained.
+Owns the choice of the command for a level; the cluster level is the default. Each level can be simulated and
+explained without the others.
 """
 
 import argparse
@@ -20,7 +20,7 @@ NUM_EXPLAINED = "10"
 
 
 class Level(StrEnum):
-    """Who decides what: see docs/levels.md."""
+    """A level of decisions. docs/levels.md says which level decides what."""
 
     CLUSTER = "cluster"
     """Which group a job joins."""
@@ -33,7 +33,7 @@ class Level(StrEnum):
 
 
 def simulate(argv: Sequence[str]) -> int:
-    """``rose sched simulate [--level LEVEL] ...``."""
+    """Runs ``rose sched simulate [--level LEVEL] ...``. Raises: ConfigError for an unknown level."""
     commands: Mapping[Level, Command] = {
         Level.CLUSTER: simulate_cluster,
         Level.GROUP: simulate_groups,
@@ -45,7 +45,7 @@ def simulate(argv: Sequence[str]) -> int:
 
 
 def explain(argv: Sequence[str]) -> int:
-    """``rose sched explain [--level LEVEL] ...``."""
+    """Runs ``rose sched explain [--level LEVEL] ...``. Raises: ConfigError for an unknown level."""
     commands: Mapping[Level, Command] = {
         Level.CLUSTER: cluster_command.main,
         Level.GROUP: explain_groups,
@@ -57,7 +57,7 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def _level(argv: Sequence[str]) -> tuple[Level, list[str]]:
-    """Raises: ConfigError."""
+    """Returns the level and the other arguments. Raises: ConfigError for an unknown level."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--level", nargs="?", default=Level.CLUSTER.value)
     found, rest = first.parse_known_args(list(argv))

@@ -19,7 +19,7 @@ from preloaded import FORKS
 from real_engine import MAX_SEQS, runtime_dir
 from tiny_models import MAX_MODEL_LEN
 
-from rose.engine.amx import ask_for_amx
+from rose.engine.amx import ask_for_amx, portable_attention
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 
 RESULT_S = 1200.0
@@ -87,6 +87,7 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "enable_prefix_caching": rose is not None,
+        "attention_backend": portable_attention(str(model)),
         "distributed_executor_backend": UniProcExecutor,
     }
     return LLM(str(model), **{**defaults, **args})

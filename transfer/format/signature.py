@@ -1,12 +1,12 @@
-"""Ed25519 signatures: a follower that has the trainer's public key takes nothing that others wrote.
+"""Ed25519 signatures: a follower that has the trainer's public key takes only what the trainer has signed.
 
     rose-signed {signature, base64}\\n
     the body
 
-Owns that form, and the keys: 32 bytes, as base64. A signature covers the object's key too, so an object
-that was copied to another key is refused. A signed manifest has a SHA-256 digest of each frame, because state
-hashes and checksums find faults and no forgeries. The `cryptography` package, which comes with vLLM, is
-imported where a key is used.
+Owns the form above, and the form of the keys: 32 bytes, as base64. A signature also covers the object's key,
+so an object that was copied to another key is refused. A signed manifest has a SHA-256 digest of each frame,
+because state hashes and checksums find faults but not forgeries. The `cryptography` package, which comes with
+vLLM, is imported only where a key is used.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ class Signer:
     """The trainer's side."""
 
     def __init__(self, signing_key: str) -> None:
-        """Raises: ConfigError on a key that is none, or without the `cryptography` package."""
+        """Raises: ConfigError if the key is malformed, or without the `cryptography` package."""
         raw = _raw_key(signing_key, "signing key", "ROSE_SIGNING_KEY")
         self._private: Any = _ed25519().Ed25519PrivateKey.from_private_bytes(raw)
 
     @property
     def public_key(self) -> str:
-        """What followers need."""
+        """The key with which followers verify, as base64."""
         return b64encode(self._private.public_key().public_bytes_raw()).decode()
 
     def seal(self, key: str, body: bytes) -> bytes:
-        """Returns the body with its signature, to be stored under this key."""
+        """Returns the body with its signature in front, to be stored under this key."""
         return _PREFIX + b64encode(self._private.sign(_signed(key, body))) + b"\n" + body
 
 
@@ -41,7 +41,7 @@ class Verifier:
     """A follower's side."""
 
     def __init__(self, public_key: str) -> None:
-        """Raises: ConfigError on a key that is none, or without the `cryptography` package."""
+        """Raises: ConfigError if the key is malformed, or without the `cryptography` package."""
         raw = _raw_key(public_key, "public key", "ROSE_PUBLIC_KEY")
         self._public: Any = _ed25519().Ed25519PublicKey.from_public_bytes(raw)
 
@@ -69,7 +69,7 @@ def body_of(data: bytes) -> bytes:
 
 
 def frame_digest(frame: bytes) -> str:
-    """Returns what a signed manifest says of a frame."""
+    """Returns the digest of a frame, as a signed manifest has it."""
     return hashlib.sha256(frame).hexdigest()
 
 

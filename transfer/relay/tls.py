@@ -1,4 +1,5 @@
-"""TLS of embedded relays: what a server shows and what a client trusts, from PEM files."""
+"""TLS of embedded relays: the certificate that a server shows, and those that a client trusts, from PEM
+files."""
 
 import ssl
 from http.client import RemoteDisconnected
@@ -8,7 +9,7 @@ from rose.errors import ConfigError
 
 
 def server_context(certificate: Path, private_key: Path) -> ssl.SSLContext:
-    """Returns what a relay serves with. Raises: ConfigError on files that are no certificate and its key."""
+    """Returns a relay's context. Raises: ConfigError if the files are not a certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Without a password here, OpenSSL would ask the terminal for that of an encrypted key.
@@ -22,9 +23,9 @@ def server_context(certificate: Path, private_key: Path) -> ssl.SSLContext:
 
 
 def client_context(trusted: str | None) -> ssl.SSLContext:
-    """Returns what a client connects with. trusted: a file of certificates; None for the system's.
+    """Returns a client's context. ``trusted``: a file of certificates; None trusts the system's.
 
-    Raises: ConfigError on a file that holds none.
+    Raises: ConfigError if the file holds no certificate.
     """
     try:
         return ssl.create_default_context(cafile=trusted)
@@ -33,7 +34,7 @@ def client_context(trusted: str | None) -> ssl.SSLContext:
 
 
 def advice(error: BaseException | None) -> str:
-    """Returns what to do where a relay did not answer because of TLS; where another reason is likely, ""."""
+    """Returns what to do if a relay did not answer because of TLS; "" if another reason is likely."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             "; name the file of certificates to trust in the URL, embedded+tls://HOST:PORT?ca=FILE, and the "

@@ -14,7 +14,7 @@ import aiohttp
 Json = dict[str, Any]
 CHAT_PATH = "/v1/chat/completions"
 NUM_TURNS = 10
-LONG = 120
+LONG = 80
 """Characters that a grammar wants: tokens enough to be cut among."""
 _PARAMETERS = {
     "type": "object",

@@ -25,7 +25,7 @@ WARM_UP_STEPS = 5
 
 
 class StepTimes(TrainerCallback):  # type: ignore[misc]
-    """When each optimizer step ended."""
+    """Notes when each optimizer step ended."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -36,7 +36,7 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]
 
     @property
     def steps_per_s(self) -> float:
-        """The rate without the first steps."""
+        """Returns the steps per second, without the first steps."""
         ends_s = self.ends_s[WARM_UP_STEPS:]
         return (len(ends_s) - 1) / (ends_s[-1] - ends_s[0])
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def mean_loss(model: Any, texts: Sequences) -> float:
-    """The mean loss of all predicted tokens."""
+    """Returns the mean loss of all predicted tokens."""
     model.eval()
     total, count = 0.0, 0
     with torch.no_grad():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.arguments import BAD_INPUT_STATUS
+from rose.engine.amx import portable_attention
 from rose.engine.hooks.compatibility import check_arguments, check_config, resolve_deployment
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
@@ -169,6 +170,8 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     if settings.pool is not None:
         size = _pool_for(settings.pool, num_ranks, backend)
         settings.check_floor(size.num_slabs)
+        if backend is BackendKind.HOST and engine_args.attention_backend is None:
+            engine_args.attention_backend = portable_attention(engine_args.model)
         engine_args.kv_cache_memory_bytes = size.num_slabs * size.slab_bytes
         if settings.role is Role.ROLLOUT:
             # The gate fits steps of this size into serving's slack. A dedicated engine has no such limit.

@@ -1,7 +1,7 @@
 """Watches what rollouts cost serving, and shuts them out for a part of the time while it is too much.
 
-Runs in the serving engine's API server: it reads the records that the engine core leaves, estimates in a
-thread, and writes one word on the board. It never touches the step loop.
+Runs in the serving engine's API server. Reads the records that the engine core writes, estimates in a thread,
+and writes one word on the board. Never touches the step loop.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 LOOKS_PER_HOURLY = 6
-"""The hour's estimate costs more, and changes slowly."""
+"""The hour is estimated once in so many looks, because that costs more, and the result changes slowly."""
 HOUR_S = 3600.0
 NUM_HOURS = 24
 MAX_TENANTS = 16
 BOUNDED_MODES = (GateMode.IDLE,)
-"""The others spend what they were told to, and the harm is only told."""
+"""The modes in which the bound is kept. The others spend slack as they were told, and harm is only
+reported."""
 NO_ROLLOUTS = "no rollout engine is attached"
 
 
 class HarmWatch:
-    """One serving engine's. ``run`` is a task of the API server; one of several API servers controls."""
+    """The watch of one serving engine. ``run`` is a task of the API server. Of several API servers, one
+    controls."""
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class HarmWatch:
         floors_s: Callable[[], tuple[float, float]],
         slot: int = 0,
     ) -> None:
-        """``floors_s`` tells the TTFT and TPOT that the engine keeps at best, 0 while that is unknown.
-        ``slot`` is the engine's on the board."""
+        """``floors_s`` returns the best TTFT and TPOT that the engine can keep, 0 while they are unknown.
+        ``slot``: the engine's slot on the board."""
         self._board = board
         self._slot = slot
         self._records = records
@@ -78,7 +80,7 @@ class HarmWatch:
         self._told: set[str] = set()
 
     async def run(self, mode: Callable[[], GateMode]) -> None:
-        """Looks every few seconds until it is cancelled. ``mode`` tells the gate's."""
+        """Estimates every few seconds until it is cancelled. ``mode`` returns the gate's mode."""
         allowed = self._control.allowed
         least_s = least_seconds_to_know(allowed)
         logger.info("allow_harm=%s takes at least %.0f s of steady traffic to show", allowed, least_s)
@@ -86,7 +88,7 @@ class HarmWatch:
             try:
                 await asyncio.to_thread(self.look, mode())
             except Exception:
-                # Serving goes on without the measurement. Rollouts stay as they are.
+                # Serving goes on without the measurement, and the share of closed slices stays as it is.
                 logger.exception("the harm of rollouts could not be estimated")
             await asyncio.sleep(EVERY_S)
 

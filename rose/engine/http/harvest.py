@@ -1,6 +1,6 @@
-"""What rollouts have computed beside serving, over any stretch of the last hour.
+"""What rollouts have computed beside serving, over any part of the last hour.
 
-Owns readings of the board's counters, which run since the board was made. Never writes to the board.
+Owns readings of the board's counters, which start when the board is made. Never writes to the board.
 """
 
 from collections import deque
@@ -19,13 +19,13 @@ class _Reading:
 
 
 class HarvestLog:
-    """The readings of one board, oldest first. One is added at each look."""
+    """The readings of one board, oldest first; the latest ``num_readings`` are kept."""
 
     def __init__(self, num_readings: int) -> None:
         self._readings: deque[_Reading] = deque(maxlen=num_readings)
 
     def add(self, seen: BoardSnapshot) -> None:
-        """Keeps the counters of this moment."""
+        """Adds a reading of the counters."""
         self._readings.append(
             _Reading(
                 at_s=seen.taken_s,
@@ -36,8 +36,8 @@ class HarvestLog:
         )
 
     def since(self, began_s: float) -> Harvest | None:
-        """Returns what has come since the last reading before ``began_s`` (time.monotonic), or since the
-        first one; None with less than two readings."""
+        """Returns what was computed since the last reading before ``began_s`` (time.monotonic), or since the
+        first reading if there is none before. Returns None with fewer than two readings."""
         if len(self._readings) < 2:
             return None
         first, last = self._readings[0], self._readings[-1]

@@ -1,15 +1,15 @@
 """What each router may have of an engine: turns at a time, and the loan of its GPU to a job.
 
-The engine is the lock between routers, which need no store for it. Promises that the turns of all routers
-together are at most the cap that they ask for, whatever dies or stops, and that a loan changes hands only
-when no turn of it is left. Policies: time is an argument. Runs on the API server's event loop.
+The engine is the lock between routers, so routers need no common store. Promises that the turns of all
+routers together are at most the cap that they name, whichever router dies or stops, and that a loan changes
+hands only when none of its turns is left. Time is an argument. Runs on the API server's event loop.
 
-A router asks with each heartbeat. Its lease of turns is renewed, shrunk or grown then. It grows only by what
-no other router holds, and a smaller one counts when the router asks again, which shows that it knows of it.
-A lease that is not renewed lasts until another router needs its turns; what still runs counts on. While the
-GPU is lent to a job, only routers that lend it to that job have turns. The fence grows when a loan begins to
-change hands, which ends all leases. A turn under an older fence, or under any until the change is done, is
-refused.
+A router asks with each heartbeat, and its lease of turns is then renewed, shrunk or grown. A lease grows only
+by what no other router holds. A smaller lease counts when the router asks again, which shows that it knows of
+it. A lease that is not renewed lasts until another router needs its turns; turns that still run go on
+counting. While the GPU is lent to a job, only routers that lend it to that job have turns. The fence grows
+when a loan begins to change hands, which ends all leases. A turn under an older fence is refused, and so is
+every turn until the change is done.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from rose.messages import Lease
 
 LASTS_INTERVALS, LASTS_S = 2.0, 1.0
-"""A lease lasts for this many intervals of its router's questions, and at least so long."""
+"""A lease lasts for this many intervals between its router's questions, and at least for this many
+seconds."""
 _FORGET_S = 60.0
 _PAUSES_S = (0.002, 0.01, 0.05)
 _CLOSED = ""
-"""The loan while it changes hands: no router may send turns."""
+"""The loan's value while it changes hands; no router may send turns then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,17 @@ class Ask:
 
     router: str
     every_s: float
-    """It asks this often."""
+    """The seconds between its questions."""
     cap: int
-    """The turns that may run here at a time, those of all routers together."""
+    """The turns of all routers together that may run here at a time."""
     wants: int = 0
-    """The turns that it runs here, and those that wait."""
+    """The number of turns that it runs here, plus those that wait."""
     lends: str | None = None
-    """The job that it would lend the GPU to; None: it lends it to nobody."""
+    """The job to which it would lend the GPU; None if it would lend it to no job."""
     needs: bool = False
     """Whether turns of that job run here, or wait."""
     gone: str | None = None
-    """Another router that this one has found dead."""
+    """Another router that this router has found dead."""
 
 
 @dataclass(slots=True)
@@ -55,9 +56,9 @@ class _Holder:
     ask: Ask | None = None
     until: float = -math.inf
     told: int = 0
-    """The turns it may have by the last answer."""
+    """The turns that it may have by the last answer."""
     turns: int = 0
-    """The turns it may have by the last answer, or by the one before, if that one said more."""
+    """The turns that it may have by the last answer, or by the answer before if that allowed more."""
     in_flight: int = 0
     begun: int = 0
 
@@ -66,7 +67,8 @@ class Leases:
     """All leases of one engine."""
 
     def __init__(self, first_fence: int = 0) -> None:
-        """`first_fence`: above all fences of earlier processes of the engine, whose leases are void."""
+        """``first_fence``: larger than all fences of the engine's earlier processes, whose leases are
+        void."""
         self._holders: dict[str, _Holder] = {}
         self._lent_to: str | None = None
         self._is_closing = self._is_wanted = False
@@ -74,11 +76,11 @@ class Leases:
 
     @property
     def in_flight(self) -> int:
-        """The turns of all routers."""
+        """The running turns of all routers."""
         return sum(holder.in_flight for holder in self._holders.values())
 
     def asked(self, ask: Ask, now: float) -> Lease:
-        """Returns what the router has from now on. ``now``: monotonic seconds."""
+        """Renews a router's lease and returns it. ``now``: monotonic seconds."""
         self._forget(now)
         holder = self._holders.setdefault(ask.router, _Holder())
         holder.ask, holder.until = ask, now + max(LASTS_S, LASTS_INTERVALS * ask.every_s)
@@ -116,10 +118,11 @@ class Leases:
         return max(0, min(share, cap - self._taken_by_others(ask.router)))
 
     def _settle_loan(self, live: Iterable[Ask]) -> None:
-        """Keeps the loan while a router uses it, or has it and no other needs the GPU; else hands it on."""
+        """Keeps the loan while a router uses it, or while a router has it and no other needs the GPU.
+        Otherwise hands it on."""
         claims = [ask for ask in live if ask.lends is not None]
         if not claims and self._lent_to is not None and self.in_flight == 0:
-            self._lent_to, self._fence = None, self._fence + 1  # a dedicated GPU, or nobody's
+            self._lent_to, self._fence = None, self._fence + 1  # a dedicated GPU, or one without a loan
         keepers = [ask for ask in claims if ask.lends == self._lent_to]
         rivals = [ask for ask in claims if ask.lends != self._lent_to]
         needing = [ask for ask in rivals if ask.needs]
@@ -136,7 +139,7 @@ class Leases:
             self._is_closing = self._is_wanted = False
 
     def begin(self, router: str, fence: int) -> str | None:
-        """Takes in a turn, which has to end(). Returns why it is refused, or None."""
+        """Counts a turn until end() is called for it. Returns why it is refused, or None."""
         holder = self._holders.get(router, _Holder())
         if fence != self._fence:
             return f"the loan of this GPU has changed: fence {fence}, now {self._fence}"
@@ -151,7 +154,7 @@ class Leases:
         return None
 
     def _unclaimed(self, router: str) -> float:
-        """Returns how many turns a router may have that has not asked, or not for long."""
+        """Returns how many turns a router may have that has not asked for a lease, or not lately."""
         caps = [each.ask.cap for each in self._holders.values() if each.ask is not None]
         return min(caps, default=math.inf) - self._taken_by_others(router)
 
@@ -160,7 +163,7 @@ class Leases:
         return sum(max(each.turns, each.in_flight) for each in others)
 
     def end(self, router: str) -> None:
-        """Notes that a turn has left."""
+        """Notes that a turn has ended."""
         self._holders[router].in_flight -= 1
 
 
@@ -177,7 +180,7 @@ async def begun(leases: Leases, router: str, fence: int) -> str | None:
 
 
 def _shares(cap: int, wants: Mapping[str, int], begun: Mapping[str, int]) -> dict[str, int]:
-    """Divides the cap: first by what each router wants, then what is left, equally."""
+    """Divides the cap: first by what each router wants, then the rest equally."""
     fair = max(1, cap // len(wants))
     # Who wants less than a fair part gets it; the remainders of the divisions go to those that had least.
     order = sorted(wants, key=lambda name: (min(wants[name], fair), -begun[name], name))

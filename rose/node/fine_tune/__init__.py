@@ -1,1 +1,1 @@
-"""`rose serve --fine-tune`: what the operator chooses, and the processes beside the engine."""
+"""`rose serve --fine-tune`: its options, and the processes beside the engine."""

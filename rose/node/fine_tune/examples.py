@@ -1,7 +1,7 @@
 """The training examples of a JSON Lines file: whole texts, or prompts with their completions.
 
-Promises one clear line for a file that can't be trained on, with the number of the first bad line. Never
-tokenizes, so that a command can check its input before anything is started.
+Promises one clear line about a file that can't be trained on, with the number of its first bad line. Never
+tokenizes, so a command can check its input before it starts anything.
 """
 
 import json
@@ -15,14 +15,14 @@ _SHAPES = '{"text": ...} or {"prompt": ..., "completion": ...}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One sequence to learn from. The loss counts the completion alone."""
+    """One sequence to learn from. Only the completion counts for the loss."""
 
     prompt: str
     completion: str
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Reads all examples. Raises: ConfigError."""
+    """Reads all examples. Raises: ConfigError if the file has none, or has a line that is not an example."""
     try:
         # str.splitlines would also split at the separators that JSON allows inside of a text, such as U+2028.
         lines = path.read_text(encoding="utf-8").split("\n")

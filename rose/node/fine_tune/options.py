@@ -1,6 +1,6 @@
-"""What an operator chooses for `rose serve --fine-tune`, and what can be checked before anything is started.
+"""The options of `rose serve --fine-tune`, and the checks that are possible before anything is started.
 
-Promises one clear line for bad input. Imports neither torch nor vllm.
+Promises one clear line about bad input. Imports neither torch nor vllm.
 """
 
 import argparse
@@ -23,11 +23,12 @@ from rose.scheduler.node.pieces import GIVE_WAY_S
 PREFIX = "fine_tune_"
 _PACKAGES = ("transformers", "accelerate")
 _TRAINED_BYTES = 16
-"""Of a parameter in the trainer: weight, gradient and Adam's two moments, in single precision."""
+"""Bytes of a parameter in the trainer: weight, gradient and Adam's two moments, in single precision."""
 _ADAPTED_BYTES = 8
-"""The same with adapters: the frozen weight and the merged one."""
+"""The same with adapters: the frozen weight and the merged weight."""
 _COPIES = 4
-"""Published weights on the host: the trainer's kept copy, the relay's snapshot and deltas, the mirror."""
+"""Copies of the published weights on the host: the trainer's kept copy, the relay's snapshot and deltas, and
+the mirror."""
 _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -82,7 +83,7 @@ HELP = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --fine-tune and what belongs to it."""
+    """Adds --fine-tune and its options."""
     flags = parser.add_argument_group("fine-tuning in the slack of a serving engine")
     flags.add_argument(
         "--fine-tune",
@@ -101,9 +102,9 @@ def flag(name: str) -> str:
 
 
 def take_options(given: dict[str, Any]) -> FineTuneOptions | None:
-    """Takes the settings out of the flags that were ``given``; None without --fine-tune.
+    """Removes the settings from the flags that were ``given`` and returns them; None without --fine-tune.
 
-    Raises: ConfigError.
+    Raises: ConfigError for a bad value, or for a setting without --fine-tune.
     """
     found = {name.removeprefix(PREFIX): given.pop(name) for name in list(given) if name.startswith(PREFIX)}
     data = given.pop("fine_tune", None)
@@ -115,7 +116,7 @@ def take_options(given: dict[str, Any]) -> FineTuneOptions | None:
 
 
 def check(options: FineTuneOptions, model: str) -> None:
-    """Raises: ConfigError for data, packages or memory with which the trainer could not begin."""
+    """Raises: ConfigError if data, packages, folders or memory do not allow the trainer to start."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -133,7 +134,7 @@ def check(options: FineTuneOptions, model: str) -> None:
 
 
 def check_output(folder: Path) -> None:
-    """Makes the folder. Raises: ConfigError if the model can't be saved there."""
+    """Makes the output folder. Raises: ConfigError if the model can't be saved there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -147,9 +148,10 @@ def check_output(folder: Path) -> None:
 
 
 def check_memory(weight_bytes: int, trained_ratio: float, free_bytes: int) -> None:
-    """Raises: ConfigError if the model does not fit in the host's memory twice, once to train.
+    """Raises: ConfigError if the host's memory does not hold the served model, the trained one and the
+    copies.
 
-    ``trained_ratio``: what the trainer keeps, in copies of the served weights.
+    ``trained_ratio``: the size of what the trainer keeps, in copies of the served weights.
     """
     need_bytes = (1 + trained_ratio + _COPIES) * weight_bytes
     if need_bytes > free_bytes:

@@ -1,7 +1,7 @@
 """The processes beside a serving engine that is fine-tuned: a relay, the trainer, and a pool if it has none.
 
-Promises that serving never waits for them: the trainer's death, or the relay's, is a line in the log, and the
-engine serves on with the weights that it has. Nothing is started again.
+Promises that serving never depends on them: if the trainer or the relay dies, the log gets a line, and the
+engine goes on serving with the weights that it has. Never starts a process again.
 """
 
 import logging
@@ -19,17 +19,17 @@ from rose.transfer.relay.opening import open_relay
 logger = logging.getLogger(__name__)
 
 TRAINER_NICE = 10
-"""What a trainer does outside of its grants gives way to the engine's API server."""
+"""The trainer's niceness: its work outside of grants gives way to the engine's API server."""
 _RELAY_START_S = 120.0
 _SAVE_S = 300.0
-"""What a stopped trainer has to save its model."""
+"""How long a stopped trainer may take to save its model."""
 
 
 class FineTuning:
     """One engine's fine-tuning."""
 
     def __init__(self, options: FineTuneOptions, engine: EngineConfig) -> None:
-        """Starts nothing. ``engine``: without a relay and a run, which it gets here."""
+        """Starts nothing. ``engine`` has no relay and no run yet; it gets both here."""
         self._options = options
         port = checks.free_port()
         self._relay_port, relay = port, f"embedded://127.0.0.1:{port}"
@@ -42,12 +42,13 @@ class FineTuning:
                 "takes_weights": True,
             }
         )
-        """The engine as it has to be started."""
+        """The configuration with which the engine has to be started."""
         self._watched: list[ServerProcess] = []
         self._trainer: ServerProcess | None = None
 
     def start_ahead(self, group: ProcessGroup, settings: Settings) -> None:
-        """Starts what the engine needs; returns once it answers. Raises: WorkerError."""
+        """Starts the pool and the relay that the engine needs, and returns once they answer. Raises:
+        WorkerError."""
         if self._own_pool is not None:
             name = self._own_pool
             daemon = group.start(launch.pool_process(PoolConfig(name=name), [self.engine.model], None))
@@ -68,7 +69,7 @@ class FineTuning:
         return True
 
     def start_trainer(self, group: ProcessGroup) -> None:
-        """Starts the trainer once the engine serves."""
+        """Starts the trainer. Call it once the engine serves."""
         if self._options.output is None:
             logger.warning(
                 "the trained weights live as long as this engine; %s DIR saves them", flag("output")
@@ -83,7 +84,7 @@ class FineTuning:
         self._watched.append(group.start(self._trainer))
 
     def let_save(self) -> None:
-        """Stops a trainer that saves its model, with the time that it needs."""
+        """Stops a trainer that saves its model, and waits until it has saved it."""
         if self._trainer is not None and self._options.output is not None:
             self._trainer.stop(_SAVE_S)
 
@@ -103,7 +104,7 @@ class FineTuning:
         return [text for key, value in flags.items() if value is not None for text in (key, str(value))]
 
     def watch(self) -> None:
-        """Says once of each process that it has ended."""
+        """Logs the end of each process, once."""
         for process in [each for each in self._watched if not each.is_alive()]:
             self._watched.remove(process)
             if process.exit_status == 0:

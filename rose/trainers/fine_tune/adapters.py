@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA), and whole weights made of them: what goes live is the merged model.
+"""Low-rank adapters (LoRA), and the merged weights that go live.
 
 Owns the adapters, and a buffer for each merged weight. Promises that the model's own weights don't change
 before ``merge_for_good``, and that merged weights are published under the checkpoint's names. An adapter is a
@@ -21,7 +21,7 @@ _SCALE = 2.0
 
 
 class LowRank(torch.nn.Module):
-    """Adds a trained product of two thin matrices to a frozen weight; at first it is zero."""
+    """Adds a trained product of two thin matrices to a frozen weight. The product is zero at first."""
 
     def __init__(self, weight: torch.Tensor, rank: int) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class LowRank(torch.nn.Module):
 
 
 class Adapters:
-    """The adapters of all linear layers of a model's decoder; nothing else of it is trained."""
+    """The adapters of all linear layers in a model's decoder. Nothing else in the model is trained."""
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         """Raises: ConfigError if the decoder has no linear layer, or only ones too narrow for the rank."""
         self.weights: dict[str, Any] = dict(model.state_dict(keep_vars=True))
-        """What to publish: by the names of the checkpoint, once ``merge`` was called."""
+        """The weights to publish, by the checkpoint's names. They are up to date after ``merge``."""
         model.requires_grad_(False)
         in_layers = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
         self._merged: list[tuple[torch.nn.Linear, torch.Tensor]] = []
@@ -55,14 +55,14 @@ class Adapters:
             raise ConfigError(f"--fine-tune-lora-rank {rank}: the model has no linear layer wider than that")
 
     def merge(self) -> None:
-        """Brings the weights to what the model computes with now."""
+        """Copies the weights with which the model computes now into ``weights``."""
         with torch.no_grad():
             for part, buffer in self._merged:
                 buffer.copy_(part.weight)
 
 
 def merge_for_good(model: torch.nn.Module) -> None:
-    """Brings what adapters add into the model's own weights, and takes the adapters away."""
+    """Adds the adapters to the model's own weights, and removes the adapters."""
     for part in list(model.modules()):
         if parametrize.is_parametrized(part, "weight"):
             parametrize.remove_parametrizations(part, "weight")
@@ -76,6 +76,6 @@ class MergingPublisher(WeightPublisher):
         self._adapters = adapters
 
     def publish(self) -> SyncReport:
-        """Merges, then publishes. Raises: RelayError."""
+        """Merges the adapters, then publishes. Raises: RelayError."""
         self._adapters.merge()
         return super().publish()

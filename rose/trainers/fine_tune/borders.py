@@ -1,8 +1,9 @@
 """Where training may give way: at the borders of a model's layers, forward, backward and in the update.
 
 Owns the hooks on a model and its optimizer. Promises that the results are bit for bit those without hooks.
-Works for any Hugging Face model whose decoder is a list of layers, and with gradient checkpointing: what is
-computed anew counts to the backward piece. Source: LeMix §IV-B, backward planning; here by groups of layers.
+Works for any Hugging Face model whose decoder is a list of layers, and with gradient checkpointing, where the
+recomputed forward pass counts as part of the backward piece. Source: LeMix §IV-B, backward planning; here by
+layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from rose.trainers.fine_tune.guest import TrainingGuest
 _ONCE = Work(1, 1)
 """An update's work does not depend on the microbatch."""
 _SEPARABLE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-"""Optimizers whose step on some of the parameters touches nothing of the others."""
+"""Optimizers whose step on some of the parameters does not touch the others."""
 
 
 class PassBorders:
@@ -47,7 +48,8 @@ class PassBorders:
         hooks.append(model.register_forward_hook(self._pass_ends))
 
     def divide_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the optimizer update layer by layer, under grants; others than Adam and SGD in one piece."""
+        """Makes the optimizer update layer by layer, under grants. Optimizers other than Adam and SGD update
+        in one piece."""
         step = optimizer.step
         parts = self._parameter_parts() if type(optimizer) in _SEPARABLE else []
 
@@ -114,13 +116,13 @@ class PassBorders:
 
     def _backward_ends(self) -> None:
         self._is_backward = False
-        # Until the trainer says what comes next: gradients may be clipped now.
+        # This piece lasts until the trainer says what comes next: gradients may be clipped now.
         self._guest.begin(Piece("gradients", 0), _ONCE)
 
     # Update -----------------------------------------------------------------------------------------------
 
     def _parameter_parts(self) -> list[set[int]]:
-        """The parameters by layer, as object ids; last those outside of layers."""
+        """Returns the parameters by layer, as object ids; the last set has those outside of layers."""
         parts = [{id(each) for each in layer.parameters()} for layer in self._layers]
         in_layers = set().union(*parts)
         return [*parts, {id(each) for each in self._model.parameters()} - in_layers]

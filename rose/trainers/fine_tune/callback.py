@@ -2,9 +2,9 @@
 
     SFTTrainer(..., callbacks=[SlackCallback("gpu0"), PublishWeights(publisher, every_s=60.0)])
 
-Owns nothing but the place on the board, from the training's begin to its end. Promises that the model's
-passes and the optimizer's update run under grants, piece by piece, and that training computes the same as
-without it. A loss that is computed outside of the model needs no grant, nor does work on the host.
+Owns the trainer's place on the board, from the beginning of training to its end. Promises that the model's
+passes and the optimizer's update run under grants, piece by piece, and that training computes the same
+weights as without grants. A loss that is computed outside of the model, and work on the host, need no grant.
 Tested with transformers' Trainer; TRL's trainers inherit from it.
 """
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class SlackCallback(TrainerCallback):
-    """``Trainer(callbacks=[SlackCallback(pool), ...])``: it trains only while the serving engine of ``pool``
-    leaves the GPU idle, or lends its slack.
+    """Lets a trainer compute only while the serving engine of ``pool`` leaves the GPU idle, or lends its
+    slack.
 
-    ``give_way_s``: how long a request that comes meanwhile waits at most, where a layer's pass takes no
+    ``give_way_s``: the longest time that a request waits for training, unless a single layer's pass takes
     longer. ``lengths``: sequence lengths at which the pieces are measured before the first step; without them
-    the first microbatches are measured. ``cpus``: those that stand for the GPU on a host without one.
+    the first microbatches are measured. ``cpus``: the CPUs that stand for the GPU on a host without one.
     """
 
     def __init__(
@@ -52,13 +52,14 @@ class SlackCallback(TrainerCallback):
         self.guest: TrainingGuest | None = None
         """The place on the board, while it trains."""
         self.activation_token_bytes = 0
-        """What a token of a microbatch keeps until its backward pass, if that was measured."""
+        """The bytes that a token of a microbatch keeps until its backward pass; 0 if they were not
+        measured."""
         self.num_trained = 0
-        """Parts of microbatches that a GuestTrainer has trained."""
+        """The number of parts of microbatches that a GuestTrainer has trained."""
         self.num_left_out = 0
-        """The other parts: memory lacked."""
+        """The number of parts that were left out for lack of memory."""
         self._num_trained_before = 0
-        """In the epochs before this one."""
+        """The parts that were trained in the epochs before this one."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -108,7 +109,7 @@ class SlackCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raises: WorkerError if memory lacked for all of an epoch."""
+        """Raises: WorkerError if every part of the epoch was left out for lack of memory."""
         if self.num_left_out and self.num_trained == self._num_trained_before:
             raise WorkerError(
                 f"nothing of an epoch was trained, {self.num_left_out} parts of microbatches were left out "

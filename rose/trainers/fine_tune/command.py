@@ -2,9 +2,10 @@
 
 `python -m rose.trainers.fine_tune.command --model MODEL --data FILE --pool NAME --relay URL --run RUN ...`
 
-Owns the model that is trained, in single precision, and its optimizer. Promises one JSON line a step if
-asked, a last version when the data ends, and status 0 then and after a stop signal. Saves the model when
-training ends in any way, if asked. Never touches the served model: new weights go through the relay.
+Owns the model that is trained, in single precision, and its optimizer. Promises one JSON line for each step
+if asked, a last version when the data ends, and exit status 0 at the end of the data and after a stop signal.
+If asked, saves the model whatever ends training. Never touches the served model: new weights go through the
+relay.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from rose.transfer.publish.publisher import WeightPublisher
 logger = logging.getLogger(__name__)
 
 _MEASURED_PARTS = (4, 2, 1)
-"""The pieces are measured at these parts of the longest sequence."""
+"""The pieces are measured at the longest sequence's length, divided by each of these."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,13 +56,13 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What is trained on what."""
+    """The model that is trained, and its data."""
 
     model: Any
-    """In single precision."""
+    """The model, in single precision."""
     tokenizer: Any
     published: str
-    """The checkpoint's own data type."""
+    """The data type in which weights are published: that of the checkpoint."""
     sequences: Sequences
 
 
@@ -88,7 +89,7 @@ def make_trainer(
     folder: str,
     callbacks: list[TrainerCallback],
 ) -> GuestTrainer:
-    """Returns the trainer of what was loaded; it is a guest only if ``slack`` is among its ``callbacks``."""
+    """Returns a trainer for the loaded model. It is a guest only if ``slack`` is among ``callbacks``."""
     trainer = GuestTrainer(
         slack=slack,
         model=loaded.model,
@@ -97,12 +98,12 @@ def make_trainer(
         data_collator=lambda batch: padded(batch, loaded.sequences.pad_id),
         callbacks=callbacks,
     )
-    trainer.remove_callback(PrinterCallback)  # a line for each step
+    trainer.remove_callback(PrinterCallback)  # it prints a line for each step
     return trainer
 
 
 def _publisher(args: argparse.Namespace, loaded: Loaded) -> WeightPublisher:
-    """Adds adapters to the model if asked for."""
+    """Returns the publisher. Adds adapters to the model if they were asked for."""
     if args.lora_rank is None:
         return WeightPublisher(loaded.model, args.relay, args.run, dtype=loaded.published)
     adapters = Adapters(loaded.model, args.lora_rank)
@@ -110,7 +111,8 @@ def _publisher(args: argparse.Namespace, loaded: Loaded) -> WeightPublisher:
 
 
 def save(loaded: Loaded, folder: Path) -> None:
-    """Saves whole weights, in the checkpoint's data type, and the tokenizer. Ends the model's training."""
+    """Saves the tokenizer and whole weights, in the checkpoint's data type. The model can't be trained after
+    it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     merge_for_good(loaded.model)
@@ -122,7 +124,7 @@ def save(loaded: Loaded, folder: Path) -> None:
 def _train(args: argparse.Namespace, stack: ExitStack) -> None:
     loaded = load(args)
     if args.output is not None:
-        stack.callback(save, loaded, args.output)  # after all that is added below has ended
+        stack.callback(save, loaded, args.output)  # runs after everything that is added below has ended
     slack = SlackCallback(
         args.pool,
         give_way_s=args.give_way_ms / 1000,
@@ -157,7 +159,8 @@ def _arguments(args: argparse.Namespace, folder: str, *, is_cpu: bool) -> Traini
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    # Reading the device counts the GPUs. The engine's is the first; a model on several asks for no grants.
+    # Reading the device counts the GPUs. The first one is the engine's; a model on several would get no
+    # grants.
     if arguments.device.type == "cuda":
         arguments._n_gpu = 1
     return arguments

@@ -1,8 +1,9 @@
 """A trainer as the guest of a serving engine: it computes one piece at a time, under a grant of the board.
 
 Owns the trainer's place on the board and the measured seconds of its pieces. Promises that no piece begins
-without a grant, that a grant is held over further pieces only while serving doesn't call and they still fit,
-and that a piece which can never fit ends the trainer with one clear line. One thread at a time uses it.
+without a grant, that a grant is kept for further pieces only while serving doesn't call and they still fit,
+and that a piece which can never fit ends the trainer with one clear line. Only one thread may use it at a
+time.
 """
 
 import logging
@@ -22,9 +23,9 @@ from rose.types import SLO, GateMode
 logger = logging.getLogger(__name__)
 
 FORWARD_BEGIN = Piece("forward", -1)
-"""What a training pass computes before its first layer."""
+"""The piece that a training pass computes before its first layer."""
 _SETTINGS = GateSettings(
-    # Serving's own objectives are in the latest start that it publishes; the board's longest step counts.
+    # The latest start that serving publishes already holds its objectives; the longest step is the board's.
     slo=SLO(ttft_s=1.0, tpot_s=1.0),
     mode=GateMode.DUAL,
     max_step_s=MAX_STEP_WAIT_S,
@@ -32,12 +33,12 @@ _SETTINGS = GateSettings(
 
 
 class TrainingGuest:
-    """A trainer's end of the board, attached when it is made.
+    """A trainer's end of the board. It is attached when it is made.
 
-    ``give_way_s``: a grant is for so long at most, unless a single piece takes longer. ``synchronize`` waits
-    until the device has done what it was given. ``cpus`` stand for the GPU on a host without one: the thread
-    that computes is pinned there until it leaves.
-    Raises: BoardError if every place of a guest on this board is taken.
+    ``give_way_s``: the longest grant, unless a single piece takes longer. ``synchronize`` waits until the
+    device has done its work. ``cpus`` stand for the GPU on a host without one: the thread that computes is
+    pinned to them until it leaves.
+    Raises: BoardError if every guest's place on this board is taken.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class TrainingGuest:
         self.give_way_s = give_way_s
         self.num_grants = 0
         self.computed_s = 0.0
-        """Seconds under grants."""
+        """The seconds computed under grants."""
         self.waited_s = 0.0
-        """Seconds in which a piece waited for its grant."""
+        """The seconds that pieces waited for grants."""
         self._side = RolloutSide(words)
         self._gate = GatePolicy(_SETTINGS)
         self._synchronize = synchronize
@@ -66,9 +67,10 @@ class TrainingGuest:
         self._piece: tuple[Piece, Work] | None = None
         self._began_s = 0.0
         self._ends_s = 0.0
-        """When the present grant's pieces have to end."""
+        """The time at which the pieces of the present grant must have ended."""
         self._may_be_called = False
-        """Whether the grant ends when serving gets work. If serving lent its slack, it waits for the end."""
+        """Whether the grant ends when serving gets work. If serving has lent its slack, it waits for the
+        end."""
         self._tokens = 0
         self._is_closed = False
 
@@ -78,7 +80,7 @@ class TrainingGuest:
         return self._piece is not None
 
     def begin(self, piece: Piece, work: Work) -> None:
-        """Returns when the piece may compute; the one before it has ended.
+        """Waits until the piece may compute. The piece before it ends here.
 
         Raises: WorkerError if the piece takes longer than serving ever allows.
         """
@@ -100,7 +102,7 @@ class TrainingGuest:
         self._began_s = time.monotonic()
 
     def leave(self) -> None:
-        """Hands the GPU back: what follows needs no grant. It does nothing without one."""
+        """Hands the GPU back, because what follows needs no grant. Does nothing without a grant."""
         if self._piece is not None:
             self._note_end()
             self._hand_back()
@@ -110,7 +112,7 @@ class TrainingGuest:
             self._elsewhere = None
 
     def close(self) -> None:
-        """Leaves the board. Idempotent; the object is of no use afterwards."""
+        """Leaves the board. Idempotent. The object can't be used afterwards."""
         if not self._is_closed:
             self._is_closed = True
             self._side.detach()
@@ -125,7 +127,7 @@ class TrainingGuest:
         return now
 
     def _hand_back(self) -> None:
-        # A step of no tokens would end serving's offers, and not every piece takes in tokens.
+        # A step without tokens would end serving's offers, and not every piece has tokens.
         self._side.end_step(max(1, self._tokens))
         self._piece, self._tokens = None, 0
 
@@ -145,7 +147,7 @@ class TrainingGuest:
             side.wait_grant()
 
     def _least_s(self, piece: Piece, work: Work, safe_s: float, view: ServingView) -> float:
-        """Returns the slack that a piece needs. Raises: WorkerError if there is never so much."""
+        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves so much."""
         longest_s = self._gate.longest_step_s(view)
         if math.isinf(safe_s) or safe_s <= longest_s:
             return safe_s

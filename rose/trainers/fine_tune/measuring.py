@@ -1,7 +1,7 @@
 """Measures the pieces of a model's passes before it trains, on random tokens, without changing its weights.
 
-Promises that the model's gradients and torch's random state are as before. Where the model has the hooks of
-PassBorders, each piece runs under a grant. Source: LeMix §IV-A.
+Promises that the model's gradients and torch's random state are the same afterwards. If the model has the
+hooks of PassBorders, each piece runs under a grant. Source: LeMix §IV-A.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 REPEATS = 6
-"""Passes at each length: the first one of a piece is left out."""
+"""The passes at each length. PieceTimes leaves out the first measurement of a piece."""
 
 
 def measure_pieces(model: Any, lengths: Sequence[int], repeats: int = REPEATS) -> int:
@@ -38,7 +38,7 @@ def measure_pieces(model: Any, lengths: Sequence[int], repeats: int = REPEATS) -
 
 
 class _KeptBytes:
-    """What autograd keeps of a forward pass, weights aside."""
+    """The tensors that autograd keeps of a forward pass, except weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights = {each.untyped_storage().data_ptr() for each in model.parameters()}

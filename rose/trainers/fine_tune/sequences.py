@@ -17,14 +17,14 @@ IGNORED = -100
 
 
 class TokenSequence(TypedDict):
-    """One example."""
+    """One example as tokens, with the labels that count for the loss."""
 
     input_ids: list[int]
     labels: list[int]
 
 
 class Sequences(torch.utils.data.Dataset[TokenSequence]):
-    """The examples that are left when each is cut to ``length`` tokens. Raises: ConfigError if none is."""
+    """The examples, each cut to ``length`` tokens. Raises: ConfigError if none then has a token to learn."""
 
     def __init__(self, examples: Sequence[Example], tokenizer: Any, length: int) -> None:
         made = [_tokenized(each, tokenizer, length) for each in examples]
@@ -39,7 +39,7 @@ class Sequences(torch.utils.data.Dataset[TokenSequence]):
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest one."""
+        """The number of tokens of the longest example."""
         return max(len(each["input_ids"]) for each in self._kept)
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class Sequences(torch.utils.data.Dataset[TokenSequence]):
 
 
 def padded(batch: Sequence[TokenSequence], pad_id: int) -> dict[str, torch.Tensor]:
-    """Makes a batch whose sequences are filled up on the right to the longest one's length."""
+    """Makes a batch whose sequences are padded on the right to the length of the longest."""
     longest = max(len(each["input_ids"]) for each in batch)
 
     def filled(key: str, value: int) -> torch.Tensor:

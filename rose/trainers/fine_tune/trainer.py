@@ -1,8 +1,8 @@
 """transformers' Trainer with microbatches that are split until their pieces fit, and that wait for memory.
 
-Owns the split and the wait. Promises that the gradients of a split microbatch are those of the whole one, and
-that a microbatch which finds no memory is left out with a line, never tried for ever, and makes no version.
-Source: LeMix §IV-B and §IV-D, Algorithm 2 (wait-or-drop).
+Owns the split and the wait. Promises that a split microbatch has the gradients of the whole one. Promises
+that a microbatch which finds no memory in time is left out with a line in the log, and that a step whose
+microbatches were all left out makes no version. Source: LeMix §IV-B and §IV-D, Algorithm 2 (wait-or-drop).
 """
 
 import json
@@ -32,7 +32,7 @@ Batch = dict[str, Any]
 
 
 class GuestTrainer(Trainer):
-    """A Trainer beside a serving engine; ``slack`` has to be among its callbacks."""
+    """A Trainer beside a serving engine. ``slack`` must be among its callbacks."""
 
     def __init__(self, *, slack: SlackCallback, **trainer: Any) -> None:
         super().__init__(**trainer)
@@ -54,7 +54,8 @@ class GuestTrainer(Trainer):
 
     def _parts(self, inputs: Batch, num_items: torch.Tensor | int | None) -> Iterator[Batch]:
         guest, ids = self._slack.guest, inputs["input_ids"]
-        # Without the number of items each part's loss would be a mean over the part, and no longer add up.
+        # Without the number of items, each part's loss would be a mean over the part, and the losses would
+        # not add up.
         if guest is None or num_items is None:
             yield inputs
             return
@@ -86,15 +87,15 @@ class GuestTrainer(Trainer):
                 )
                 return False
             if self._slack.guest is not None:
-                self._slack.guest.leave()  # serving may free memory only by a step
+                self._slack.guest.leave()  # serving may be able to free memory only by a step
             time.sleep(_WAIT_S)
 
 
 def _memory_use(device: torch.device) -> tuple[int, int]:
-    """The bytes in use and in total, where the trainer computes."""
+    """Returns the bytes in use and in total on the trainer's device."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        # torch keeps what it has freed, and will use it first.
+        # torch keeps memory that it has freed, and will use that first.
         kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return total_bytes - free_bytes - kept_bytes, total_bytes
     available_bytes, total_bytes = available_and_total()
@@ -102,7 +103,7 @@ def _memory_use(device: torch.device) -> tuple[int, int]:
 
 
 class PublishTrained(PublishWeights):
-    """Leaves out the optimizer steps whose microbatches were left out whole: they change nothing."""
+    """Publishes weights, but not after optimizer steps that trained nothing."""
 
     def __init__(self, slack: SlackCallback, publisher: WeightPublisher, every_s: float) -> None:
         super().__init__(publisher, every_s=every_s)
@@ -119,7 +120,8 @@ class PublishTrained(PublishWeights):
 
 
 class StepLines(TrainerCallback):
-    """Adds a JSON line for each optimizer step: its loss, its number, and what the guest has had so far."""
+    """Adds a JSON line to a file for each optimizer step: its loss, its number, and the guest's totals so
+    far."""
 
     def __init__(self, path: Path, slack: SlackCallback, publisher: WeightPublisher) -> None:
         self._path = path

@@ -11,6 +11,7 @@ from rose.scheduler.rollout.workers.worker import Worker
 
 
 def worker_json(worker: Worker, now: float) -> dict[str, Any]:
+    """Returns the entry of a worker. ``now``: monotonic seconds."""
     view = worker.view()
     return {
         "id": worker.id,

@@ -1,10 +1,9 @@
 """Certifies a job anew that takes longer than its file says, with the times that were measured.
 
-Owns how long each job held its nodes lately, how long it was away between two phases, and uses the longest
-times. The job stays if its group can be
-certified with them. Otherwise it alone is placed like a new job and continues there after its last iteration.
-If no place can be certified, it stays, and its note says so. Times are never shortened, and no other job is
-moved. Pure: takes ``now``.
+Owns the record of how long each job lately held its nodes and was away between two phases. Certifies with the
+longest of these times. The job stays if its group can be certified with them. Otherwise only this job is
+placed like a new one, and continues there after its last iteration. If no place can be certified, it stays,
+and its note says so. Never shortens times and never moves another job. Pure: takes ``now``.
 
 Only what this scheduler has seen counts: a restart delays the decision by `NUM_HOLDS` iterations. Source:
 WEAVE §5, robustness to drift, where the job is always stopped and placed as a new one.

@@ -1,7 +1,8 @@
-"""A job's part of a device that it shares with another: reports its steps, and takes the shares it is given.
+"""A job's side of a device that it shares with another job: reports its steps, and takes the shares it is
+given.
 
-Owns the pause between two steps and the report of what ran. A `Device` carries a share out; on CPUs it is a
-set of cores. The number of threads stays the program's own: sums of floats depend on it, and a program must
+Owns the pause between two steps and the report of what ran. A `Device` enforces a share; on CPUs a share is a
+set of cores. Never changes the program's number of threads: sums of floats depend on it, and a program must
 compute the same bits whatever runs beside it.
 """
 
@@ -20,29 +21,29 @@ TELL_S = 0.05
 
 
 class Device(Protocol):
-    """Carries out shares in this process: core sets here. On CUDA it would be green contexts, or MPS."""
+    """Enforces shares in this process. Core sets are built; on CUDA it would be green contexts or MPS."""
 
     def take(self, share: Shared) -> None:
-        """Confines this process's work to the share, from its next step on."""
+        """Confines this process's work to the share, from the next step on."""
 
 
 class CoreSets:
-    """Shares of the CPU: all threads of this process run on the share's cores alone."""
+    """Shares of the CPU: all threads of this process run only on the share's cores."""
 
     def take(self, share: Shared) -> None:
         confine(share.cores)
 
 
 def confine(cores: Iterable[int]) -> None:
-    """Confines all threads of this process to these cores, and with them the threads that they start."""
+    """Confines all threads of this process, and those that they will start, to these cores."""
     wanted = set(cores)
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
             os.sched_setaffinity(int(thread.name), wanted)
 
 
 class SharedDevice:
-    """One job's side. The thread that runs the phases calls it."""
+    """One job's side. Only the thread that runs the phases may call it."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class SharedDevice:
         report: Callable[[list[StepRun], int], None],
         device: Device,
     ) -> None:
-        """orders: what the scheduler sends unasked. report: tells it of steps, and of the epoch obeyed."""
+        """``orders``: the messages that the scheduler sends unasked. ``report`` sends it steps, and the epoch
+        that this job obeys."""
         self._orders = orders
         self._report = report
         self._device = device
@@ -60,22 +62,22 @@ class SharedDevice:
 
     @property
     def memory(self) -> float:
-        """The share of the device's memory; 1 before the first."""
+        """The share of the device's memory; 1 before the first share."""
         return self._share.memory if self._share.epoch else 1.0
 
     def begin(self) -> None:
-        """A phase has its permit: takes its share."""
+        """Takes the share of a phase that has its permit."""
         self._obey()
         self._since_s = time.monotonic()
 
     def step(self, tokens: int, num_running: int) -> None:
-        """A step is done. Takes a new share, and returns when the job may go on."""
+        """Notes a step and takes new shares. Returns when the job may go on."""
         self._note(tokens, num_running)
         self._obey()
         self._since_s = time.monotonic()
 
     def end(self) -> None:
-        """The phase is over."""
+        """Reports the end of the phase."""
         self._tell()
 
     def _note(self, tokens: int, num_running: int) -> None:
@@ -92,7 +94,7 @@ class SharedDevice:
         self._steps, self._told_s = [], time.monotonic()
 
     def _obey(self) -> None:
-        """Takes all shares that have come; sleeps while the last one has no cores."""
+        """Takes all shares that have come, and sleeps while the last one has no cores."""
         while True:
             is_paused = bool(self._share.epoch) and not self._share.cores
             try:

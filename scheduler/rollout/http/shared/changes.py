@@ -1,8 +1,8 @@
-"""What the entries of an admin do to a router.
+"""The effects of an admin's entries on a router.
 
 Owns: the names of entries, and their effects on workers, jobs, pauses, the version rule and RL steps.
-Promises: a router that applies the entries of another has what that one has. An entry that contradicts this
-router's own file is logged and has no effect.
+Promises: a router that applies the entries of another router has what that router has. An entry that
+contradicts this router's own file is logged and has no effect.
 Never does: check what an admin sends (http/admin.py).
 """
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Changes:
-    """Sets entries at one router. Lives on its event loop."""
+    """The entries of one router and their effects. Runs on its event loop."""
 
     def __init__(self, plane: DataPlane) -> None:
-        """Raises: ConfigError if the file of an earlier process can't be read."""
+        """Reads the state file. Raises: ConfigError if it can't be read."""
         self._plane = plane
         self.entries = Entries(plane.registry.name, plane.config.state)
         self.noted: Callable[[], None] = lambda: None
@@ -42,18 +42,18 @@ class Changes:
         }
 
     def note(self, kind: str, value: Value, name: str = "") -> None:
-        """Keeps what an admin has set here, and hands it to the peers. Raises: OSError."""
+        """Keeps what an admin has set at this router, and sends it to the peers. Raises: OSError."""
         self.entries.put(f"{kind} {name}", value)
         self.noted()
 
     def joined(self, kind: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
-        """Returns the fields that an admin has set of something, those of earlier changes included."""
+        """Returns the given fields together with those that an admin has set of the same thing before."""
         entry = self.entries.all().get(f"{kind} {name}")
         before = entry.value if entry is not None and isinstance(entry.value, dict) else {}
         return {**before, **fields}
 
     def restore(self) -> None:
-        """Applies what the file of an earlier process holds. Raises: ConfigError."""
+        """Applies the entries of the state file. Raises: ConfigError if the file can't be written."""
         entries = self.entries.all()
         self._apply(entries, sorted(entries, key=lambda key: entries[key].rank))
         now = time.monotonic()
@@ -81,7 +81,7 @@ class Changes:
         self.entries.hear(by_model)
 
     def take(self, others: Mapping[str, Entry]) -> None:
-        """Takes over what is newer at a peer. Raises: OSError."""
+        """Takes over and applies a peer's newer entries. Raises: OSError."""
         if newer := self.entries.merge(others):
             self._apply(others, newer)
             self.entries.save()

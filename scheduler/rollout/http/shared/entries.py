@@ -1,9 +1,9 @@
-"""What an admin has set at a router, kept in a file and the same at all its peers.
+"""What an admin has set at a router, kept in a file and made equal at all peers.
 
 Owns: the entries, each with a version, and the file that holds them.
-Promises: of two values of one entry the one with the higher version counts, at every router. What was set is
-in the file before its caller is answered. The file is replaced whole, and only its owner can read it, because
-it holds the keys of jobs.
+Promises: of two values of one entry, the one with the higher version counts at every router. A change is in
+the file before its caller gets an answer. The file is always replaced as a whole, and only its owner can read
+it, because it holds the keys of jobs.
 Never does: know what an entry means (changes.py), speak to peers (peers.py).
 """
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rose.errors import ConfigError
 
 Value = dict[str, Any] | bool | None
-"""None: it was removed."""
+"""An entry's value; None says that the thing was removed."""
 
 
 class Entry(BaseModel):
@@ -28,11 +28,12 @@ class Entry(BaseModel):
 
     version: int = Field(ge=1)
     writer: str
-    """The router at which it was set; it decides between equal versions."""
+    """The router at which it was set. Between equal versions, the larger name counts."""
     value: Value = None
 
     @property
     def rank(self) -> tuple[int, str]:
+        """The order of an entry's values: the value with the larger rank counts."""
         return (self.version, self.writer)
 
 
@@ -56,10 +57,10 @@ class _Kept(BaseModel):
 
 
 class Entries:
-    """All entries of one router. Lives on its event loop."""
+    """All entries of one router. Runs on its event loop."""
 
     def __init__(self, writer: str, file: Path | None) -> None:
-        """Raises: ConfigError if there is a file that can't be read."""
+        """Reads ``file``, if there is one. Raises: ConfigError if it can't be read."""
         self._writer = writer
         self._file = file
         self._kept = _read(file) if file is not None else _Kept()
@@ -74,21 +75,21 @@ class Entries:
 
     @property
     def digest(self) -> str:
-        """Equal at two routers if all their entries are."""
+        """A hash that is equal at two routers if all their entries are."""
         if self._digest is None:
             ranks = sorted((key, entry.rank) for key, entry in self._kept.entries.items())
             self._digest = hashlib.sha256(repr(ranks).encode()).hexdigest()
         return self._digest
 
     def put(self, key: str, value: Value) -> None:
-        """Sets an entry, over every version that this router knows. Raises: OSError."""
+        """Sets an entry, with a version above all that this router knows, and saves. Raises: OSError."""
         newest = max((entry.version for entry in self._kept.entries.values()), default=0)
         self._kept.entries[key] = Entry(version=newest + 1, writer=self._writer, value=value)
         self._digest = None
         self.save()
 
     def merge(self, others: Mapping[str, Entry]) -> list[str]:
-        """Takes over what is newer; returns the keys of these entries. Call save() afterwards."""
+        """Takes over newer entries and returns their keys. The caller has to save() afterwards."""
         own = self._kept.entries
         newer = {key: entry for key, entry in others.items() if key not in own or entry.rank > own[key].rank}
         if newer:
@@ -97,13 +98,13 @@ class Entries:
         return sorted(newer, key=lambda key: newer[key].rank)
 
     def hear(self, heard: list[Heard]) -> None:
-        """Keeps the newest weights. Raises: OSError."""
+        """Keeps the newest weights that workers have reported, and saves. Raises: OSError."""
         if heard != self._kept.heard:
             self._kept.heard = heard
             self.save()
 
     def save(self) -> None:
-        """Writes the file anew. Raises: OSError."""
+        """Replaces the file. Raises: OSError."""
         if self._file is None:
             return
         beside = self._file.with_name(f".{self._file.name}.new")

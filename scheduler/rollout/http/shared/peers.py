@@ -1,9 +1,9 @@
 """The other routers before the same workers.
 
-Owns: the exchange with peers, and who of them lives.
-Promises: whatever an admin sets at one router is at all others within a heartbeat of its connection, also
-what was set while they could not reach each other. Workers are told of a peer that has died, so that this
-router may use its leases at once. A router works on without its peers.
+Owns: the exchange with peers, and the record of which peers live.
+Promises: whatever an admin sets at one router reaches the others within a heartbeat of their connection, even
+if it was set while they could not reach each other. Workers are told of a peer that has died, so that this
+router may use its leases at once. A router goes on working without its peers.
 Never does: decide between routers over turns or loans (rose/engine/http/leases.py); no token waits for this.
 """
 
@@ -34,7 +34,7 @@ class Borrowing(BaseModel):
     weight: float = Field(gt=0)
     max_serving_gpus: int | None = None
     wants: list[tuple[str | None, str | None]] | None = None
-    """The model and run of its turns; None: any will do."""
+    """The models and runs of its turns; None if any will do."""
 
     @classmethod
     def of(cls, each: Borrower) -> "Borrowing":
@@ -56,9 +56,9 @@ class Exchange(BaseModel):
     name: str
     every_s: float = Field(gt=0)
     digest: str
-    """Equal where all entries are."""
+    """It is equal if all entries are."""
     entries: dict[str, Entry] = {}
-    """All entries, where the other one's digest differs."""
+    """All entries if the other router's digest differs; otherwise none."""
     borrowers: list[Borrowing] = []
 
 
@@ -71,7 +71,7 @@ class _Peer:
 
 
 class Peers:
-    """All peers of one router. Lives on its event loop."""
+    """All peers of one router. Runs on its event loop."""
 
     def __init__(self, plane: DataPlane, changes: Changes) -> None:
         self._plane = plane
@@ -95,7 +95,7 @@ class Peers:
 
     @property
     def names(self) -> list[str]:
-        """The peers that live."""
+        """The names of the peers that live."""
         return sorted(self._peers)
 
     def _wake(self) -> None:
@@ -128,13 +128,13 @@ class Peers:
                 name, theirs, problem = said.name, said.digest, ""
                 is_again = theirs != self._changes.entries.digest and not is_again
                 if is_again:
-                    continue  # it lacks something that this one has
+                    continue  # the peer lacks entries that this router has
             except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
                 is_unreached = isinstance(error, aiohttp.ClientConnectorError)
                 is_closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
                 is_again = is_closed and not is_unreached and not is_again
                 if is_again:
-                    continue  # it closed an old connection, and may listen still
+                    continue  # the peer closed an old connection, and may still listen
                 if is_refused(error) and name in self._peers:
                     self._died(name)
                 if not problem:
@@ -145,7 +145,7 @@ class Peers:
                     await is_due.wait()
 
     async def _tell(self, url: str, theirs: str) -> Exchange:
-        """Raises: ValueError for an answer that is none."""
+        """Sends one exchange and returns the answer. Raises: ValueError if the answer is malformed."""
         config = self._plane.config
         own = self._own(theirs)
         headers = {"Authorization": f"Bearer {config.admin_key}"} if config.admin_key is not None else {}
@@ -197,8 +197,8 @@ class Peers:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether nobody listens at the address. That a name or a host isn't found, or that files are lacking
-    here, says nothing of the peer."""
+    """Whether no process listens at the address. An unknown name or host, or a lack of file descriptors here,
+    tells nothing about the peer."""
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
         error.os_error, ConnectionRefusedError
     )
