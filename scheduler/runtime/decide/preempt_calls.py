@@ -46,7 +46,7 @@ class PreemptCalls:
         if spec.priority < self._lowest or (spec.priority == self._lowest and not self._rules.by_share):
             return ()
         job, used = self._contender(spec), self._used(spec.name)
-        return self._rules.victims(job, self._running(spec.name), used, fits)
+        return self._rules.victims(job, self._running(spec), used, fits)
 
     def take_over(self, name: str, fits: Fits, now: float) -> bool:
         """Decides whose places a queued job takes. Returns whether it takes any."""
@@ -92,14 +92,16 @@ class PreemptCalls:
         gives_way = record.gives_way if record.state.is_placed else None
         return gives_way.to if gives_way is not None else None
 
-    def _running(self, by: str) -> list[Contender]:
+    def _running(self, by: RunSpec) -> list[Contender]:
         """Returns the jobs that this one may preempt at all, the oldest first."""
-        waiting, found = self._state.jobs.get(by), []
+        waiting, found = self._state.jobs.get(by.name), []
         for name in self._state.live:
             record, spec = self._state.jobs[name], self._state.specs[name]
+            if by.group not in (None, record.group) and (by.team is None or by.team != spec.team):
+                continue  # it makes room neither in the group that the job names nor in its team's quota
             if record.state is not JobState.RUNNING or record.is_leaving or record.next_place is not None:
                 continue
-            if self._gives_way_to(name) not in (None, by) or not self._may_come_back(spec):
+            if self._gives_way_to(name) not in (None, by.name) or not self._may_come_back(spec):
                 continue
             last = record.preemptions[-1] if record.preemptions else None
             has_left = (last.by_number, last.by_attempt) if last is not None else None

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from full_cluster import Full
+from full_cluster import Full, pool
 from lone_scheduler import long_job, only
 from pydantic import ValidationError
 
+from rose.scheduler.cluster.preemption import MAX_VICTIMS
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
@@ -179,6 +180,19 @@ def test_the_job_that_waits_for_a_place_gets_it_though_the_other_team_uses_less_
     assert submit(full, "b2", team="b")["takes_place_of"] == ["a1"]
     full.iterate("a1")
     assert full.exited("a1") == ["b2"], "a uses nothing now, and would be first by its share"
+
+
+def test_a_job_that_names_its_group_takes_the_place_of_one_there() -> None:
+    groups: dict[str, Any] = {"main": {}, "other": {}}
+    pools = {"rollout": pool("h20", 100), "train": pool("h800", 100), "max_residents": 1}
+    full = Full(groups=groups, pools=pools, **NOW)
+    submit(full, "there", priority=1, group="main")
+    submit(full, "elsewhere", group="other")
+    for number in range(MAX_VICTIMS):
+        submit(full, f"low-{number}")
+    assert submit(full, "high", 5, group="main")["takes_place_of"] == ["there"]
+    full.iterate("there")
+    assert full.exited("there") == ["high"]
 
 
 def test_a_job_takes_the_place_of_its_own_team_where_the_quota_is_used_up() -> None:
