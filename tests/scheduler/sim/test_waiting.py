@@ -88,6 +88,7 @@ def test_many_jobs_of_many_priorities_all_end(is_live: bool) -> None:
     rules = {"by_share": True, "min_run_s": 600}
     found = play(jobs, is_live, num_nodes=2, teams={"a": {}, "b": {}}, preemption=rules)
     assert found.num_jobs == 16 and found.num_preemptions > 2
+    assert found.peak_dollars_per_hour <= 2 * (16.0 + 16.0), "never more than two nodes of each pool"
     waits = list(found.waited_s.values())
     assert waits[0] < waits[-1] / 4, "the highest priority waits least"
 
