@@ -194,7 +194,7 @@ class ClusterScheduler:
         for hold in permits.expired(now):
             if hold.silent and self._state.hosts.is_beside(self._state.jobs[hold.job].host):
                 # No runner has answered for a whole lease: it is gone, and a watcher has ended the process.
-                self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
+                self._jobs.bury(hold.job, "lease ran out, and the runner is gone", now)
                 continue
             hold.silent = tuple(rank for rank, until_s in hold.until_s.items() if until_s <= now)
             hold.renew(now + permits.lease_s)

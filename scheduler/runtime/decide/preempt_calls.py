@@ -64,6 +64,8 @@ class PreemptCalls:
         for victim in victims:
             if self._state.jobs[victim].host is None and self._gives_way_to(victim) == name:
                 self._jobs.requeue(victim, now)  # it has no process that would have to end
+        if victims:  # those that have just left are nobody's victims any more
+            self._decide(name, tuple(each for each in victims if self._gives_way_to(each) == name))
         return bool(victims)
 
     def _decide(self, name: str, victims: tuple[str, ...] | None) -> None:
@@ -99,13 +101,13 @@ class PreemptCalls:
             record, spec = self._state.jobs[name], self._state.specs[name]
             if by.group not in (None, record.group) and (by.team is None or by.team != spec.team):
                 continue  # it makes room neither in the group that the job names nor in its team's quota
-            if record.state is not JobState.RUNNING or record.is_leaving or record.next_place is not None:
+            is_going = record.is_leaving or record.is_fenced or record.next_place is not None
+            if record.state is not JobState.RUNNING or is_going:
                 continue
             if self._gives_way_to(name) not in (None, by.name) or not self._may_come_back(spec):
                 continue
-            last = record.preemptions[-1] if record.preemptions else None
-            has_left = (last.by_number, last.by_attempt) if last is not None else None
-            if waiting is not None and has_left == (waiting.number, waiting.attempt):
+            has_left_for = {(each.by_number, each.by_attempt) for each in record.preemptions}
+            if waiting is not None and (waiting.number, waiting.attempt) in has_left_for:
                 continue  # it has left for this job before, which found no place all the same
             found.append((record.placed_s or 0.0, self._contender(spec)))
         return [contender for _, contender in sorted(found, key=lambda each: each[0])]

@@ -114,7 +114,8 @@ class QueueCalls:
         `in_s` seconds from now, when the job `after` ends, or ends an iteration and gives its place away
         (`is_preempted`). Until then all jobs run as fast as certified.
         """
-        if victims := self._state.takeovers.get(name):
+        takeover = self._state.takeovers.get(name, ())
+        if victims := [each for each in takeover if self._state.jobs[each].state.is_placed]:
             in_s, after = max((self._leaves_in_s(each, now), each) for each in victims)
             return {"in_s": in_s, "after": after, "is_preempted": True}
         running = [job for job in self._state.live if self._state.jobs[job].state.is_placed]
@@ -168,7 +169,7 @@ class QueueCalls:
             alike = self._wants(spec)
             found = refused[alike] if alike in refused else self._find(spec, ahead, now)
             if isinstance(found, str):
-                if (alike, spec.priority) not in without_takeover:
+                if name in self._state.takeovers or (alike, spec.priority) not in without_takeover:
                     if self._preempts.take_over(name, self._fits(spec, ahead, now), now):
                         self._trials.clear()
                     else:
@@ -226,6 +227,8 @@ class QueueCalls:
         victims = self._state.takeovers.get(other, ())
         if not victims:
             return False
+        if self._over_quota(self._state.specs[other], {*victims, *without}, beside=spec) is not None:
+            return True
         [job] = [each.job for each in placed.group.members if each.job.name == spec.name]
         newcomer = Resident(job=job, since_s=now, work_s=job.solo_s * job.num_iterations, stays=True)
         gone = tuple(sorted({*victims, *without}))
@@ -277,8 +280,13 @@ class QueueCalls:
     def _team_of(self, name: str) -> str:
         return self._state.cluster.team_of(self._state.specs[name])
 
-    def _over_quota(self, spec: RunSpec, without: Collection[str] = ()) -> str | None:
-        """Returns why the job's quota lets it wait if these jobs of its team are gone, or None."""
+    def _over_quota(
+        self, spec: RunSpec, without: Collection[str] = (), beside: RunSpec | None = None
+    ) -> str | None:
+        """Returns why the job's quota lets it wait, or None.
+
+        without: running jobs that count as gone. beside: a job that counts as running.
+        """
         team = self._state.cluster.teams.get(spec.team) if spec.team is not None else None
         if team is None or spec.team is None:
             return None
@@ -286,6 +294,8 @@ class QueueCalls:
         for name in without:
             if self._team_of(name) == spec.team:
                 used.subtract({phase: self._state.specs[name].phases[phase].nodes for phase in Phase})
+        if beside is not None and beside.team == spec.team:
+            used.update({phase: beside.phases[phase].nodes for phase in Phase})
         for phase in Phase:
             quota, wanted = team.quota(phase), spec.phases[phase].nodes
             if quota is not None and used[phase] + wanted > quota:

@@ -213,6 +213,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
         Its wait costs it none of the time that its SLO allows.
         """
         assert self.gives_way is not None
+        if self.state is not JobState.PREEMPTING and self.since_s is not None:
+            self.spent_s += now - self.since_s  # it crashed within an iteration, which runs again
         self.preemptions.append(
             PreemptionRecord(
                 by=name,
@@ -244,6 +246,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
 
     def adopted(self, now: float, clock: str) -> None:
         """A scheduler with this clock takes the job over. Time on another clock counts as none."""
+        if self.state.is_placed and self.placed_s is None:  # a row of a version without preemption
+            self.placed_s = now
         if self.clock == clock:
             return
         self.clock = clock

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from full_cluster import Full
-from lone_scheduler import HOUR_S, long_job, only
+from lone_scheduler import HOUR_S, LEASE_S, long_job, only
 
 from rose.scheduler.dashboard.metrics import prometheus_text
 from rose.scheduler.dashboard.view import state_view
@@ -201,3 +202,61 @@ def test_the_dashboard_and_its_metrics_show_preemptions() -> None:
     full.exited("low")
     assert [each["by"] for each in jobs()["low"]["preemptions"]] == ["high"]
     assert b'rose_sched_preemptions_total{job="low"} 1.0' in prometheus_text(view())
+
+
+def test_a_victim_without_a_host_is_queued_at_once_and_the_status_still_answers() -> None:
+    full = Full(2, **NOW)
+    for name in ("stays", "hostless"):
+        submit(full, name)
+    state = full.scheduler.control._state
+    state.jobs["hostless"].host = None
+    state.hostless.add("hostless")
+    submit(full, "large", 5, num_nodes=2)
+    assert full.scheduler.job("large")["earliest"]["after"] == "stays"
+    assert full.states() == {"stays": "running", "hostless": "queued", "large": "queued"}
+    assert state.takeovers == {"large": ("stays",)}
+
+
+def test_a_cancelled_victim_does_not_come_back_when_its_runner_is_gone() -> None:
+    full = Full(**NOW)
+    submit(full, "low")
+    full.scheduler.request("low")
+    submit(full, "high", 5)
+    full.scheduler.call(Cancel, job="low")
+    full.scheduler.wait(2 * LEASE_S + 1.0)
+    assert full.states()["low"] == "cancelled"
+
+
+def test_the_quota_that_a_job_waits_for_goes_to_no_job_behind_it() -> None:
+    full = Full(20, teams={"a": {"max_rollout_nodes": 2}}, **NOW)
+    for name in ("v1", "v2"):
+        submit(full, name, team="a")
+    submit(full, "large", 5, num_nodes=2, team="a")
+    submit(full, "small", 1, team="a")
+    full.iterate("v2")
+    assert full.exited("v2") == []
+    assert full.states()["small"] == "queued"
+    full.iterate("v1")
+    assert full.exited("v1") == ["large"]
+
+
+def test_a_job_of_an_older_scheduler_is_preempted_a_least_time_after_the_new_one_began() -> None:
+    full = Full(preemption={"min_run_s": 30})
+    submit(full, "low")
+    row = msgspec.json.decode(full.scheduler.rows["job:low"])
+    del row["placed_s"]
+    full.scheduler.rows["job:low"] = msgspec.json.encode(row)
+    full.scheduler.restart(full.scheduler.now, clock="clock 1")
+    full.scheduler.call(Hello, client="runner", running={"low": 1}, log_folder="/logs")
+    submit(full, "high", 5)
+    full.scheduler.wait(30.0)
+    assert full.iterate("low")[0] is True
+
+
+def test_an_iteration_that_a_crash_has_cost_counts_for_the_slo() -> None:
+    full = Full(**NOW)
+    submit(full, "low")
+    submit(full, "high", 5)
+    full.scheduler.now += 7.0
+    full.exited("low", status=1)
+    assert full.scheduler.control._state.jobs["low"].spent_s == pytest.approx(7.0)
