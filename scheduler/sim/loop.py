@@ -155,7 +155,8 @@ class Simulation:
             else:
                 assert isinstance(event, str)
                 self._leave(event)
-            if not self._events or self._events[0][0] > self._now_s:
+            is_last = not self._events or self._events[0][0] > self._now_s
+            if is_last and not self._queue.takeovers:  # a move could take the room that a job waits for
                 self._rearrange()
         violated = tuple(name for name, run in self._runs.items() if not _is_attained(run))
         return Result(
@@ -240,7 +241,8 @@ class Simulation:
         """When a running job ends the first iteration after which it may leave, at its present pace."""
         resident = self.cluster.residents[name].at(self._now_s)
         solo_s, ran_s = resident.job.solo_s, self._now_s - self._runs[name].placed_s
-        left_s = (resident.work_s % solo_s or solo_s) * resident.slowdown
+        done_s = self._runs[name].submission.work_s - resident.work_s
+        left_s = (solo_s - done_s % solo_s) * resident.slowdown
         must_run_s = max(0.0, self._rules.min_run_s - ran_s - left_s)
         return (
             self._now_s

@@ -257,7 +257,9 @@ class QueueCalls:
     def _wants(self, spec: RunSpec) -> tuple[object, ...]:
         """Returns what decides where a job fits: jobs that are alike fit in the same places."""
         phases = tuple(sorted((name, each.model_dump_json()) for name, each in spec.phases.items()))
-        return spec.team, spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases
+        record = self._state.jobs[spec.name]
+        ran = spec.name if record.is_resumed else None  # what is left of its SLO is its own
+        return spec.team, spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases, ran
 
     # Teams --------------------------------------------------------------------------------------------------
 

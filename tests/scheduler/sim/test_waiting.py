@@ -47,6 +47,11 @@ def test_a_job_of_higher_priority_waits_for_the_end_of_an_iteration_alone(is_liv
     assert found.duration_s == pytest.approx(3 * HOUR_S + PAUSE_S), "no work is lost; it starts again"
 
 
+def test_iterations_are_counted_from_the_start_of_a_job_whose_last_one_is_short() -> None:
+    jobs = [job("low", 0.0, 7300 / HOUR_S), job("high", 1050.0, 1, 5)]
+    assert play(jobs, False, preemption={"min_run_s": 0}).waited_s[5] == pytest.approx(150.0)
+
+
 @both
 def test_a_least_time_is_kept_and_without_the_rule_nobody_leaves(is_live: bool) -> None:
     jobs = [job("low", 0.0, 2), job("high", 1050.0, 1, 5)]
