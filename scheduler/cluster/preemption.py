@@ -62,9 +62,13 @@ class Preemption:
         used: the dollars an hour of the nodes that each team uses, preemptions that are decided included.
         """
         found = self._below(job, running, used)[:MAX_VICTIMS]
-        if not found or not fits(found):
+        num = 1  # one is mostly enough, and each question costs a search for a place
+        while num < len(found) and not fits(found[:num]):
+            num *= 2
+        if not found or (num >= len(found) and not fits(found)):
             return ()
-        num = bisect.bisect_left(range(len(found) + 1), True, lo=1, key=lambda count: fits(found[:count]))
+        first, last = num // 2 + 1, min(num, len(found))
+        num = bisect.bisect_left(range(last), True, lo=first, key=lambda count: fits(found[:count]))
         needed = found[:num]
         for name in reversed(needed[:-1]):  # without the last one of them it does not fit
             rest = [each for each in needed if each != name]

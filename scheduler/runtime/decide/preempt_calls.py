@@ -16,6 +16,9 @@ from rose.scheduler.runtime.decide.records import GivesWay, JobState
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import RunSpec
 
+MAX_TAKEOVERS = 8
+"""So many jobs of a priority and above wait for victims at a time: each search looks at all of them."""
+
 
 class PreemptCalls:
     """The takeovers of all queued jobs."""
@@ -50,7 +53,10 @@ class PreemptCalls:
 
     def take_over(self, name: str, fits: Fits, now: float) -> bool:
         """Decides whose places a queued job takes. Returns whether it takes any."""
-        before = self._state.takeovers.get(name, ())
+        before, priority = self._state.takeovers.get(name, ()), self._state.specs[name].priority
+        others = [each for each in self._state.takeovers if self._state.specs[each].priority >= priority]
+        if name not in others and len(others) >= MAX_TAKEOVERS:
+            return False
         leaving = tuple(each for each in before if self._state.jobs[each].state is JobState.PREEMPTING)
         if before and self._rules.is_on and fits(before):
             victims = before

@@ -16,6 +16,7 @@ from rose.scheduler.runtime.channel.messages import (
     Stop,
     Submit,
 )
+from rose.scheduler.runtime.decide.preempt_calls import MAX_TAKEOVERS
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 NOW: dict[str, Any] = {"preemption": {"min_run_s": 0}}
@@ -193,6 +194,18 @@ def test_a_job_that_names_its_group_takes_the_place_of_one_there() -> None:
     assert submit(full, "high", 5, group="main")["takes_place_of"] == ["there"]
     full.iterate("there")
     assert full.exited("there") == ["high"]
+
+
+def test_only_so_many_jobs_wait_for_victims_and_the_next_follow() -> None:
+    full = Full(MAX_TAKEOVERS + 1, **NOW)
+    for number in range(MAX_TAKEOVERS + 1):
+        submit(full, f"low-{number}")
+    for number in range(MAX_TAKEOVERS):
+        assert len(submit(full, f"high-{number}", 5)["takes_place_of"]) == 1
+    assert submit(full, "late", 5)["takes_place_of"] == []
+    assert submit(full, "higher", 6)["takes_place_of"] == ["low-0"], "those of lower priority don't count"
+    full.iterate("low-8")
+    assert full.exited("low-8") == ["higher"]
 
 
 def test_a_job_takes_the_place_of_its_own_team_where_the_quota_is_used_up() -> None:
