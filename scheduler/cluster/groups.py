@@ -64,6 +64,11 @@ class Cluster:
         return self.pools.price(self._num_rollout_nodes, self._num_train_nodes)
 
     @property
+    def num_used(self) -> tuple[int, int]:
+        """The rollout and the training nodes of all groups."""
+        return self._num_rollout_nodes, self._num_train_nodes
+
+    @property
     def num_free_rollout_nodes(self) -> int | None:
         """None: unlimited."""
         return _free(self.pools.rollout, self._num_rollout_nodes)

@@ -68,6 +68,9 @@ def _jobs(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
     done = CounterMetricFamily("rose_sched_iterations", "Iterations that are safe.", labels=["job"])
     restarts = CounterMetricFamily("rose_sched_resubmissions", "Starts after a crash.", labels=["job"])
     moves = CounterMetricFamily("rose_sched_moves", "Moves from one group to another.", labels=["job"])
+    preemptions = CounterMetricFamily(
+        "rose_sched_preemptions", "Places that the job has given to another.", labels=["job"]
+    )
     slowdown = GaugeMetricFamily(
         "rose_sched_slowdown",
         "An iteration's time over the one alone: slo, certified, observed_mean, observed_worst.",
@@ -77,10 +80,11 @@ def _jobs(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
         done.add_metric([job["name"]], job["iterations"][0])
         restarts.add_metric([job["name"]], job["restarts"])
         moves.add_metric([job["name"]], len(job["moves"]))
+        preemptions.add_metric([job["name"]], len(job["preemptions"]))
         for kind in ("target", "certified", "observed_mean", "observed_worst"):
             if (value := job["slo"][kind]) is not None:
                 slowdown.add_metric([job["name"], "slo" if kind == "target" else kind], value)
-    yield from (done, restarts, moves, slowdown)
+    yield from (done, restarts, moves, preemptions, slowdown)
 
 
 def _meter(meter: Mapping[str, Any]) -> Iterator[Metric]:

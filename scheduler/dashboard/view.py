@@ -125,8 +125,9 @@ def _job(
         "held_s",
     )
     more = ("waits_for", "waited_s", "behind", "progress", "note", "log", "moving_to", "moves")
+    preemption = ("takes_place_of", "gives_way", "preemptions")
     return {
-        **{key: facts[key] for key in (*kept, *more)},
+        **{key: facts[key] for key in (*kept, *more, *preemption)},
         "solo_s": job.solo_s,
         "solo_dollars_per_hour": _price(prices, job.num_rollout_nodes, job.num_train_nodes),
         "slo": _slo(facts, job, tables.get(facts["group"])),

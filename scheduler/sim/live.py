@@ -36,7 +36,7 @@ from rose.scheduler.runtime.channel.messages import (
 )
 from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.sim.loop import Result
+from rose.scheduler.sim.loop import Result, mean_waits_s
 from rose.scheduler.sim.progress import OnEnd
 from rose.scheduler.sim.workloads import Submission
 
@@ -65,6 +65,9 @@ class _Run:
     lengths_s: list[float] = field(default_factory=list)
     """The iterations, from one rollout's begin to the next, without those in which the job moved."""
     has_ended: bool = False
+    queued_s: float | None = None
+    """Since when the job has waited in the queue; None while it runs."""
+    waited_s: float = 0.0
 
     def is_attained(self, end_s: float) -> bool:
         """Whether each iteration kept the SLO, or their mean with all pauses; False if none began."""
@@ -88,16 +91,20 @@ class Replay:
         keeps_ends: bool = False,
         pause_s: float = PAUSE_S,
         progress: OnEnd | None = None,
+        cluster: ServeSpec | None = None,
     ) -> None:
         """keeps_ends: jobs leave after the trace's time, however many iterations they have done by then.
 
-        Raises: ConfigError for a policy that no running cluster has.
+        cluster: that of a file, with this policy; its pools and pause count. Raises: ConfigError for a policy
+        that no running cluster has.
         """
-        spec: dict[str, object] = {"policy": policy, "lease_s": NO_LEASE_S, "move_pause_s": pause_s}
-        spec["pools"] = {"max_residents": max_residents}
+        spec: dict[str, object] = {"pools": {"max_residents": max_residents}, "move_pause_s": pause_s}
+        if cluster is not None:
+            spec = cluster.model_dump()
+        spec |= {"policy": policy, "lease_s": NO_LEASE_S}
         cluster = parse_config(spec, ServeSpec, "a scheduler for the trace")
         self._pools: Pools = cluster.pools.to_pools()
-        self._pause_s = pause_s
+        self._pause_s = cluster.move_pause_s
         self._keeps_ends = keeps_ends
         self._progress = progress
         self.scheduler = ClusterScheduler(cluster, {}, 0.0, 1, "replay")
@@ -107,7 +114,7 @@ class Replay:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._now_s = 0.0
         self._dollars = self._dollars_per_hour = self._peak = 0.0
-        self._num_moves = 0
+        self._num_moves = self._num_preemptions = 0
         self._violated: list[str] = []
         self._num_ended = 0
 
@@ -141,6 +148,8 @@ class Replay:
             kinds=dict.fromkeys(Kind, 0),
             violated=tuple(self._violated),
             peak_dollars_per_hour=self._peak,
+            num_preemptions=self._num_preemptions,
+            waited_s=mean_waits_s((one, self._runs[one.job.name].waited_s) for one in self._submitted),
         )
 
     # Time -----------------------------------------------------------------------------------------------
@@ -190,7 +199,8 @@ class Replay:
         if self._keeps_ends:
             num_iterations = math.ceil(one.work_s / job.solo_s) + 1
             self._at(one.arrival_s + one.work_s, lambda: self._cancel(self._runs[job.name]))
-        self._runs[job.name] = _Run(job=job, num_iterations=num_iterations)
+        run = _Run(job=job, num_iterations=num_iterations, queued_s=self._now_s)
+        self._runs[job.name] = run
         phases = {
             "rollout": {"seconds": job.rollout_s, "nodes": job.num_rollout_nodes},
             "train": {"seconds": job.train_s, "nodes": job.num_train_nodes},
@@ -198,11 +208,19 @@ class Replay:
         spec = {"name": job.name, "command": ["replay"], "phases": phases, "max_tokens": 1}
         # A file must allow some slowdown; a trace's SLO may be a hair over 1.
         more = {"slo": job.slo, "slo_kind": job.slo_kind.value, "iterations": num_iterations}
-        self._call("user", Submit(seq=_OTHER, spec={**spec, **more}))
+        whose = {"priority": one.priority, "team": one.team}
+        self._call("user", Submit(seq=_OTHER, spec={**spec, **more, **whose}))
 
     def _start(self, run: _Run, order: Start) -> None:
-        run.attempt, run.group, run.start_s = order.attempt, order.group, self._now_s
-        self._at(self._now_s, lambda: self._request(run, Phase.ROLLOUT))
+        assert run.queued_s is not None, run
+        wait_s, run.queued_s = self._now_s - run.queued_s, None
+        run.waited_s += wait_s
+        # A job that was preempted starts again, which takes as long as a move. Neither that nor its wait is a
+        # part of its iterations.
+        pause_s = self._pause_s if run.attempt > 0 else 0.0
+        run.start_s = self._now_s if run.attempt == 0 else run.start_s + wait_s + pause_s
+        run.attempt, run.group = order.attempt, order.group
+        self._at(self._now_s + pause_s, lambda: self._request(run, Phase.ROLLOUT))
 
     def _request(self, run: _Run, phase: Phase) -> None:
         if not run.has_ended:
@@ -238,6 +256,9 @@ class Replay:
 
     def _completed(self, run: _Run, answer: Answer) -> None:
         run.iteration += 1
+        if answer.body["ends"]:
+            self._preempted(run)
+            return
         later_s = run.job.after_train_s
         if answer.body["group"] != run.group:
             run.group = answer.body["group"]
@@ -250,9 +271,18 @@ class Replay:
         else:
             self._exit(run)
 
+    def _preempted(self, run: _Run) -> None:
+        """The job's process ends, and the job waits. All nodes are on one host: no move ends a process."""
+        run.queued_s, run.rollout_s = self._now_s, None
+        self._num_preemptions += 1
+        self._call(_RUNNER, Exited(seq=_OTHER, job=run.job.name, attempt=run.attempt, exit_status=0))
+        self._price()
+
     def _cancel(self, run: _Run) -> None:
+        if run.has_ended:
+            return
         self._call("user", Cancel(seq=_OTHER, job=run.job.name))
-        if run.attempt == 0:  # it still waits for a place, and has no process that a Stop could end
+        if run.queued_s is not None:  # it waits for a place, and has no process that a Stop could end
             self._end(run)
 
     def _exit(self, run: _Run) -> None:
@@ -264,6 +294,8 @@ class Replay:
 
     def _end(self, run: _Run) -> None:
         run.has_ended = True
+        if run.queued_s is not None:
+            run.waited_s += self._now_s - run.queued_s
         if not run.is_attained(self._now_s):
             self._violated.append(run.job.name)
         self._num_ended += 1

@@ -1,4 +1,4 @@
-"""The simulation's event loop: jobs arrive, end, drift and fail under one policy.
+"""The simulation's event loop: jobs arrive, wait, take others' places, end, drift and fail under one policy.
 
 Owns simulated time, the bill, and the verdicts on SLOs. The production policy decides everything and sees
 what the scheduler would see. The same input gives the same result.
@@ -10,7 +10,9 @@ show.
 
 import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rose.errors import PoolsFull
@@ -18,10 +20,12 @@ from rose.scheduler.cluster.candidates import Kind
 from rose.scheduler.cluster.groups import PAUSE_S, Cluster, Rearrangement
 from rose.scheduler.cluster.policies import Policy
 from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.cluster.preemption import Preemption
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.cycle import EPSILON, promised_s
 from rose.scheduler.group.model import Job, SloKind
 from rose.scheduler.sim.progress import OnEnd
+from rose.scheduler.sim.waiting import Queue, Waiting
 from rose.scheduler.sim.workloads import Submission
 
 _ROUNDING = 1e-6
@@ -46,11 +50,22 @@ class Failure:
     away_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaves:
+    """A running job has ended the iteration after which it gives its place to another."""
+
+    name: str
+    by: str
+
+
 @dataclass(slots=True, kw_only=True)
 class _Run:
     """What a job has received so far."""
 
     submission: Submission
+    waited_s: float = 0.0
+    placed_s: float = 0.0
+    """When it was placed last."""
     worst: float = 0.0
     """Longest promised iteration over the solo one."""
     elapsed_s: float = 0.0
@@ -72,6 +87,9 @@ class Result:
     peak_dollars_per_hour: float = 0.0
     mean_attainment: float = 1.0
     """Jobs whose iterations kept the SLO on average, pauses included."""
+    num_preemptions: int = 0
+    waited_s: dict[int, float] = field(default_factory=dict)
+    """The mean time in the queue of the jobs of each priority."""
 
     @property
     def dollars_per_hour(self) -> float:
@@ -96,6 +114,7 @@ class Simulation:
         changes: Sequence[Change] = (),
         failures: Sequence[Failure] = (),
         progress: OnEnd | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         self.cluster = Cluster(pools or Pools(), keeps_ends=keeps_ends, pause_s=pause_s)
         self._policy = policy
@@ -108,9 +127,10 @@ class Simulation:
         self._peak = 0.0
         self._num_moves = 0
         self._kinds = dict.fromkeys(Kind, 0)
+        self._num_preemptions = 0
         self._ended: set[str] = set()
-        self._waiting: list[tuple[Job, float, Resident | None]] = []
-        """In order, for nodes of a pool that has too few."""
+        self._rules = preemption if preemption is not None else Preemption()
+        self._queue = Queue(submitted, self.cluster, policy, self._rules)
         self._has_banks = any(one.job.slo_kind is SloKind.LIFETIME for one in submitted)
         for one in submitted:
             self._at(one.arrival_s, one)
@@ -130,10 +150,13 @@ class Simulation:
                 self._change(event)
             elif isinstance(event, Failure):
                 self._fail(event)
+            elif isinstance(event, _Leaves):
+                self._give_way(event)
             else:
                 assert isinstance(event, str)
                 self._leave(event)
-            if not self._events or self._events[0][0] > self._now_s:
+            is_last = not self._events or self._events[0][0] > self._now_s
+            if is_last and not self._queue.takeovers:  # a move could take the room that a job waits for
                 self._rearrange()
         violated = tuple(name for name, run in self._runs.items() if not _is_attained(run))
         return Result(
@@ -146,6 +169,8 @@ class Simulation:
             violated=violated,
             peak_dollars_per_hour=self._peak,
             mean_attainment=sum(map(_is_mean_attained, self._runs.values())) / len(self._runs),
+            num_preemptions=self._num_preemptions,
+            waited_s=mean_waits_s((run.submission, run.waited_s) for run in self._runs.values()),
         )
 
     # Time -----------------------------------------------------------------------------------------------
@@ -161,7 +186,7 @@ class Simulation:
             self._advance(leaver.end_s)
             return leaver.job.name
         if not self._events:
-            names = ", ".join(job.name for job, _, _ in self._waiting)
+            names = ", ".join(self._queue.waiting)
             raise PoolsFull(f"the pools have too few nodes for {names}, even when nothing else runs")
         time_s, _, event = heapq.heappop(self._events)
         self._advance(time_s)
@@ -187,27 +212,72 @@ class Simulation:
         self._place(one.job, one.work_s)
 
     def _place(self, job: Job, work_s: float, resident: Resident | None = None) -> None:
+        self._queue.add(job, work_s, self._now_s, resident)
+        ordered = self._queue.ordered()
+        number = next(number for number, each in enumerate(ordered) if each.job.name == job.name)
+        self._try(ordered[number], ordered[:number])
+
+    def _try(self, each: Waiting, ahead: Sequence[Waiting]) -> bool:
+        """Places a waiting job; else others may be told to give it their places."""
         self._refresh()
-        self.cluster.submit(job, self._now_s, work_s)
-        if resident is not None:
-            self.cluster.residents[job.name] = resident
-        try:
-            candidate = self._policy.place(self.cluster, job, self._now_s)
-        except PoolsFull:
-            self.cluster.withdraw(job.name)
-            self._waiting.append((job, work_s, resident))
-            return
+        job = each.job
+        candidate = self._queue.find(each, ahead, self._now_s)
+        if candidate is None:
+            for victim in self._queue.take_over(each, ahead, self._now_s):
+                self._at(self._iteration_end_s(victim), _Leaves(name=victim, by=job.name))
+            return False
+        self.cluster.submit(job, self._now_s, each.work_s)
+        if each.resident is not None:
+            later_s = self._now_s + self.cluster.pause_s  # it starts again, which takes as long as a move
+            self.cluster.residents[job.name] = replace(each.resident, since_s=later_s)
         self._kinds[candidate.kind] += 1
         self.cluster.apply(Rearrangement(groups=(candidate.group,)), self._now_s)
+        self._queue.placed(job.name)
+        run = self._runs[job.name]
+        run.waited_s, run.placed_s = run.waited_s + self._now_s - each.since_s, self._now_s
+        return True
+
+    def _iteration_end_s(self, name: str) -> float:
+        """When a running job ends the first iteration after which it may leave, at its present pace."""
+        resident = self.cluster.residents[name].at(self._now_s)
+        solo_s, ran_s = resident.job.solo_s, self._now_s - self._runs[name].placed_s
+        done_s = self._runs[name].submission.work_s - resident.work_s
+        left_s = (solo_s - done_s % solo_s) * resident.slowdown
+        must_run_s = max(0.0, self._rules.min_run_s - ran_s - left_s)
+        return (
+            self._now_s
+            + left_s
+            + math.ceil(must_run_s / (solo_s * resident.slowdown)) * solo_s * resident.slowdown
+        )
+
+    def _give_way(self, leaves: _Leaves) -> None:
+        """A job goes back to the queue, unless the other no longer needs its place."""
+        if (
+            leaves.name not in self._queue.takeovers.get(leaves.by, ())
+            or leaves.name not in self.cluster.residents
+        ):
+            return
+        resident = self.cluster.residents[leaves.name].at(self._now_s)
+        self.cluster.remove(leaves.name, self._now_s)
+        self._num_preemptions += 1
+        self._queue.left(leaves.name, leaves.by)
+        self._queue.add(resident.job, resident.work_s, self._now_s, resident)
+        self._try_all()
+
+    def _try_all(self) -> None:
+        left = self._queue.ordered()
+        ahead: list[Waiting] = []
+        while left:
+            each = left.pop(0)
+            if not self._try(each, ahead):
+                ahead.append(each)
 
     def _leave(self, name: str) -> None:
         self.cluster.remove(name, self._now_s)
         self._ended.add(name)
         if self._progress is not None:
             self._progress(len(self._ended), len(self._runs))
-        waiting, self._waiting = self._waiting, []
-        for job, work_s, resident in waiting:
-            self._place(job, work_s, resident.at(self._now_s) if resident is not None else None)
+        self._try_all()
 
     def _rearrange(self) -> None:
         left = self._policy.max_moves
@@ -262,6 +332,16 @@ class Simulation:
         self.cluster.remove(failure.name, self._now_s)
         again = Submission(job=resident.job, arrival_s=self._now_s + failure.away_s, work_s=resident.work_s)
         self._at(again.arrival_s, again)
+
+
+def mean_waits_s(waits: Iterable[tuple[Submission, float]]) -> dict[int, float]:
+    """Returns the mean of the waits of each priority, the highest first."""
+    by_priority = defaultdict[int, list[float]](list)
+    for one, waited_s in waits:
+        by_priority[one.priority].append(waited_s)
+    return {
+        each: sum(by_priority[each]) / len(by_priority[each]) for each in sorted(by_priority, reverse=True)
+    }
 
 
 def _is_attained(run: _Run) -> bool:

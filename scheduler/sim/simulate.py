@@ -1,16 +1,21 @@
 """`rose sched simulate`: what a policy of the cluster level would do with a trace, in simulated figures."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rose.arguments import CommandParser
+from rose.config import load_yaml
+from rose.errors import ConfigError
 from rose.scheduler.cluster.choice import POLICIES
+from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.group.model import SloKind
+from rose.scheduler.runtime.job.spec import ServeSpec
 from rose.scheduler.sim.live import Replay
 from rose.scheduler.sim.loop import Result, Simulation
 from rose.scheduler.sim.progress import Progress
-from rose.scheduler.sim.workloads import Workload, generate_trace, read_trace, submissions
+from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
 
 
 def simulate_cluster(argv: Sequence[str]) -> int:
@@ -24,9 +29,20 @@ def simulate_cluster(argv: Sequence[str]) -> int:
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="CSV", help="columns arrival_s,duration_s (default: a generated trace)"
+        "--trace",
+        type=Path,
+        metavar="CSV",
+        help="columns arrival_s,duration_s, and where wanted priority,team (default: a generated trace)",
     )
-    parser.add_argument("--policy", choices=sorted(POLICIES), default="lifetime")
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="the file of rose sched serve: its pools, teams and preemption (default: nodes without limit)",
+    )
+    parser.add_argument(
+        "--policy", choices=sorted(POLICIES), help="default: that of the cluster's file, else lifetime"
+    )
     parser.add_argument("--workload", choices=[each.value for each in Workload], default=Workload.MIXED.value)
     parser.add_argument(
         "--slo-kind", choices=[each.value for each in SloKind], default=SloKind.ITERATION.value
@@ -48,21 +64,44 @@ def simulate_cluster(argv: Sequence[str]) -> int:
     jobs = submissions(
         trace, Workload(arguments.workload), arguments.seed, slo_kind=SloKind(arguments.slo_kind)
     )
-    progress, keeps_ends = Progress(f"policy {arguments.policy}"), not arguments.stretch
-    if arguments.live:
-        result = Replay(jobs, arguments.policy, keeps_ends=keeps_ends, progress=progress).run()
-    else:
-        policy = POLICIES[arguments.policy](arguments.seed)
-        result = Simulation(jobs, policy, keeps_ends=keeps_ends, progress=progress).run()
+    cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else None
+    name = arguments.policy or (cluster.policy if cluster is not None else "lifetime")
+    _check_teams(jobs, cluster)
+    result = _play(jobs, name, cluster, arguments)
     report = _report(result)
     if arguments.json:
-        print(json.dumps({"kind": "simulated", "policy": arguments.policy} | report, indent=2))
+        print(json.dumps({"kind": "simulated", "policy": name} | report, indent=2))
     else:
-        print(
-            f"simulated, policy {arguments.policy}: "
-            + ", ".join(f"{key} {value}" for key, value in report.items())
-        )
+        print(f"simulated, policy {name}: " + ", ".join(f"{key} {value}" for key, value in report.items()))
     return 0
+
+
+def _play(
+    jobs: Sequence[Submission], name: str, cluster: ServeSpec | None, arguments: argparse.Namespace
+) -> Result:
+    progress, keeps_ends = Progress(f"policy {name}"), not arguments.stretch
+    if arguments.live:
+        return Replay(jobs, name, keeps_ends=keeps_ends, progress=progress, cluster=cluster).run()
+    return Simulation(
+        jobs,
+        POLICIES[name](arguments.seed),
+        cluster.pools.to_pools() if cluster is not None else None,
+        keeps_ends=keeps_ends,
+        pause_s=cluster.move_pause_s if cluster is not None else PAUSE_S,
+        progress=progress,
+        preemption=cluster.to_preemption() if cluster is not None else None,
+    ).run()
+
+
+def _check_teams(jobs: Sequence[Submission], cluster: ServeSpec | None) -> None:
+    """Raises: ConfigError for a team of the trace that the cluster's file lacks."""
+    known = cluster.teams if cluster is not None else {}
+    lacking = sorted({one.team for one in jobs if one.team is not None} - known.keys())
+    if lacking:
+        raise ConfigError(
+            f"the trace's teams {', '.join(lacking)} are not in the cluster's file, which has "
+            f"{', '.join(known) or 'none'}: add them to `teams` of the file that --cluster names"
+        )
 
 
 def _report(result: Result) -> dict[str, object]:
@@ -73,5 +112,7 @@ def _report(result: Result) -> dict[str, object]:
         "jobs": result.num_jobs,
         "attainment": result.attainment,
         "moves": result.num_moves,
+        "preemptions": result.num_preemptions,
+        "mean_wait_s": {str(priority): round(wait_s) for priority, wait_s in result.waited_s.items()},
         "placements": {kind.value: num for kind, num in result.kinds.items()},
     }

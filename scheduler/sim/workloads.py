@@ -1,7 +1,7 @@
 """What arrives: jobs of WEAVE's Table 6 at the times of a trace.
 
-Owns the trace's CSV (arrival_s, duration_s, num_gpus), its generator, and Table 6. The same seed gives the
-same jobs.
+Owns the trace's CSV (arrival_s, duration_s, num_gpus, and where wanted priority and team), its generator, and
+Table 6. The same seed gives the same jobs.
 """
 
 import csv
@@ -39,6 +39,8 @@ class Arrival:
 
     arrival_s: float
     duration_s: float
+    priority: int = 0
+    team: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class Submission:
     job: Job
     arrival_s: float
     work_s: float
+    priority: int = 0
+    team: str | None = None
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -72,7 +76,12 @@ def read_trace(path: Path) -> list[Arrival]:
 
 def _arrival(path: Path, line: int, row: dict[str, str]) -> Arrival:
     try:
-        arrival = Arrival(arrival_s=float(row["arrival_s"]), duration_s=float(row["duration_s"]))
+        arrival = Arrival(
+            arrival_s=float(row["arrival_s"]),
+            duration_s=float(row["duration_s"]),
+            priority=int(row.get("priority") or 0),
+            team=row.get("team") or None,
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: line {line}: {error}") from error
     if not (0 <= arrival.arrival_s < math.inf and 0 < arrival.duration_s < math.inf):
@@ -118,5 +127,13 @@ def submissions(
             slo=chance.uniform(*slo),
             slo_kind=slo_kind,
         )
-        found.append(Submission(job=job, arrival_s=arrival.arrival_s, work_s=arrival.duration_s))
+        found.append(
+            Submission(
+                job=job,
+                arrival_s=arrival.arrival_s,
+                work_s=arrival.duration_s,
+                priority=arrival.priority,
+                team=arrival.team,
+            )
+        )
     return found

@@ -75,6 +75,8 @@ def _now(job: Mapping[str, Any]) -> str:
     some = _some(job, "ranks_waiting")
     if some:
         return f"{some} waiting for the others"
+    if job["state"] == "preempting":
+        return "ends, and goes back to the queue"
     if job["waits_for"] is not None:
         behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
         return f"waits for {job['waits_for']} nodes{behind}"
@@ -97,6 +99,7 @@ def _turn(job: Mapping[str, Any]) -> str:
 
 
 def _details(job: Mapping[str, Any]) -> Iterator[str]:
+    yield from _preemption(job)
     if job["state"] in WAITING:
         yield job["why"]
         return
@@ -113,13 +116,32 @@ def _details(job: Mapping[str, Any]) -> Iterator[str]:
         yield job["note"]
 
 
+def _preemption(job: Mapping[str, Any]) -> Iterator[str]:
+    """Who has the job's place or gets it, and whose place it gets."""
+    for each in job["preemptions"]:
+        waited = f", waited {each['waited_s']:.0f} s" if each["waited_s"] is not None else ""
+        yield f"preempted by {each['by']} before iteration {each['iteration']}{waited}: {each['why']}"
+    if (gives_way := job["gives_way"]) is not None:
+        now = job["state"] == "preempting"
+        when = "now" if now else f"after iteration {job['iterations'][0]}{_not_before(gives_way)}"
+        yield f"gives its place to {gives_way['to']} {when}: {gives_way['why']}"
+    for each in job["takes_place_of"]:
+        yield f"takes the place of {each['job']} after its iteration {each['iteration']}{_not_before(each)}"
+
+
+def _not_before(facts: Mapping[str, Any]) -> str:
+    left_s = facts["not_before_s"]
+    return f" or a later one, in {math.ceil(left_s)} s at the earliest" if left_s > 0 else ""
+
+
 def earliest_line(earliest: Mapping[str, Any] | None) -> str:
     """When a queued job could start."""
     if earliest is None:
         return "when it could start is not known"
     minutes = max(1, math.ceil(earliest["in_s"] / 60))
     time = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-    return f"it could start in {time} at the earliest, when {earliest['after']} ends"
+    what = "gives its place away" if earliest.get("is_preempted") else "ends"
+    return f"it could start in {time} at the earliest, when {earliest['after']} {what}"
 
 
 def explain_running(job: str, channel: str, *, as_json: bool) -> int:
@@ -129,6 +151,7 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
     shown = (
         *("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves"),
         *("priority", "ahead", "num_overtaken", "earliest"),
+        *("takes_place_of", "gives_way", "preemptions"),
     )
     if as_json:
         print_json({key: found.get(key) for key in shown})
@@ -136,6 +159,7 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
     if found["state"] in WAITING:
         print(f"{job} is {found['state']}: {found['why']}")
         print(f"  {_turn(found)}, overtaken by {found['num_overtaken']} jobs")
+        print("".join(f"  {line}\n" for line in _preemption(found)), end="")
         if found["state"] == "queued":
             print(f"  {earliest_line(found['earliest'])}")
         return 0
@@ -151,6 +175,7 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
             f"  before iteration {move['iteration']} from {move['from']['group']} to {move['to']['group']}, "
             f"{start} start, pause {pause}: {move['why']}"
         )
+    print("".join(f"  {line}\n" for line in _preemption(found)), end="")
     if found["moving_to"] is not None:
         print(f"  moves to {found['moving_to']} when its iteration {found['iterations'][0]} is done")
     return 0

@@ -42,8 +42,9 @@ from rose.scheduler.runtime.decide.drift_calls import DriftCalls
 from rose.scheduler.runtime.decide.host_calls import HostCalls
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
-from rose.scheduler.runtime.decide.overview import overview
+from rose.scheduler.runtime.decide.overview import describe_group, describe_job, overview
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
+from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.queue_calls import QueueCalls
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.decide.tail_calls import TailCalls
@@ -104,7 +105,7 @@ class ClusterScheduler:
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)
         self._jobs = JobCalls(self._state, self._permits, self._moves)
-        self._queue = QueueCalls(self._state, self._jobs)
+        self._queue = QueueCalls(self._state, self._jobs, PreemptCalls(self._state, self._jobs))
         self._drift = DriftCalls(self._state, self._permits, self._jobs)
         self._hosts = HostCalls(self._state, self._jobs)
         self._due = Due()
@@ -166,7 +167,8 @@ class ClusterScheduler:
         """Lets queued jobs into new room first, then asks the policy for moves."""
         self._state.groups.refresh(now)
         self._queue.place_waiting(now)
-        self._moves.rearrange(now)
+        if not self._state.takeovers:  # a move could take the room that a queued job waits for
+            self._moves.rearrange(now)
 
     def tick(self, now: float) -> None:
         """Handles expired leases: frees the nodes when the process has been ended, or a lease later."""
@@ -192,7 +194,7 @@ class ClusterScheduler:
         for hold in permits.expired(now):
             if hold.silent and self._state.hosts.is_beside(self._state.jobs[hold.job].host):
                 # No runner has answered for a whole lease: it is gone, and a watcher has ended the process.
-                self._jobs.start_again(hold.job, "lease ran out, and the runner is gone", now)
+                self._jobs.bury(hold.job, "lease ran out, and the runner is gone", now)
                 continue
             hold.silent = tuple(rank for rank, until_s in hold.until_s.items() if until_s <= now)
             hold.renew(now + permits.lease_s)
@@ -264,13 +266,13 @@ class ClusterScheduler:
             return
         names = [call.job] if call.job is not None else self._state.shown()
         body: dict[str, Any] = {
-            "jobs": [self._state.describe(name) for name in names],
+            "jobs": [describe_job(self._state, name, now) for name in names],
             "scheduler_pid": self._pid,
         }
         if call.job is not None and self._state.jobs[call.job].state.is_waiting:
             body["jobs"][0]["earliest"] = self._queue.earliest(call.job, now)
         if call.job is None:
-            body["groups"] = {name: self._state.describe_group(name) for name in self._state.groups.by_name}
+            body["groups"] = {name: describe_group(self._state, name) for name in self._state.groups.by_name}
             body["hosts"] = {
                 name: {"is_alive": host.is_alive, "num_nodes": host.num_nodes}
                 for name, host in self._state.hosts.by_name.items()

@@ -101,7 +101,8 @@ class HostCalls:
             error = f"{problem}; the silent hosts are: {', '.join(silent) or 'none'}"
             self._state.answer(client, call.seq, error)
             return
-        freed = [name for name in self._state.live if self._state.jobs[name].host == call.host]
+        jobs = [(name, self._state.jobs[name]) for name in self._state.live]
+        freed = [name for name, each in jobs if each.state.is_placed and each.host == call.host]
         for name in freed:
             self._jobs.bury(name, f"host {call.host} is off", now)
         self._state.answer(client, call.seq, body={"host": call.host, "freed": freed})

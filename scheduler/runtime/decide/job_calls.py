@@ -27,20 +27,27 @@ class JobCalls:
         self._permits = permits
         self._moves = moves
 
-    def place(self, spec: RunSpec, now: float, avoid: str | None = None) -> tuple[Placed, Certificate]:
+    def place(
+        self, spec: RunSpec, now: float, avoid: str | None = None, groups: Groups | None = None
+    ) -> tuple[Placed, Certificate]:
         """Returns the best group for the job whose order is certified, but never the group `avoid`.
 
-        Raises: ConfigError, PoolsFull, CertificateError.
+        groups: as they would be; None: as they are. Raises: ConfigError, PoolsFull, CertificateError.
         """
         aside = {avoid} if avoid is not None else set[str]()
+        groups = groups if groups is not None else self._state.groups
+        earlier = self._state.jobs.get(spec.name)
+        resident = (
+            self._state.resident(spec.name, now) if earlier is not None and earlier.is_resumed else None
+        )
         while True:
-            placed = self._state.groups.place(spec, now, aside)
+            placed = groups.place(spec, now, aside, resident)
             if spec.group is not None:
                 placed = replace(placed, group=self._state.ordered(placed.group, now))
             try:
                 return placed, self._state.certify(placed.group, now)
             except CertificateError:
-                if placed.group.name not in self._state.groups.by_name or spec.group is not None:
+                if placed.group.name not in groups.by_name or spec.group is not None:
                     raise
                 aside.add(placed.group.name)
 
@@ -84,6 +91,7 @@ class JobCalls:
         record = self._state.jobs[name]
         [member] = [each for each in placed.group.members if each.job.name == name]
         record.group, record.rollout_nodes, record.why = placed.group.name, member.rollout_nodes, placed.why
+        record.placed(now, self._state.clock)
         self._state.become(name, JobState.RUNNING)
         self._state.form(placed.group, certificate, now)
         self._state.event("placed", name, group=record.group)
@@ -134,9 +142,12 @@ class JobCalls:
         )
 
     def start_again(self, name: str, why: str, now: float) -> None:
-        """Starts a new attempt after the last completed iteration."""
-        self._free(name, now)
+        """Starts a new attempt after the last completed iteration. A job that gives way waits for a place."""
         self._state.jobs[name].num_restarts += 1
+        if self._state.jobs[name].gives_way is not None:
+            self.requeue(name, now)
+            return
+        self._free(name, now)
         self._state.jobs[name].note = why
         self._start(name, now)
 
@@ -155,6 +166,8 @@ class JobCalls:
         """The job's process is known to have ended with its host: the job is over, or starts again."""
         if self._state.jobs[name].state is JobState.CANCELLING:
             self.end(name, JobState.CANCELLED, "", now)
+        elif self._state.jobs[name].state is JobState.PREEMPTING:
+            self.requeue(name, now)
         else:
             self.start_again(name, why, now)
 
@@ -179,6 +192,8 @@ class JobCalls:
         how = f"attempt {call.attempt} ended with status {call.exit_status}{self._blamed(call.job)}"
         if record.state is JobState.CANCELLING:
             self.end(call.job, JobState.CANCELLED, "", now)
+        elif record.state is JobState.PREEMPTING:
+            self.requeue(call.job, now)
         elif record.is_fenced:
             self.start_again(call.job, record.note, now)
         elif record.is_leaving:
@@ -210,7 +225,23 @@ class JobCalls:
         """The job is over: frees its place and its memory."""
         record = self._state.jobs[name]
         self._state.become(name, state)
-        record.note = note
+        record.note, record.gives_way = note, None
+        self._vacate(name, now)
+        self._state.event(state.value, name)
+
+    def requeue(self, name: str, now: float) -> None:
+        """Puts a job that gives way back into the queue. No process of it runs any more."""
+        record = self._state.jobs[name]
+        assert record.gives_way is not None
+        by = record.gives_way.to
+        self._vacate(name, now)
+        record.preempted(self._state.jobs[by], by, now)
+        self._state.become(name, JobState.QUEUED)
+        self._state.event("preempted", name, by=by, iteration=record.num_done)
+
+    def _vacate(self, name: str, now: float) -> None:
+        """Frees the job's place and its memory."""
+        record = self._state.jobs[name]
         self._free(name, now)
         self._moves.forget(name)
         self._state.hostless.discard(name)
@@ -218,7 +249,6 @@ class JobCalls:
         rest = self._state.remove(name, record.group)
         if was_multi_rate:  # the others' iterations were chosen for this job as well
             self._moves.issue_again(rest, now)
-        self._state.event(state.value, name)
         self._state.order(Stop(job=name, attempt=record.attempt, forget=True))
         self._state.has_come_or_gone = True
 
@@ -232,7 +262,7 @@ class JobCalls:
             self._state.become(call.job, JobState.CANCELLED)
             self._state.event("cancelled", call.job)
             self._state.has_new_room = True  # it may have kept others from being placed
-        elif record.state is JobState.RUNNING:
+        elif record.state in (JobState.RUNNING, JobState.PREEMPTING):
             self._state.become(call.job, JobState.CANCELLING)
             record.waiting = None
             if call.job not in self._state.permits_of(call.job).holds:

@@ -6,6 +6,8 @@ in the new group, in an order certified with it; without a certificate it stays.
 where it is, and never holds nodes in both groups. No iteration is lost or run twice, whoever is killed in
 between. Pure: takes ``now``; policies choose the moves.
 
+A job that is preempted leaves its group in the same way, and goes back to the queue (job_calls.py).
+
 Between two iterations a job holds and requests nothing, and its working sets are in host memory. The answer
 to the call that completes an iteration names the job's place, also when the call is repeated. A job that
 crashed counts as between two iterations.
@@ -19,7 +21,7 @@ from rose.scheduler.group.model import Group
 from rose.scheduler.runtime.channel.messages import Completed, Request, Stop
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.placing import Moves, Target
-from rose.scheduler.runtime.decide.records import MoveRecord
+from rose.scheduler.runtime.decide.records import JobState, MoveRecord
 from rose.scheduler.runtime.decide.state import State
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class MoveCalls:
         self._state = state
         self._permits = permits
         self._search: _Search | None = None
+        self._rules = state.cluster.to_preemption()
 
     def rearrange(self, now: float) -> None:
         """Searches for moves if a job has come or ended, a few groups at a time, and decides on the best."""
@@ -85,10 +88,11 @@ class MoveCalls:
         record = self._state.jobs[call.job]
         if is_new and record.num_done < self._state.specs[call.job].iterations:
             self._leave(call.job, now)
+            self._give_way(call.job, now)
         body = {
             "group": record.group,
             "rollout_nodes": list(record.rollout_nodes),
-            "ends": record.is_leaving,
+            "ends": record.is_leaving or record.state is JobState.PREEMPTING,
         }
         for each, seq in callers.values():
             self._state.answer(each, seq, body=body)
@@ -105,6 +109,15 @@ class MoveCalls:
         self.switch(job, now, is_warm=not record.is_leaving)
         if record.is_leaving:
             self._state.order(Stop(job=job, attempt=record.attempt, forget=True))
+
+    def _give_way(self, job: str, now: float) -> None:
+        """Ends the process of a job that is preempted. The job holds and requests nothing."""
+        record = self._state.jobs[job]
+        if record.gives_way is None or not self._rules.may_leave(record.ran_s(now)):
+            return
+        self._state.become(job, JobState.PREEMPTING)
+        self._state.event("preemption_begun", job, by=record.gives_way.to, iteration=record.num_done)
+        self._state.order(Stop(job=job, attempt=record.attempt, forget=True))
 
     def switch(self, job: str, now: float, *, is_warm: bool) -> None:
         """Carries out the job's move, if one is decided. The job is between two iterations."""

@@ -18,7 +18,7 @@ from rose.errors import JobRefused
 from rose.scheduler.cluster.candidates import Kind, memory_shortage
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, compact
-from rose.scheduler.cluster.pools import Pools
+from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.model import Group, Job, Member, Phase
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
@@ -80,12 +80,13 @@ class Groups:
         self._view = Cluster(self._pools, pause_s=spec.move_pause_s)
         self._stale: set[str] = set()
         """Groups that the view shows as they were."""
-        self._num_used = dict.fromkeys(Phase, 0)
-        """Nodes of groups with members."""
 
-    def place(self, spec: RunSpec, now: float, aside: Collection[str] = ()) -> Placed:
+    def place(
+        self, spec: RunSpec, now: float, aside: Collection[str] = (), resident: Resident | None = None
+    ) -> Placed:
         """Finds a group for the job, but none of the groups `aside`.
 
+        resident: what is left of a job that has run before; None: all of it.
         Raises: JobRefused, PoolsFull; ConfigError if no node could run it.
         """
         job = spec.to_job(self._pools)
@@ -95,6 +96,8 @@ class Groups:
         while True:
             with self._seen(now, aside) as view:
                 view.submit(job, now)
+                if resident is not None:
+                    view.residents[job.name] = resident
                 try:
                     candidate = self._policy.place(view, job, now)
                 finally:
@@ -146,6 +149,20 @@ class Groups:
             empty.drain(name, nodes)
         return empty
 
+    @contextmanager
+    def with_newcomer(self, group: Group, newcomer: Resident) -> Iterator[None]:
+        """Meanwhile the group of this name is this one, with a job in it that runs nowhere yet."""
+        old, known = self.by_name.get(group.name), self._resident_of
+        self._resident_of = lambda name, now: newcomer if name == newcomer.job.name else known(name, now)
+        self.put(group)
+        try:
+            yield
+        finally:
+            self._resident_of = known
+            self.put(old if old is not None else replace(group, members=()))
+            if old is None:
+                del self.by_name[group.name]
+
     def without_some(self, jobs: Collection[str]) -> "Groups":
         """Returns what a job would find if these had ended."""
         found = Groups(self._spec, self._resident_of)
@@ -160,9 +177,7 @@ class Groups:
 
     def put(self, group: Group) -> None:
         """Replaces the group of this name."""
-        self._count(self.by_name.get(group.name), -1)
         self.by_name[group.name] = group
-        self._count(group, 1)
         self._stale.add(group.name)
 
     def remove(self, job: str, name: str) -> Group:
@@ -201,7 +216,7 @@ class Groups:
         self._stale.clear()
 
     def check_integrity(self, now: float) -> None:
-        """Checks that the policies' view is the one that would be made anew, and that nodes are counted."""
+        """Checks that the policies' view is the one that would be made anew."""
         self.refresh(now)
         open_groups = {
             name: compact(stay)
@@ -210,9 +225,6 @@ class Groups:
         }
         assert self._view.groups == open_groups, (self._view.groups, open_groups)
         self._view.check_integrity()
-        used = [group for group in self.by_name.values() if group.members]
-        assert self._num_used[Phase.ROLLOUT] == sum(group.num_rollout_nodes for group in used)
-        assert self._num_used[Phase.TRAIN] == sum(group.num_train_nodes for group in used)
 
     def _forget(self, name: str, now: float) -> None:
         self._view.adopt(Group(name=name, num_rollout_nodes=0, num_train_nodes=0), (), now)
@@ -224,26 +236,30 @@ class Groups:
         for name in aside:
             self._forget(name, now)
             self._stale.add(name)
-        hidden = [
-            group
-            for name in {*aside, *(name for name, nodes in self.drained.items() if nodes)}
-            if (group := self.by_name.get(name)) is not None and group.members
-        ]
-        self._view.pools = _without(self._sized_pools(), hidden)
+        self._view.pools = self._pools_beside(
+            {*aside, *(name for name, nodes in self.drained.items() if nodes)}
+        )
         yield self._view
 
-    def _sized_pools(self) -> Pools:
-        """Returns the pools, limited by the file and by living hosts, but at least what is in use."""
-        sizes = {}
-        for kind, pool in ((Phase.ROLLOUT, self._pools.rollout), (Phase.TRAIN, self._pools.train)):
-            known = [each for each in (pool.num_nodes, self.offered.get(kind)) if each is not None]
-            sizes[kind] = replace(pool, num_nodes=max(min(known), self._num_used[kind]) if known else None)
-        return replace(self._pools, rollout=sizes[Phase.ROLLOUT], train=sizes[Phase.TRAIN])
+    def _pools_beside(self, hidden: Collection[str]) -> Pools:
+        """Returns the pools, limited by the file and by living hosts, without these groups' nodes.
 
-    def _count(self, group: Group | None, sign: int) -> None:
-        if group is not None and group.members:
-            self._num_used[Phase.ROLLOUT] += sign * group.num_rollout_nodes
-            self._num_used[Phase.TRAIN] += sign * group.num_train_nodes
+        They are never smaller than what the view uses: a job may still join a group without more nodes.
+        """
+        groups = [self.by_name[name] for name in hidden if name in self.by_name]
+        groups = [each if self.drained.get(each.name) else compact(self._stay(each)) for each in groups]
+        groups = [each for each in groups if each.members]
+        num_rollout, num_train = self._view.num_used
+        return replace(
+            self._pools,
+            rollout=self._sized(Phase.ROLLOUT, sum(each.num_rollout_nodes for each in groups), num_rollout),
+            train=self._sized(Phase.TRAIN, sum(each.num_train_nodes for each in groups), num_train),
+        )
+
+    def _sized(self, kind: Phase, num_hidden: int, num_used: int) -> Pool:
+        pool = self._pools.rollout if kind is Phase.ROLLOUT else self._pools.train
+        known = [each for each in (pool.num_nodes, self.offered.get(kind)) if each is not None]
+        return replace(pool, num_nodes=max(min(known) - num_hidden, num_used) if known else None)
 
     def _new_name(self) -> str:
         number = 1
@@ -322,15 +338,3 @@ def _range(num_nodes: int) -> str:
 
 def _names(group: Group) -> list[str]:
     return [member.job.name for member in group.members]
-
-
-def _without(pools: Pools, groups: Collection[Group]) -> Pools:
-    """Returns the pools without these groups' nodes."""
-    rollout, train = pools.rollout, pools.train
-    if rollout.num_nodes is not None:
-        used = sum(group.num_rollout_nodes for group in groups)
-        rollout = replace(rollout, num_nodes=max(0, rollout.num_nodes - used))
-    if train.num_nodes is not None:
-        used = sum(group.num_train_nodes for group in groups)
-        train = replace(train, num_nodes=max(0, train.num_nodes - used))
-    return replace(pools, rollout=rollout, train=train)

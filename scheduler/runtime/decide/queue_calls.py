@@ -8,20 +8,28 @@ and each that fits and is within its team's quota is placed. Jobs without a team
 A job that could use the same nodes overtakes a queued one if it is placed though it comes behind it, or was
 submitted after the first job of another team with its priority. After `MAX_OVERTAKEN` times the queued job
 comes first of its priority, and no job that could use the same nodes is placed before it, unless it would not
-fit now even if no job ran, or waits for its team's quota. Pure: takes ``now``.
+fit now even if no job ran, or waits for its team's quota. A queued job that takes the places of running ones
+(preempt_calls.py) comes first as well, and no job that comes behind it takes the room that it waits for.
+Pure: takes ``now``.
 """
 
 import bisect
+import functools
 import heapq
+import math
 from collections import Counter
+from collections.abc import Collection
 
 from rose.config import parse_config
 from rose.errors import ConfigError, JobRefused, PoolsFull
+from rose.scheduler.cluster.preemption import Fits
+from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, CertificateError
-from rose.scheduler.group.model import Phase
+from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
 from rose.scheduler.runtime.decide.job_calls import JobCalls
-from rose.scheduler.runtime.decide.placing import Placed
+from rose.scheduler.runtime.decide.placing import Groups, Placed
+from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.records import MAX_OVERTAKEN, JobRecord, JobState
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -37,12 +45,15 @@ _Found = tuple[Placed, Certificate]
 class QueueCalls:
     """Answers Submit, HoldJob and ReleaseJob calls."""
 
-    def __init__(self, state: State, jobs: JobCalls) -> None:
+    def __init__(self, state: State, jobs: JobCalls, preempts: PreemptCalls) -> None:
         self._state = state
         self._jobs = jobs
+        self._preempts = preempts
         self._tried_s = float("-inf")
         self._used: dict[str, Counter[Phase]] = {}
         """The nodes that the running jobs of each team ask for."""
+        self._trials: dict[tuple[str, ...], Groups] = {}
+        """The groups as they will be without some jobs, while nothing changes."""
 
     def submit(self, client: str, call: Submit, now: float) -> None:
         """Places a new job and starts it, or queues it. A dry run only says which."""
@@ -62,21 +73,27 @@ class QueueCalls:
             use = self._state.use_of_share.get(self._state.cluster.team_of(spec), 0.0)
             turn = -spec.priority, True, use
             ahead = [each for each in self._state.queue if self._state.turn(each)[:3] <= turn]
+            self._trials.clear()
             found = self._find(spec, ahead, now)
             if isinstance(found, str):
                 self._jobs.check_possible(spec, now)
         except (ConfigError, PoolsFull, CertificateError) as error:
             self._state.answer(client, call.seq, str(error))
             return
-        body = {"job": spec.name, **_answer(spec, found, len(ahead))}
+        body, fits = {"job": spec.name, **_answer(spec, found, len(ahead))}, self._fits(spec, ahead, now)
         if call.dry_run:
-            what = "would be queued" if isinstance(found, str) else "would run"
-            self._state.answer(client, call.seq, body={**body, "state": what})
+            more: dict[str, object] = {"state": "would run"}
+            if isinstance(found, str):
+                victims = self._preempts.victims(spec, fits)
+                more = {"state": "would be queued", "takes_place_of": list(victims)}
+            self._state.answer(client, call.seq, body={**body, **more})
             return
         record = self._add(call, spec, caller)
         if isinstance(found, str):
             record.why = found
             self._state.event("queued", spec.name, reason=found)
+            self._preempts.take_over(spec.name, fits, now)
+            body["takes_place_of"] = list(self._state.takeovers.get(spec.name, ()))
         else:
             self._place(spec, found, ahead, now)
         self._state.answer(client, call.seq, body={**body, "state": record.state})
@@ -94,19 +111,41 @@ class QueueCalls:
     def earliest(self, name: str, now: float) -> dict[str, object] | None:
         """Returns when a queued job could start if none were ahead of it; None: not known.
 
-        `in_s` seconds from now, when the job `after` ends. Until then all jobs run as fast as certified.
+        `in_s` seconds from now, when the job `after` ends, or ends an iteration and gives its place away
+        (`is_preempted`). Until then all jobs run as fast as certified.
         """
+        takeover = self._state.takeovers.get(name, ())
+        if victims := [each for each in takeover if self._state.jobs[each].state.is_placed]:
+            in_s, after = max((self._leaves_in_s(each, now), each) for each in victims)
+            return {"in_s": in_s, "after": after, "is_preempted": True}
         running = [job for job in self._state.live if self._state.jobs[job].state.is_placed]
         ends = heapq.nsmallest(NUM_ENDS, ((self._left_s(job), job) for job in running))
+        spec = self._state.specs[name]
+        self._weigh()
 
         def fits(num: int) -> bool:
-            groups = self._state.groups.without_some({job for _, job in ends[:num]})
-            return self._jobs.has_place(groups, self._state.specs[name], now)
+            ended = {job for _, job in ends[:num]}
+            if self._over_quota(spec, ended) is not None:
+                return False
+            return self._jobs.has_place(self._state.groups.without_some(ended), spec, now)
 
         num = bisect.bisect_left(range(len(ends) + 1), True, key=fits)
         if self._state.jobs[name].state is not JobState.QUEUED or not 0 < num <= len(ends):
             return None
         return {"in_s": ends[num - 1][0], "after": ends[num - 1][1]}
+
+    def _leaves_in_s(self, job: str, now: float) -> float:
+        """Returns the time until the running job gives its place away, if its iterations are as certified."""
+        record, iteration_s = (
+            self._state.jobs[job],
+            self._state.permits_of(job).certificate.bounds[job].longest_s,
+        )
+        if record.state is JobState.PREEMPTING:
+            return 0.0
+        left_s = iteration_s - (now - record.since_s if record.since_s is not None else 0.0)
+        must_run_s = self._state.cluster.preemption.min_run_s - record.ran_s(now)
+        num_more = max(0, math.ceil((must_run_s - left_s) / iteration_s))
+        return min(self._left_s(job), max(0.0, left_s) + num_more * iteration_s)
 
     def _left_s(self, job: str) -> float:
         bound = self._state.permits_of(job).certificate.bounds[job]
@@ -119,6 +158,9 @@ class QueueCalls:
         self._state.has_new_room, self._tried_s = False, now
         ahead: list[str] = []
         refused: dict[tuple[object, ...], str] = {}
+        without_takeover = set[tuple[object, ...]]()
+        self._trials.clear()
+        self._preempts.review()
         self._weigh()
         left = list(self._state.queue)
         while left:
@@ -127,6 +169,11 @@ class QueueCalls:
             alike = self._wants(spec)
             found = refused[alike] if alike in refused else self._find(spec, ahead, now)
             if isinstance(found, str):
+                if name in self._state.takeovers or (alike, spec.priority) not in without_takeover:
+                    if self._preempts.take_over(name, self._fits(spec, ahead, now), now):
+                        self._trials.clear()
+                    else:
+                        without_takeover.add((alike, spec.priority))
                 ahead.append(name)
                 refused[alike] = found
                 if record.why != found:
@@ -134,23 +181,62 @@ class QueueCalls:
                     self._state.changed(name)
                 continue
             self._place(spec, found, ahead, now)
+            self._trials.clear()
             refused.clear()
+            without_takeover.clear()
             self._weigh()
             left.sort(key=self._state.turn)
             self._state.has_new_room = True  # beside a job that came, another may fit
 
-    def _find(self, spec: RunSpec, ahead: list[str], now: float) -> _Found | str:
-        """Returns a place for the job, or why it must wait."""
-        if (over := self._over_quota(spec)) is not None:
+    def _fits(self, spec: RunSpec, ahead: list[str], now: float) -> Fits:
+        before = list(ahead)
+        return lambda victims: not isinstance(self._find(spec, before, now, victims), str)
+
+    def _find(
+        self, spec: RunSpec, ahead: list[str], now: float, without: Collection[str] = ()
+    ) -> _Found | str:
+        """Returns a place for the job, or why it must wait.
+
+        without: running jobs that count as gone.
+        """
+        if (over := self._over_quota(spec, without)) is not None:
             return over
         for name in ahead:
             is_next = self._state.jobs[name].is_next
             if is_next and self._are_rivals(spec, name) and self._is_possible(name, now):
                 return f"behind {name}, which {MAX_OVERTAKEN} jobs have overtaken"
+        found = self._try(spec, self._state.groups.without_some(without) if without else None, now)
+        if isinstance(found, str):
+            return found
+        for name in ahead:
+            if self._takes_room(spec, found[0], name, without, now):
+                return f"behind {name}, which takes the place of {', '.join(self._state.takeovers[name])}"
+        return found
+
+    def _try(self, spec: RunSpec, groups: Groups | None, now: float) -> _Found | str:
+        """Returns a place for the job in these groups, None: in those that there are; or why it has none."""
         try:
-            return self._jobs.place(spec, now)
+            return self._jobs.place(spec, now, groups=groups)
         except (ConfigError, PoolsFull, CertificateError) as error:
             return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
+
+    def _takes_room(
+        self, spec: RunSpec, placed: Placed, other: str, without: Collection[str], now: float
+    ) -> bool:
+        """Whether a job that is placed so would leave no room for one that waits for its victims to leave."""
+        victims = self._state.takeovers.get(other, ())
+        if not victims:
+            return False
+        if self._over_quota(self._state.specs[other], {*victims, *without}, beside=spec) is not None:
+            return True
+        [job] = [each.job for each in placed.group.members if each.job.name == spec.name]
+        newcomer = Resident(job=job, since_s=now, work_s=job.solo_s * job.num_iterations, stays=True)
+        gone = tuple(sorted({*victims, *without}))
+        if gone not in self._trials:
+            self._trials[gone] = self._state.groups.without_some(gone)
+        group = functools.reduce(Group.without, victims, placed.group)
+        with self._trials[gone].with_newcomer(group, newcomer):
+            return isinstance(self._try(self._state.specs[other], self._trials[gone], now), str)
 
     def _are_rivals(self, spec: RunSpec, queued: str) -> bool:
         """Whether the job and a queued one could use the same nodes."""
@@ -171,7 +257,9 @@ class QueueCalls:
     def _wants(self, spec: RunSpec) -> tuple[object, ...]:
         """Returns what decides where a job fits: jobs that are alike fit in the same places."""
         phases = tuple(sorted((name, each.model_dump_json()) for name, each in spec.phases.items()))
-        return spec.team, spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases
+        record = self._state.jobs[spec.name]
+        ran = spec.name if record.is_resumed else None  # what is left of its SLO is its own
+        return spec.team, spec.group, spec.rollout_nodes, spec.slo, spec.slo_kind, phases, ran
 
     # Teams --------------------------------------------------------------------------------------------------
 
@@ -194,12 +282,22 @@ class QueueCalls:
     def _team_of(self, name: str) -> str:
         return self._state.cluster.team_of(self._state.specs[name])
 
-    def _over_quota(self, spec: RunSpec) -> str | None:
-        """Returns why the job's quota lets it wait, or None."""
+    def _over_quota(
+        self, spec: RunSpec, without: Collection[str] = (), beside: RunSpec | None = None
+    ) -> str | None:
+        """Returns why the job's quota lets it wait, or None.
+
+        without: running jobs that count as gone. beside: a job that counts as running.
+        """
         team = self._state.cluster.teams.get(spec.team) if spec.team is not None else None
         if team is None or spec.team is None:
             return None
-        used = self._used[spec.team]
+        used = self._used[spec.team].copy()
+        for name in without:
+            if self._team_of(name) == spec.team:
+                used.subtract({phase: self._state.specs[name].phases[phase].nodes for phase in Phase})
+        if beside is not None and beside.team == spec.team:
+            used.update({phase: beside.phases[phase].nodes for phase in Phase})
         for phase in Phase:
             quota, wanted = team.quota(phase), spec.phases[phase].nodes
             if quota is not None and used[phase] + wanted > quota:
@@ -238,6 +336,7 @@ class QueueCalls:
             self._state.jobs[name].num_overtaken += 1
             self._state.changed(name)
         self._jobs.admit(spec.name, *found, now)
+        self._preempts.review()  # whom it was to preempt is spared
         self._state.queue.sort(key=self._state.turn)
 
     def _overtaken(self, spec: RunSpec, ahead: list[str], now: float) -> list[str]:

@@ -23,6 +23,8 @@ class JobState(StrEnum):
     RUNNING = "running"
     CANCELLING = "cancelling"
     """Its process has been told to end."""
+    PREEMPTING = "preempting"
+    """Its process has been told to end, and the job goes back to the queue when that has happened."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -35,7 +37,7 @@ class JobState(StrEnum):
     @property
     def is_placed(self) -> bool:
         """The job is a member of a group."""
-        return self in (JobState.RUNNING, JobState.CANCELLING)
+        return self in (JobState.RUNNING, JobState.CANCELLING, JobState.PREEMPTING)
 
     @property
     def is_over(self) -> bool:
@@ -94,6 +96,43 @@ class MoveRecord(msgspec.Struct, kw_only=True):
         }
 
 
+class GivesWay(msgspec.Struct, frozen=True, kw_only=True):
+    """The waiting job that takes a running one's place after its iteration."""
+
+    to: str
+    why: str
+
+
+class PreemptionRecord(msgspec.Struct, kw_only=True):
+    """One preemption of a job that has happened."""
+
+    by: str
+    by_number: int
+    by_attempt: int
+    """That of the other job at that time: it has started since if it has another one.
+
+    -1 if it no longer waited: it was cancelled or held when this job had already been told to end.
+    """
+    why: str
+    iteration: int
+    """The first one that has not run before."""
+    group: str
+    waited_s: float | None = None
+    """Time in the queue; None while it waits."""
+    left_s: float | None = None
+    """When that began, on the job's `clock`; None once it has ended."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what people are told of it."""
+        return {
+            "by": self.by,
+            "why": self.why,
+            "iteration": self.iteration,
+            "group": self.group,
+            "waited_s": self.waited_s,
+        }
+
+
 MAX_OVERTAKEN = 16
 """Small jobs may fill what a large one leaves idle, but only so many of them."""
 
@@ -136,6 +175,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     next_place: NextPlace | None = None
     """It is being moved."""
     moves: list[MoveRecord] = msgspec.field(default_factory=list)
+    gives_way: GivesWay | None = None
+    """It is to be preempted at the end of an iteration."""
+    preemptions: list[PreemptionRecord] = msgspec.field(default_factory=list)
+    placed_s: float | None = None
+    """When it was placed last; None: never."""
     spent_s: float = 0.0
     """The time that completed iterations took, crashes and pauses included. See `Resident.bank_s`."""
     since_s: float | None = None
@@ -146,6 +190,48 @@ class JobRecord(msgspec.Struct, kw_only=True):
     def is_next(self) -> bool:
         """Whether so many jobs have overtaken it that it comes before all others of its priority."""
         return self.num_overtaken >= MAX_OVERTAKEN
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the job waits for a place with iterations that it has done elsewhere."""
+        return self.state.is_waiting and self.num_done > 0
+
+    def placed(self, now: float, clock: str) -> None:
+        """The job leaves the queue."""
+        self.placed_s, self.clock = now, clock
+        last = self.preemptions[-1] if self.preemptions else None
+        if last is not None and last.left_s is not None:
+            last.waited_s, last.left_s = now - last.left_s, None
+
+    def ran_s(self, now: float) -> float:
+        """Returns how long ago the job was placed."""
+        return now - self.placed_s if self.placed_s is not None else 0.0
+
+    def preempted(self, by: "JobRecord", name: str, now: float) -> None:
+        """The job is back in the queue, as it was when it was submitted but for what it has done.
+
+        Its wait costs it none of the time that its SLO allows.
+        """
+        assert self.gives_way is not None
+        if self.state is not JobState.PREEMPTING and self.since_s is not None:
+            self.spent_s += now - self.since_s  # it crashed within an iteration, which runs again
+        self.preemptions.append(
+            PreemptionRecord(
+                by=name,
+                by_number=by.number,
+                by_attempt=by.attempt if by.state is JobState.QUEUED else -1,
+                why=self.gives_way.why,
+                iteration=self.num_done,
+                group=self.group,
+                left_s=now,
+            )
+        )
+        self.group, self.rollout_nodes, self.why, self.note = "", (), "", ""
+        self.gives_way = self.since_s = self.placed_s = None
+        self.is_leaving = self.is_fenced = False
+        self.num_overtaken = 0
+        for move in self.moves:
+            move.left_s = None  # the pause of a move that it never ended is unknown
 
     def started(self, now: float, clock: str) -> None:
         """The first attempt begins."""
@@ -160,12 +246,17 @@ class JobRecord(msgspec.Struct, kw_only=True):
 
     def adopted(self, now: float, clock: str) -> None:
         """A scheduler with this clock takes the job over. Time on another clock counts as none."""
+        if self.state.is_placed and self.placed_s is None:  # a row of a version without preemption
+            self.placed_s = now
         if self.clock == clock:
             return
         self.clock = clock
         self.since_s = now if self.since_s is not None else None
+        self.placed_s = now if self.placed_s is not None else None
         for move in self.moves:
             move.left_s = now if move.left_s is not None else None
+        for wait in self.preemptions:
+            wait.left_s = now if wait.left_s is not None else None
 
     def resident(self, job: Job, *, may_move: bool, pause_s: float, now: float) -> Resident:
         """Returns the job as of ``now``. A job that is being moved has the pause of the move before it."""
@@ -173,7 +264,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
         bank_s = job.slo * job.solo_s * self.num_done - self.spent_s
         if self.since_s is not None:  # what crashes and missing nodes have cost is lost before it ends
             bank_s -= max(0.0, now - self.since_s - job.slo * job.solo_s)
-        is_free = may_move and self.next_place is None and self.state is JobState.RUNNING
+        is_still = self.next_place is None and self.gives_way is None
+        is_free = may_move and is_still and self.state is JobState.RUNNING
         found = Resident(
             job=job,
             since_s=now,

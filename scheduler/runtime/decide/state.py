@@ -63,6 +63,11 @@ class State:
         """Queued jobs in the order in which they are tried: that of their `turn`."""
         self.use_of_share: dict[str, float] = {}
         """For each team, the dollars an hour of the nodes that it uses, over its share."""
+        self.takeovers: dict[str, tuple[str, ...]] = {}
+        """For queued jobs, the running jobs whose places they take. They come first of their priority.
+
+        Empty: all of these have left, and the queued job has not been tried since.
+        """
         self.would_fit: dict[str, bool] = {}
         """Whether a queued job would have a place if no job ran; cleared when hosts or drains change."""
         self.num_submitted = 0
@@ -103,6 +108,9 @@ class State:
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
             record.adopted(now, self.clock)
             self._adopt(name, record)
+            if record.gives_way is not None:
+                self.takeovers[record.gives_way.to] = (*self.takeovers.get(record.gives_way.to, ()), name)
+        self.queue.sort(key=self.turn)
         self.settle_all()
         self.groups.refresh(now)
         for group in list(self.groups.by_name.values()):
@@ -183,6 +191,14 @@ class State:
         """The job's file says this from now on."""
         self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
 
+    def take_places(self, job: str, victims: tuple[str, ...] | None) -> None:
+        """A queued job takes the places of these running jobs. None: it no longer takes any."""
+        if victims is not None:
+            self.takeovers[job] = victims
+        else:
+            self.takeovers.pop(job, None)
+        self.queue.sort(key=self.turn)
+
     def spec_of(self, job: str) -> RunSpec:
         """Returns the job's file, also for a job that ended long ago."""
         found = self.specs.get(job)
@@ -210,8 +226,9 @@ class State:
     def turn(self, job: str) -> tuple[int, bool, float, int]:
         """Returns what the queue is sorted by."""
         record, spec = self.jobs[job], self.specs[job]
-        use = 0.0 if record.is_next else self.use_of_share.get(self.cluster.team_of(spec), 0.0)
-        return -spec.priority, not record.is_next, use, record.number
+        is_next = record.is_next or job in self.takeovers
+        use = 0.0 if is_next else self.use_of_share.get(self.cluster.team_of(spec), 0.0)
+        return -spec.priority, not is_next, use, record.number
 
     def changed_group(self, group: str) -> None:
         """The group's permits are part of the next batch."""
@@ -274,7 +291,7 @@ class State:
             if self.groups.leaving.get(job.name) == group.name:
                 promised_s = self.permits_in(group.name).limits_s().get(job.name, 0.0)
                 limits_s[job.name] = max(limits_s[job.name], promised_s)
-            elif record is not None and record.state.is_placed:
+            elif record is not None and (record.state.is_placed or record.is_resumed):
                 work_s = job.solo_s * max(0, job.num_iterations - record.num_done)
                 resident = replace(self.resident(job.name, now), job=job, work_s=work_s)
                 limits_s[job.name] = resident.limit_s
@@ -330,50 +347,6 @@ class State:
         """Names the jobs that are not over and the last of those that are, in the order of submission."""
         names = [*self.live, *itertools.islice(reversed(self.ended), NUM_ENDED)]
         return sorted(names, key=lambda name: self.jobs[name].number)
-
-    def describe_group(self, name: str) -> dict[str, Any]:
-        group = self.groups.by_name[name]
-        return {
-            "num_rollout_nodes": group.num_rollout_nodes,
-            "num_train_nodes": group.num_train_nodes,
-            "jobs": {each.job.name: list(each.rollout_nodes) for each in group.members},
-            "holders": {each.job: each.phase for each in self.permits_in(name).holds.values()},
-            "drained": self.groups.drained.get(name, []),
-            "limits_s": self.permits_in(name).limits_s(),
-        }
-
-    def describe(self, name: str) -> dict[str, Any]:
-        record, spec = self.jobs[name], self.spec_of(name)
-        permits = self.permits_of(name) if record.state.is_placed else None
-        hold = permits.holds.get(name) if permits is not None else None
-        progress = self.progress.get(name)
-        log_folder = self.hosts.by_name[record.host].log_folder if record.host is not None else ""
-        return {
-            "name": name,
-            "state": record.state,
-            "is_over": record.state.is_over,
-            "host": record.host,
-            "log": f"{log_folder}/{name}.log",
-            "group": record.group,
-            "rollout_nodes": list(record.rollout_nodes),
-            "why": record.why,
-            "iterations": [record.num_done, spec.iterations],
-            "attempt": record.attempt,
-            "restarts": record.num_restarts,
-            "num_ranks": spec.num_ranks,
-            "holds": hold.phase if hold is not None else None,
-            "ranks_holding": sorted(hold.until_s) if hold is not None else [],
-            "ranks_waiting": sorted(record.waiting.callers) if record.waiting is not None else [],
-            "waits_for": record.waiting.phase if record.waiting is not None else None,
-            "behind": permits.holders_before(name) if permits is not None else [],
-            "priority": spec.priority,
-            "ahead": self.queue.index(name) if record.state is JobState.QUEUED else None,
-            "num_overtaken": record.num_overtaken,
-            "progress": list(progress) if progress is not None else None,
-            "moving_to": record.next_place.group if record.next_place is not None else None,
-            "moves": [each.describe() for each in record.moves],
-            "note": record.note,
-        }
 
     def unknown(self, job: str) -> str:
         return f"no job {job!r}; the jobs are: {', '.join(self.shown()) or 'none'}"

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from rose.config import Section, parse_config, read_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.groups import PAUSE_S
+from rose.scheduler.cluster.preemption import Preemption
 from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
 from rose.scheduler.group.model import Phase
 from rose.scheduler.group.tail import RolloutSpeed
@@ -65,7 +66,10 @@ class RunSpec(JobSpec):
     folder: str = "."
     """Relative to the file."""
     priority: int = 0
-    """The queue tries the highest first; equal ones by their teams' shares, then by submission."""
+    """The queue tries the highest first; equal ones by their teams' shares, then by submission.
+
+    A queued job may take the place of a running one of lower priority.
+    """
     team: str | None = None
     """Its team in the cluster's file, whose share and quota count. None: no team, and no quota."""
     group: str | None = None
@@ -75,7 +79,10 @@ class RunSpec(JobSpec):
     num_ranks: int = Field(default=1, ge=1)
     """The processes that enter the phases together: torchrun's WORLD_SIZE."""
     max_restarts: int = Field(default=3, ge=0)
-    """After so many crashes without an iteration in between, the next one fails the job."""
+    """After so many crashes without an iteration in between, the next one fails the job.
+
+    0: it can't be started again, and is never preempted.
+    """
 
     tail: TailSpec | None = None
     """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
@@ -155,6 +162,20 @@ class TeamSpec(Section):
         return self.max_rollout_nodes if phase is Phase.ROLLOUT else self.max_train_nodes
 
 
+class PreemptionSpec(Section):
+    """When a waiting job takes the place of a running one, which goes back to the queue after an iteration.
+
+    A job with `max_restarts: 0` can't be started again, and is never preempted.
+    """
+
+    by_priority: bool = True
+    """A job takes the places of jobs of lower priority."""
+    by_share: bool = False
+    """At equal priority, a job takes the places of teams that use more for their shares than its own."""
+    min_run_s: float = Field(default=600.0, ge=0)
+    """A job runs at least so long before it gives its place away."""
+
+
 class ServeSpec(Section):
     """CLUSTER.yaml of `rose sched serve`."""
 
@@ -168,6 +189,7 @@ class ServeSpec(Section):
     """The time that a move is assumed to cost the job. Its SLO must allow it, and the gain must exceed it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
     teams: dict[str, TeamSpec] = Field(default_factory=dict)
+    preemption: PreemptionSpec = PreemptionSpec()
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
     host_lease_s: float = Field(default=30.0, gt=0)
@@ -176,6 +198,19 @@ class ServeSpec(Section):
     def team_of(self, spec: RunSpec) -> str:
         """Names the job's team; empty: it has none, or one that this file lacks."""
         return spec.team if spec.team is not None and spec.team in self.teams else ""
+
+    @model_validator(mode="after")
+    def _shares_have_teams(self) -> Self:
+        if self.preemption.by_share and not self.teams:
+            raise ValueError(
+                "preemption.by_share compares teams, and there are none: add `teams`, or remove it"
+            )
+        return self
+
+    def to_preemption(self) -> Preemption:
+        """Returns the rules of preemption with the teams' shares."""
+        shares = {name: team.share for name, team in self.teams.items()}
+        return Preemption(**self.preemption.model_dump(), shares=shares)
 
     @field_validator("policy")
     @classmethod

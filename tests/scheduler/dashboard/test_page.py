@@ -59,6 +59,27 @@ def test_the_page_follows_jobs_and_says_when_the_scheduler_is_gone(tmp_path: Pat
             browser.wait_for("#alert", "own server can't be reached since")
 
 
+def test_the_page_says_who_takes_whose_place(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    pools = {
+        kind: {"name": kind, "dollars_per_gpu_hour": 2.0, "num_nodes": 1} for kind in ("rollout", "train")
+    }
+    cluster = ServedCluster(tmp_path, http=address, groups={}, pools=pools, policy="solo")
+    with cluster, cluster.held(0, "low"):
+        wait_answers(f"http://{address}/")
+        for name, priority in (("low", 0), ("high", 5)):
+            assert cluster.submit(name, group=None, priority=priority).error is None
+        with Browser(tmp_path) as browser:
+            browser.open(f"http://{address}/")
+            browser.wait_for(
+                "[data-job=low] [data-preemption]", "^gives its place to high after this iteration, not"
+            )
+            browser.wait_for(
+                "[data-job=high] [data-preemption]", "^takes the place of low after its iteration 0, not"
+            )
+            assert browser.errors == []
+
+
 def _sees_two_sharing(browser: Browser) -> None:
     for name in ("long-a", "long-b"):
         browser.wait_for(f"[data-job={name}] [data-label=State]", "^running")

@@ -4,7 +4,18 @@ from typing import Any
 
 from lone_scheduler import Scheduler, only
 
-from rose.scheduler.runtime.channel.messages import Answer, Cancel, Exited, Hello, Start, Status
+from rose.scheduler.runtime.channel.messages import (
+    Answer,
+    Cancel,
+    Completed,
+    Exited,
+    Granted,
+    Hello,
+    Release,
+    SchedulerMessage,
+    Start,
+    Status,
+)
 
 
 def pool(name: str, num_nodes: int) -> dict[str, Any]:
@@ -31,6 +42,24 @@ class Full:
         attempt = self.scheduler.job(name)["attempt"]
         self.scheduler.call(Cancel, job=name)
         answers = self.scheduler.call(Exited, job=name, attempt=attempt, exit_status=-15, client="runner")
+        return [each.job for each in answers if isinstance(each, Start)]
+
+    def iterate(self, name: str) -> tuple[bool, list[SchedulerMessage]]:
+        """One iteration; whether the job's process has to end after it, and all that was said at its end."""
+        job = self.scheduler.job(name)
+        asked = {"job": name, "attempt": job["attempt"]}
+        iteration = job["iterations"][0]
+        for phase in ("rollout", "train"):
+            permit = only(Granted, self.scheduler.request(name, phase, iteration, job["attempt"]))
+            self.scheduler.wait(1.0)
+            self.scheduler.call(Release, client=name, **asked, phase=permit.phase, epoch=permit.epoch)
+        said = self.scheduler.call(Completed, client=name, **asked, iteration=iteration)
+        return only(Answer, said).body["ends"], said
+
+    def exited(self, name: str, attempt: int = 1, status: int = 0) -> list[str]:
+        """The job's process has ended. Returns the jobs that start."""
+        ended = {"job": name, "attempt": attempt, "exit_status": status}
+        answers = self.scheduler.call(Exited, **ended, client="runner")
         return [each.job for each in answers if isinstance(each, Start)]
 
     def states(self) -> dict[str, str]:

@@ -21,6 +21,9 @@ JOB: dict[str, Any] = {
     "progress": None,
     "moving_to": None,
     "moves": [],
+    "takes_place_of": [],
+    "gives_way": None,
+    "preemptions": [],
     "note": "",
 }
 
@@ -96,3 +99,28 @@ def test_the_earliest_start_is_said_in_hours_and_minutes() -> None:
     )
     assert "in 2 h 1 min at" in earliest_line({"in_s": 7201.0, "after": "a"})
     assert "not known" in earliest_line(None)
+
+
+def test_who_gives_its_place_to_whom_stands_below_the_jobs() -> None:
+    queued = {**JOB, "state": "queued", "group": "", "priority": 0, "ahead": 1, "why": "no node is free"}
+    gives_way = {"to": "new", "why": "priority 5 over 0", "not_before_s": 0.0}
+    before = {"by": "new", "iteration": 3, "why": "priority 5 over 0", "waited_s": None}
+    victim = {"job": "math-7b", "iteration": 3, "not_before_s": 12.2}
+    jobs = [
+        {**JOB, "gives_way": gives_way},
+        {**JOB, "state": "preempting", "gives_way": gives_way},
+        {**queued, "preemptions": [before]},
+        {**JOB, "preemptions": [{**before, "waited_s": 90.4}]},
+        {**queued, "name": "new", "takes_place_of": [victim]},
+    ]
+    assert [line.strip() for line in status_lines(jobs, 120) if line.startswith("  ")] == [
+        "gives its place to new after iteration 3: priority 5 over 0",
+        "gives its place to new now: priority 5 over 0",
+        "preempted by new before iteration 3: priority 5 over 0",
+        "no node is free",
+        "preempted by new before iteration 3, waited 90 s: priority 5 over 0",
+        "takes the place of math-7b after its iteration 3 or a later one, in 13 s at the earliest",
+        "no node is free",
+    ]
+    assert "ends, and goes back to the queue" in status_lines(jobs, 120)[3]
+    assert "when a gives its place away" in earliest_line({"in_s": 1, "after": "a", "is_preempted": True})

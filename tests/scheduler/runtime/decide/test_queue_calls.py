@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from full_cluster import Full
+from full_cluster import Full, pool
 from lone_scheduler import Scheduler, error_of, only, spec_of
 
 from rose.scheduler.dashboard.view import state_view
@@ -73,6 +73,23 @@ def test_small_jobs_overtake_a_large_one_only_so_often() -> None:
     full.scheduler.restart(0.0)
     assert full.end("first") == ["big"], "the scheduler's restart has forgotten nothing"
     assert full.end("big") == ["late"]
+
+
+def test_nodes_that_a_group_no_longer_uses_do_not_make_its_pool_larger() -> None:
+    pools = {"rollout": pool("h20", 2), "train": pool("h800", 20), "max_residents": 2}
+    full = Full(policy="lifetime-static", pools=pools)
+
+    def submit(name: str, num_nodes: int = 1) -> str:
+        phases = {"rollout": {"seconds": 1.0, "nodes": num_nodes}, "train": {"seconds": 1.0, "nodes": 1}}
+        answer = only(Answer, full.scheduler.submit(name, group=None, phases=phases))
+        return f"{answer.body['state']} {answer.body.get('group')}"
+
+    assert submit("large", 2) == submit("beside") == "running group-1"
+    full.end("large")
+    assert submit("x") == "running group-1", "on one node; the group's other one is free"
+    assert submit("y") == submit("z") == "running group-2"
+    assert submit("u") == "queued None", "both nodes have two jobs"
+    full.scheduler.control._state.groups.check_integrity(full.scheduler.now)
 
 
 def test_a_job_is_overtaken_only_by_those_that_could_use_its_nodes() -> None:

@@ -108,3 +108,11 @@ def test_a_queued_job_is_told_when_it_could_start_and_whose_end_lets_it() -> Non
     full.scheduler.call(HoldJob, job="small", client="cli")
     assert full.scheduler.job("small")["earliest"] is None, "it waits for its release"
     assert "earliest" not in full.scheduler.job("long")
+
+
+def test_the_earliest_start_of_a_job_over_its_quota_is_the_end_of_one_of_its_team() -> None:
+    full = Full(3, teams=TEAMS)
+    full.submit("other", iterations=10)
+    full.submit("m1", team="math", iterations=100)
+    assert full.submit("m2", team="math")["state"] == "queued", "though there are free nodes"
+    assert full.scheduler.job("m2")["earliest"] == {"in_s": 200.0, "after": "m1"}

@@ -1,0 +1,108 @@
+"""Preemption: which running jobs give their places to a waiting one.
+
+Owns the choice of victims and the time that a job runs at least. A job of higher priority may take the place
+of any running job below it. Where the cluster's file says so, a job of equal priority may as well, if its
+team, with the job's nodes, uses less for its share than the victim's team uses with the victim's. No victim
+is chosen that is not needed, and those of the lowest priority are chosen first. When a victim leaves, at the
+end of an iteration, is decided elsewhere. Pure.
+
+Cycles are impossible, because a job that has taken a place is not preempted before it has completed an
+iteration there, and a job that gave its place to another gives it to the same one again only if that has
+started since: each preemption pays for an iteration. A preemption for the share replaces the use of one team
+by smaller ones, so that two teams never take a place from each other in turn.
+"""
+
+import bisect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_ROUNDING = 1e-9
+"""The relative rounding of sums of dollars."""
+MAX_VICTIMS = 64
+"""No job takes the places of more. A search asks for a place at most as often again."""
+
+Fits = Callable[[Collection[str]], bool]
+"""Whether the waiting job has a place if these running jobs leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A job that waits or runs, as preemption sees it."""
+
+    name: str
+    priority: int = 0
+    team: str = ""
+    """Empty: the team of all jobs without one."""
+    dollars_per_hour: float = 0.0
+    """What the nodes cost that it asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """The rules of one cluster."""
+
+    by_priority: bool = True
+    by_share: bool = False
+    min_run_s: float = 0.0
+    """A job runs at least so long before it gives its place away."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Each team's share; 1 for a team that it lacks."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any job may be preempted."""
+        return self.by_priority or self.by_share
+
+    def victims(
+        self, job: Contender, running: Sequence[Contender], used: Mapping[str, float], fits: Fits
+    ) -> tuple[str, ...]:
+        """Returns the running jobs that give their places to a job that has none; empty if none may.
+
+        running: those that may be preempted at all, the oldest first; of equals, the latest goes first.
+        used: the dollars an hour of the nodes that each team uses, preemptions that are decided included.
+        """
+        found = self._below(job, running, used)[:MAX_VICTIMS]
+        num = 1  # one is mostly enough, and each question costs a search for a place
+        while num < len(found) and not fits(found[:num]):
+            num *= 2
+        if not found or (num >= len(found) and not fits(found)):
+            return ()
+        first, last = num // 2 + 1, min(num, len(found))
+        num = bisect.bisect_left(range(last), True, lo=first, key=lambda count: fits(found[:count]))
+        needed = found[:num]
+        for name in reversed(needed[:-1]):  # without the last one of them it does not fit
+            rest = [each for each in needed if each != name]
+            needed = rest if fits(rest) else needed
+        return tuple(needed)
+
+    def may_leave(self, ran_s: float) -> bool:
+        """Whether a job that has run for so long since it was placed gives its place away."""
+        return ran_s >= self.min_run_s
+
+    def why(self, job: Contender, victim: Contender) -> str:
+        """Says why the job may take the victim's place."""
+        if job.priority > victim.priority:
+            return f"priority {job.priority} over {victim.priority}"
+        return f"{_team(job)} uses less for its share than {_team(victim)}"
+
+    def _below(self, job: Contender, running: Sequence[Contender], used: Mapping[str, float]) -> list[str]:
+        """Names the jobs whose places the job may take, the first victim first."""
+        left = dict(used)
+        ordered = sorted(reversed(running), key=lambda each: (each.priority, -self._use(each.team, left)))
+        found = []
+        for each in ordered:
+            if each.priority < job.priority and self.by_priority:
+                found.append(each.name)
+            elif each.priority == job.priority and self.by_share and each.team != job.team:
+                use = self._use(job.team, left, job.dollars_per_hour)
+                if use * (1 + _ROUNDING) < self._use(each.team, left):
+                    found.append(each.name)
+                    left[each.team] = left.get(each.team, 0.0) - each.dollars_per_hour
+        return found
+
+    def _use(self, team: str, used: Mapping[str, float], more: float = 0.0) -> float:
+        return (used.get(team, 0.0) + more) / self.shares.get(team, 1.0)
+
+
+def _team(job: Contender) -> str:
+    return f"team {job.team}" if job.team else "the team of jobs without one"
