@@ -41,7 +41,7 @@ class Contender:
 class Preemption:
     """The rules of one cluster."""
 
-    by_priority: bool = True
+    by_priority: bool = False
     by_share: bool = False
     min_run_s: float = 0.0
     """A job runs at least so long before it gives its place away."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, RankCall, Release, Request
-from rose.scheduler.runtime.decide.holds import Hold
+from rose.scheduler.runtime.decide.group_permits import Hold
 from rose.scheduler.runtime.decide.records import Asked, JobState
 from rose.scheduler.runtime.decide.state import State
 

@@ -24,8 +24,7 @@ from rose.scheduler.group.order import in_order_of
 from rose.scheduler.group.search import ordered
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
 from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
-from rose.scheduler.runtime.decide.group_permits import GroupPermits
-from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
+from rose.scheduler.runtime.decide.group_permits import GroupPermits, OrderRow, PermitsRow
 from rose.scheduler.runtime.decide.hosts import Host, Hosts
 from rose.scheduler.runtime.decide.meter import Meter
 from rose.scheduler.runtime.decide.placing import Groups

@@ -164,11 +164,12 @@ class TeamSpec(Section):
 
 class PreemptionSpec(Section):
     """When a waiting job takes the place of a running one, which goes back to the queue after an iteration.
+    By default, none does.
 
     A job with `max_restarts: 0` can't be started again, and is never preempted.
     """
 
-    by_priority: bool = True
+    by_priority: bool = False
     """A job takes the places of jobs of lower priority."""
     by_share: bool = False
     """At equal priority, a job takes the places of teams that use more for their shares than its own."""

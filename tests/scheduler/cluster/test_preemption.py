@@ -33,13 +33,15 @@ def test_as_few_jobs_as_needed_leave_the_lowest_and_latest_first(
     priority: int, num: int, victims: tuple[str, ...]
 ) -> None:
     jobs = [running("high", 9), running("old"), running("middle", 5), running("young")]
-    found = Preemption().victims(running("new", priority), jobs, {}, frees(num))
+    found = Preemption(by_priority=True).victims(running("new", priority), jobs, {}, frees(num))
     assert found == victims
 
 
 def test_a_job_that_does_not_help_stays() -> None:
     jobs = [running("needed", 2), running("useless", 1), running("useless too", 0)]
-    assert Preemption().victims(running("new", 3), jobs, {}, lambda gone: "needed" in gone) == ("needed",)
+    assert Preemption(by_priority=True).victims(
+        running("new", 3), jobs, {}, lambda gone: "needed" in gone
+    ) == ("needed",)
 
 
 def test_two_of_a_low_priority_leave_before_one_of_a_higher() -> None:
@@ -48,13 +50,13 @@ def test_two_of_a_low_priority_leave_before_one_of_a_higher() -> None:
     def fits(gone: Collection[str]) -> bool:
         return "middle" in gone or {"a", "b"} <= set(gone)
 
-    assert set(Preemption().victims(running("new", 9), jobs, {}, fits)) == {"a", "b"}
+    assert set(Preemption(by_priority=True).victims(running("new", 9), jobs, {}, fits)) == {"a", "b"}
 
 
 def test_nobody_leaves_without_the_rule() -> None:
     jobs = [running("low", team="a")]
-    assert Preemption(by_priority=False).victims(running("new", 9), jobs, {}, frees(1)) == ()
-    assert Preemption().victims(running("new", team="b"), jobs, {"a": 9.0}, frees(1)) == ()
+    assert Preemption().victims(running("new", 9), jobs, {}, frees(1)) == ()
+    assert Preemption(by_priority=True).victims(running("new", team="b"), jobs, {"a": 9.0}, frees(1)) == ()
 
 
 @pytest.mark.parametrize(
@@ -69,14 +71,14 @@ def test_nobody_leaves_without_the_rule() -> None:
 def test_a_team_takes_places_while_it_uses_less_for_its_share(
     used: dict[str, float], own_dollars: float, share: float, victims: tuple[str, ...]
 ) -> None:
-    rules = Preemption(by_share=True, shares={"a": 1.0, "b": share})
+    rules = Preemption(by_priority=True, by_share=True, shares={"a": 1.0, "b": share})
     jobs = [running(f"a{number}", team="a") for number in range(4)]
     found = rules.victims(running("new", team="b", dollars=own_dollars), jobs, used, frees(1))
     assert found == victims
 
 
 def test_a_team_gives_no_more_places_than_bring_it_to_its_share() -> None:
-    rules = Preemption(by_share=True, shares={"a": 1.0, "b": 1.0})
+    rules = Preemption(by_priority=True, by_share=True, shares={"a": 1.0, "b": 1.0})
     jobs = [running(f"a{number}", team="a") for number in range(4)]
     used = {"a": 4.0, "b": 0.0}
     assert len(rules.victims(running("new", team="b", dollars=2.5), jobs, used, frees(2))) == 2
@@ -86,7 +88,7 @@ def test_a_team_gives_no_more_places_than_bring_it_to_its_share() -> None:
 def test_teams_never_take_a_place_back_and_forth() -> None:
     """Each preemption by share makes the largest use smaller: from any start, it ends after a few."""
     shares = {"a": 1.0, "b": 2.0, "c": 0.5}
-    rules = Preemption(by_share=True, shares=shares)
+    rules = Preemption(by_priority=True, by_share=True, shares=shares)
     placed = [running(f"a{number}", team="a") for number in range(6)]
     waiting = [running(f"{team}{number}", team=team) for team in "bc" for number in range(6)]
     for _ in range(6):
@@ -104,7 +106,7 @@ def test_teams_never_take_a_place_back_and_forth() -> None:
 
 
 def test_a_job_of_a_higher_priority_than_another_team_needs_no_share() -> None:
-    rules = Preemption(by_share=True, shares={"a": 1.0, "b": 1.0})
+    rules = Preemption(by_priority=True, by_share=True, shares={"a": 1.0, "b": 1.0})
     victim, job = running("low", 0, "a"), running("new", 1, "b", 100.0)
     assert rules.victims(job, [victim], {"a": 1.0, "b": 9.0}, frees(1)) == ("low",)
     assert rules.why(job, victim) == "priority 1 over 0"
@@ -121,12 +123,12 @@ def test_a_search_looks_at_the_first_victims_alone() -> None:
         num_asked += 1
         return len(gone) >= MAX_VICTIMS
 
-    assert len(Preemption().victims(running("new", 1), jobs, {}, fits)) == MAX_VICTIMS
+    assert len(Preemption(by_priority=True).victims(running("new", 1), jobs, {}, fits)) == MAX_VICTIMS
     assert num_asked < 2 * MAX_VICTIMS
-    assert Preemption().victims(running("new", 1), jobs, {}, frees(MAX_VICTIMS + 1)) == ()
+    assert Preemption(by_priority=True).victims(running("new", 1), jobs, {}, frees(MAX_VICTIMS + 1)) == ()
 
 
 def test_a_job_runs_a_least_time_before_it_leaves() -> None:
-    rules = Preemption(min_run_s=600.0)
+    rules = Preemption(by_priority=True, min_run_s=600.0)
     assert not rules.may_leave(599.0)
     assert rules.may_leave(600.0)

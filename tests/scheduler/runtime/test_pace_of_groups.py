@@ -15,8 +15,7 @@ from sim.group.scenario import group_of, random_group, random_order, tightened
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.model import Group, Phase, SloKind
 from rose.scheduler.group.order import own_order, round_robin
-from rose.scheduler.runtime.decide.group_permits import GroupPermits
-from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
+from rose.scheduler.runtime.decide.group_permits import GroupPermits, OrderRow, PermitsRow
 
 LEASE_S = 1e6
 """Nobody is silent here."""

@@ -15,7 +15,7 @@ ONE_NODE: dict[str, Any] = {
     "policy": "solo",
     "groups": {},
     "pools": {"rollout": pool("h20", 1), "train": pool("h800", 1)},
-    "preemption": {"min_run_s": 0},
+    "preemption": {"by_priority": True, "min_run_s": 0},
 }
 
 

@@ -41,7 +41,7 @@ both = pytest.mark.parametrize("is_live", [False, True])
 @both
 def test_a_job_of_higher_priority_waits_for_the_end_of_an_iteration_alone(is_live: bool) -> None:
     jobs = [job("low", 0.0, 2), job("high", 1050.0, 1, 5)]
-    found = play(jobs, is_live, preemption={"min_run_s": 0})
+    found = play(jobs, is_live, preemption={"by_priority": True, "min_run_s": 0})
     assert (found.num_preemptions, found.attainment) == (1, 1.0)
     assert found.waited_s == {5: pytest.approx(150.0), 0: pytest.approx(HOUR_S)}
     assert found.duration_s == pytest.approx(3 * HOUR_S + PAUSE_S), "no work is lost; it starts again"
@@ -49,16 +49,18 @@ def test_a_job_of_higher_priority_waits_for_the_end_of_an_iteration_alone(is_liv
 
 def test_iterations_are_counted_from_the_start_of_a_job_whose_last_one_is_short() -> None:
     jobs = [job("low", 0.0, 7300 / HOUR_S), job("high", 1050.0, 1, 5)]
-    assert play(jobs, False, preemption={"min_run_s": 0}).waited_s[5] == pytest.approx(150.0)
+    assert play(jobs, False, preemption={"by_priority": True, "min_run_s": 0}).waited_s[5] == pytest.approx(
+        150.0
+    )
 
 
 @both
 def test_a_least_time_is_kept_and_without_the_rule_nobody_leaves(is_live: bool) -> None:
     jobs = [job("low", 0.0, 2), job("high", 1050.0, 1, 5)]
-    later = play(jobs, is_live, preemption={"min_run_s": 2001})
+    later = play(jobs, is_live, preemption={"by_priority": True, "min_run_s": 2001})
     assert later.num_preemptions == 1
     assert later.waited_s[5] == pytest.approx(2200.0 - 1050.0)
-    never = play(jobs, is_live, preemption={"by_priority": False})
+    never = play(jobs, is_live, preemption={})
     assert never.num_preemptions == 0
     assert never.waited_s[5] == pytest.approx(2 * HOUR_S - 1050.0)
 
@@ -72,7 +74,7 @@ def test_a_large_job_takes_two_places_and_a_small_one_does_not_get_between(is_li
         job("large", 1010.0, 1, 5, nodes=two),
         job("small", 1011.0, 1),
     ]
-    found = play(jobs, is_live, num_nodes=2, preemption={"min_run_s": 0})
+    found = play(jobs, is_live, num_nodes=2, preemption={"by_priority": True, "min_run_s": 0})
     assert found.num_preemptions == 2
     assert found.waited_s[5] == pytest.approx(190.0)
 
@@ -82,7 +84,7 @@ def test_a_team_below_its_share_takes_a_place(is_live: bool) -> None:
     teams: dict[str, Any] = {"a": {}, "b": {}}
     jobs = [job(f"a{number}", 0.0, 2, team="a") for number in range(3)]
     jobs += [job(f"b{number}", 1050.0, 2, team="b") for number in range(2)]
-    fair = {"teams": teams, "preemption": {"by_share": True, "min_run_s": 0}}
+    fair = {"teams": teams, "preemption": {"by_priority": True, "by_share": True, "min_run_s": 0}}
     assert play(jobs, is_live, num_nodes=2, **fair).num_preemptions == 1
     assert play(jobs, is_live, num_nodes=2, teams=teams).num_preemptions == 0
 
@@ -90,7 +92,7 @@ def test_a_team_below_its_share_takes_a_place(is_live: bool) -> None:
 @both
 def test_many_jobs_of_many_priorities_all_end(is_live: bool) -> None:
     jobs = [job(f"j{n}", 1000.0 * n, 0.3 + n % 4, n * 7 % 5, team="ab"[n % 2]) for n in range(16)]
-    rules = {"by_share": True, "min_run_s": 600}
+    rules = {"by_priority": True, "by_share": True, "min_run_s": 600}
     found = play(jobs, is_live, num_nodes=2, teams={"a": {}, "b": {}}, preemption=rules)
     assert found.num_jobs == 16 and found.num_preemptions > 2
     assert found.peak_dollars_per_hour <= 2 * (16.0 + 16.0), "never more than two nodes of each pool"
@@ -104,7 +106,7 @@ pools:
   train: {name: h800, dollars_per_gpu_hour: 5.28, num_nodes: 1}
 policy: solo
 teams: {math: {}}
-preemption: {min_run_s: 0}
+preemption: {by_priority: true, min_run_s: 0}
 """
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from rose.scheduler.group.certificate import certify
 from rose.scheduler.group.model import Group, Job, Member, Phase
-from rose.scheduler.runtime.decide.group_permits import GroupPermits
-from rose.scheduler.runtime.decide.holds import OrderRow, PermitsRow
+from rose.scheduler.runtime.decide.group_permits import GroupPermits, OrderRow, PermitsRow
 
 LEASE_S = 10.0
 

@@ -19,7 +19,7 @@ from rose.scheduler.runtime.channel.messages import (
 from rose.scheduler.runtime.decide.preempt_calls import MAX_TAKEOVERS
 from rose.scheduler.runtime.job.spec import ServeSpec
 
-NOW: dict[str, Any] = {"preemption": {"min_run_s": 0}}
+NOW: dict[str, Any] = {"preemption": {"by_priority": True, "min_run_s": 0}}
 ITERATIONS = 100
 
 
@@ -77,7 +77,7 @@ def test_a_job_is_spared_when_another_place_comes_free() -> None:
 
 
 def test_a_job_runs_a_least_time_before_it_is_preempted() -> None:
-    full = Full(preemption={"min_run_s": 60})
+    full = Full(preemption={"by_priority": True, "min_run_s": 60})
     submit(full, "low")
     submit(full, "high", 5)
     assert full.iterate("low")[0] is False
@@ -144,7 +144,7 @@ def test_a_job_that_can_not_be_started_again_is_not_preempted() -> None:
 
 
 def test_nobody_is_preempted_where_the_file_says_so() -> None:
-    full = Full(preemption={"by_priority": False})
+    full = Full(preemption={})
     submit(full, "low")
     assert submit(full, "high", 5)["takes_place_of"] == []
     assert full.scheduler.job("low")["gives_way"] is None
@@ -162,7 +162,9 @@ def test_a_dry_run_says_whose_place_the_job_would_take_and_changes_nothing() -> 
 
 
 def test_a_team_below_its_share_takes_a_place_of_one_above_and_it_ends_there() -> None:
-    full = Full(2, teams={"a": {}, "b": {}}, preemption={"by_share": True, "min_run_s": 0})
+    full = Full(
+        2, teams={"a": {}, "b": {}}, preemption={"by_priority": True, "by_share": True, "min_run_s": 0}
+    )
     for name in ("a1", "a2", "a3"):
         submit(full, name, team="a")
     assert submit(full, "b1", team="b")["takes_place_of"] == ["a2"]
@@ -175,7 +177,9 @@ def test_a_team_below_its_share_takes_a_place_of_one_above_and_it_ends_there() -
 
 
 def test_the_job_that_waits_for_a_place_gets_it_though_the_other_team_uses_less_then() -> None:
-    full = Full(4, teams={"a": {}, "b": {}}, preemption={"by_share": True, "min_run_s": 0})
+    full = Full(
+        4, teams={"a": {}, "b": {}}, preemption={"by_priority": True, "by_share": True, "min_run_s": 0}
+    )
     submit(full, "a1", num_nodes=3, team="a")
     submit(full, "b1", team="b")
     assert submit(full, "b2", team="b")["takes_place_of"] == ["a1"]
@@ -221,6 +225,6 @@ def test_a_job_takes_the_place_of_its_own_team_where_the_quota_is_used_up() -> N
 
 def test_shares_without_teams_are_refused_with_one_line() -> None:
     with pytest.raises(ValidationError, match="there are none: add `teams`, or remove it"):
-        ServeSpec.model_validate({"preemption": {"by_share": True}})
+        ServeSpec.model_validate({"preemption": {"by_priority": True, "by_share": True}})
     with pytest.raises(ValidationError, match="min_run_s"):
-        ServeSpec.model_validate({"preemption": {"min_run_s": -1}})
+        ServeSpec.model_validate({"preemption": {"by_priority": True, "min_run_s": -1}})

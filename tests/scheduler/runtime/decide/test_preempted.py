@@ -23,7 +23,7 @@ from rose.scheduler.runtime.channel.messages import (
     Stop,
 )
 
-NOW: dict[str, Any] = {"preemption": {"min_run_s": 0}}
+NOW: dict[str, Any] = {"preemption": {"by_priority": True, "min_run_s": 0}}
 ITERATIONS = 100
 
 
@@ -241,7 +241,7 @@ def test_the_quota_that_a_job_waits_for_goes_to_no_job_behind_it() -> None:
 
 
 def test_a_job_of_an_older_scheduler_is_preempted_a_least_time_after_the_new_one_began() -> None:
-    full = Full(preemption={"min_run_s": 30})
+    full = Full(preemption={"by_priority": True, "min_run_s": 30})
     submit(full, "low")
     row = msgspec.json.decode(full.scheduler.rows["job:low"])
     del row["placed_s"]

@@ -45,7 +45,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        rules = {"by_share": self.chance.random() < 0.5, "min_run_s": self.chance.choice([0, 5])}
+        by_share = self.chance.random() < 0.5
+        rules = {"by_priority": True, "by_share": by_share, "min_run_s": self.chance.choice([0, 5])}
         policy = self.chance.choice(["solo", "lifetime", "lifetime-multirate"])
         teams = {"a": {}, "b": {"max_rollout_nodes": 2}}
         self.full = Full(self.chance.randint(1, 4), policy=policy, teams=teams, preemption=rules)
