@@ -73,8 +73,11 @@ def packed_layers(model: torch.nn.Module) -> list[PackedLayer]:
 
 
 def packed_copy(module: torch.nn.Module) -> list[Any]:
-    """Returns what a layer's ``cpu_linear`` keeps: vLLM stores packed weights nowhere else."""
-    function: Any = getattr(module, "cpu_linear", None)
+    """Returns what a layer's ``cpu_linear`` keeps: vLLM stores packed weights nowhere else.
+
+    The wrapper of a layer that may have a LoRA adapter hands on all of the layer's attributes, and has none.
+    """
+    function: Any = vars(module).get("cpu_linear")
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 

@@ -1,0 +1,216 @@
+"""LoRA adapters on a real engine, from the trainer's publisher over the relay: each turn has one version's
+answer, several runs share the base model, and an adapter that does not fit changes nothing."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_server import ForkedServer
+from probes import PROBE_TOKENS, probes, prompt
+from real_engine import RealEngine, until
+from references import ModelDirs
+from relay_process import RelayProcess
+from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
+from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN
+
+from rose.engine.stock import STOCK_ENV
+from rose.node.processes import ServerProcess
+from rose.transfer.adapters.publisher import AdapterPublisher
+from rose.transfer.format.manifest import worker_name
+from rose.types import Role
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SEEDS = {"a/0": 1, "a/1": 2, "b/0": 3}
+LONG = prompt("long", BLOCK_TOKENS + 30)
+LONG_TOKENS = 500
+WAIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, models: ModelDirs) -> Iterator["Expected"]:
+    answers = Expected(folder, models.untied[0])
+    yield answers
+    answers.close()
+
+
+class Expected:
+    """What stock vLLM answers offline: the base model, and each version of each adapter."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        common = {"model": str(model), "max_model_len": MAX_MODEL_LEN, "batched": False, "dtype": "float32"}
+        prompts = [*probes(), LONG]
+        tokens = [PROBE_TOKENS] * len(probes()) + [LONG_TOKENS]
+        self._prompts, self._names = prompts, ["base", *SEEDS]
+        jobs = [{**common, "prompts": prompts[:-1], "max_tokens": tokens[:-1]}]
+        for name, seed in SEEDS.items():
+            path = folder / name.replace("/", "@")
+            saved = save_adapter(path, adapter_tensors(seed), adapter_config("tiny"))
+            adapters = [str(saved)] * len(prompts)
+            jobs.append({**common, "prompts": prompts, "max_tokens": tokens, "adapters": adapters})
+        self._answers = folder / "answers.json"
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        argv = [sys.executable, "-m", "rose.engine.stock", str(folder / "jobs.json"), str(self._answers)]
+        server = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV)
+        self._process = ForkedServer(server).start()
+
+    def of(self, name: str) -> dict[tuple[int, ...], list[int]]:
+        assert self._process.wait(1200.0) == 0, self._process.log_tail()
+        answers = json.loads(self._answers.read_text())[self._names.index(name)]
+        return {tuple(p): one["tokens"] for p, one in zip(self._prompts, answers, strict=False)}
+
+    def close(self) -> None:
+        self._process.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, models: ModelDirs, expected: Expected) -> Iterator[RealEngine]:
+    lora = ("--enable-lora", "--max-loras", "6", "--max-lora-rank", str(RANK))
+    started = RealEngine(models.untied[0], Role.ROLLOUT, folder, "--dtype", "float32", *lora)
+    try:
+        yield started.wait_ready()
+    finally:
+        started.stop()
+
+
+@pytest.fixture(scope="module")
+def relay_url(engine: RealEngine, folder: Path) -> Iterator[str]:
+    """The relay of runs a and b, which a subscriber follows for the engine."""
+    relay = RelayProcess("embedded")
+    url = relay.emptied_url()
+    argv = [
+        *(sys.executable, "-m", "rose.transfer.adapters.subscriber", "--relay", url),
+        *("--adapter", "a", "--adapter", "b", "--worker", engine.url, "--staging", str(folder / "staged")),
+    ]
+    with (folder / "subscriber.log").open("wb") as log:
+        subscriber = subprocess.Popen(argv, stdout=log, stderr=log)
+    yield url
+    subscriber.terminate()
+    subscriber.wait()
+    relay.stop()
+
+
+class Trainer:
+    """Publishes one run, whose tensors it changes in place."""
+
+    def __init__(self, run: str, relay_url: str, engine: RealEngine) -> None:
+        self._run, self._worker = run, worker_name(engine.url)
+        self._tensors = {name: torch.from_numpy(each) for name, each in self._of(0).items()}
+        config = adapter_config("somewhere/else")
+        self._publisher = AdapterPublisher(
+            self._tensors, relay_url, run, config=config, base="tiny", dtype="float32"
+        )
+
+    def _of(self, number: int) -> Tensors:
+        return adapter_tensors(SEEDS[f"{self._run}/{number}"])
+
+    def publish(self, number: int) -> None:
+        """Returns when the engine has acknowledged the version."""
+        for name, each in self._of(number).items():
+            self._tensors[name].copy_(torch.from_numpy(each))
+        version = self._publisher.publish().version
+        assert version.number == number
+        self._publisher.wait_acked(version, [self._worker], WAIT_S)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+def test_turns_get_the_newest_version_of_their_run_and_keep_it_to_their_end(
+    engine: RealEngine, relay_url: str, expected: Expected
+) -> None:
+    a, b = Trainer("a", relay_url, engine), Trainer("b", relay_url, engine)
+    a.publish(0)
+    b.publish(0)
+    assert sorted(engine.status().adapters or ()) == ["a/0", "b/0"]
+    _check(engine, expected, {"tiny": "base", "a": "a/0", "b": "b/0"})
+
+    with ThreadPoolExecutor(1) as threads:
+        made_before = engine.status().generated_tokens
+        long = threads.submit(engine.complete, LONG, LONG_TOKENS, model="a")
+        until(lambda: engine.status().generated_tokens >= made_before + 2, "the long turn runs")
+        a.publish(1)
+        assert not long.done(), "the turn has to run while the next version comes"
+        assert _listed(engine) >= {"a@0", "a@1"}
+        assert engine.complete(probes()[1], PROBE_TOKENS, model="a").num_cached_tokens == 0
+        assert engine.complete(probes()[1], PROBE_TOKENS, model="a").num_cached_tokens == BLOCK_TOKENS
+        assert engine.complete(probes()[1], PROBE_TOKENS, model="a@0").num_cached_tokens == BLOCK_TOKENS
+        assert long.result().tokens == expected.of("a/0")[tuple(LONG)]
+    _check(engine, expected, {"a": "a/1", "tiny": "base", "b": "b/0"})
+    until(lambda: _listed(engine) == {"tiny", "a@1", "b@0"}, "the old version is unloaded")
+    _check(engine, expected, {"b": "b/0", "a": "a/1", "tiny": "base"})
+    a.close()
+    b.close()
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_changes_nothing(
+    engine: RealEngine, folder: Path, expected: Expected
+) -> None:
+    good = save_adapter(folder / "good", adapter_tensors(SEEDS["a/0"]), adapter_config("tiny"))
+    assert engine.post("adapters", adapter_update(good, "c/0").model_dump()).status_code == 200
+    before = engine.status().adapters, _listed(engine)
+    tensors = adapter_tensors(7)
+    dropped = "base_model.model.model.layers.2.mlp.up_proj"
+    cases: dict[str, tuple[Tensors, Mapping[str, Any], str]] = {
+        "rank": (
+            adapter_tensors(7, rank=16),
+            adapter_config("tiny", rank=16),
+            "it has rank 16, the engine takes at most 8: use --max-lora-rank 16",
+        ),
+        "base": (tensors, adapter_config("other"), "it was trained on other, and the engine serves"),
+        "side": (
+            {name: each for name, each in tensors.items() if name != f"{dropped}.lora_B.weight"},
+            adapter_config("tiny"),
+            "model.layers.2.mlp.up_proj.lora_B.weight is missing, and lora_A is there",
+        ),
+        "module": (
+            {name: each for name, each in tensors.items() if not name.startswith(dropped)},
+            adapter_config("tiny"),
+            "it has no tensors for model.layers.2.mlp.up_proj, a target of the 19 that it changes",
+        ),
+        "layer": (
+            adapter_tensors(7, layers=5),
+            adapter_config("tiny"),
+            "it changes model.layers.4.mlp.down_proj, which is none of the",
+        ),
+        "shape": (
+            {**tensors, f"{dropped}.lora_A.weight": tensors[f"{dropped}.lora_A.weight"][:, :32].copy()},
+            adapter_config("tiny"),
+            "it changes model.layers.2.mlp.up_proj with 128 outputs and 32 inputs; in the base model that "
+            "has 128 outputs and 64 inputs",
+        ),
+    }
+    for name, (given, config, message) in cases.items():
+        bad = save_adapter(folder / name, given, dict(config))
+        answer = engine.post("adapters", adapter_update(bad, "c/1").model_dump())
+        assert (answer.status_code, message in answer.text) == (422, True), (name, answer.text)
+    wrong = adapter_update(good, "c/1").model_copy(update={"state_hash": "0" * 32})
+    assert "adapter not loaded" in engine.post("adapters", wrong.model_dump()).text
+    assert (engine.status().adapters, _listed(engine)) == before
+    assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
+
+
+def _check(engine: RealEngine, expected: Expected, models: Mapping[str, str]) -> None:
+    for model, version in models.items():
+        for turn in probes():
+            answer = engine.complete(turn, PROBE_TOKENS, model=model)
+            assert answer.tokens == expected.of(version)[tuple(turn)], (model, version, len(turn))
+
+
+def _first(expected: Expected, version: str) -> list[int]:
+    return expected.of(version)[tuple(probes()[0])]
+
+
+def _listed(engine: RealEngine) -> set[str]:
+    return {card["id"] for card in engine.models()}
