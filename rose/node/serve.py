@@ -163,7 +163,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--port", default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--cpus", metavar="N,N", help="CPUs for the whole engine (default: all)")
     parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over")
-    parser.add_argument("--run", metavar="RUN_ID", help="the run to follow (default: the only live one)")
+    parser.add_argument(
+        "--run", metavar="RUN_ID", help="the run to follow (default: the only live one, with --adapter none)"
+    )
     parser.add_argument(
         "--adapter",
         metavar="RUN_ID",

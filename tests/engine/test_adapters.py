@@ -1,6 +1,7 @@
 """LoRA adapters on a real engine, from the trainer's publisher over the relay: each turn has one version's
 answer, several runs share the base model, and an adapter that does not fit changes nothing."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from forked_server import ForkedServer
@@ -17,10 +19,13 @@ from real_engine import RealEngine, until
 from references import ModelDirs
 from relay_process import RelayProcess
 from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
-from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN
+from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, staged_update
 
 from rose.engine.stock import STOCK_ENV
+from rose.node.control import completion_body
 from rose.node.processes import ServerProcess
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.transfer.adapters.publisher import AdapterPublisher
 from rose.transfer.format.manifest import worker_name
 from rose.types import Role
@@ -40,27 +45,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, models: ModelDirs) -> Iterator["Expected"]:
-    answers = Expected(folder, models.untied[0])
+    answers = Expected(folder, models)
     yield answers
     answers.close()
 
 
 class Expected:
-    """What stock vLLM answers offline: the base model, and each version of each adapter."""
+    """What stock vLLM answers offline: two versions of the base model, and versions of adapters on them."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        common = {"model": str(model), "max_model_len": MAX_MODEL_LEN, "batched": False, "dtype": "float32"}
-        prompts = [*probes(), LONG]
+    def __init__(self, folder: Path, models: ModelDirs) -> None:
+        common = {"max_model_len": MAX_MODEL_LEN, "batched": False, "dtype": "float32"}
+        self._prompts = [*probes(), LONG]
         tokens = [PROBE_TOKENS] * len(probes()) + [LONG_TOKENS]
-        self._prompts, self._names = prompts, ["base", *SEEDS]
-        jobs = [{**common, "prompts": prompts[:-1], "max_tokens": tokens[:-1]}]
+        jobs: dict[str, dict[str, Any]] = {}
         for name, seed in SEEDS.items():
             path = folder / name.replace("/", "@")
             saved = save_adapter(path, adapter_tensors(seed), adapter_config("tiny"))
-            adapters = [str(saved)] * len(prompts)
-            jobs.append({**common, "prompts": prompts, "max_tokens": tokens, "adapters": adapters})
+            jobs[name] = {"model": str(models.untied[0]), "adapters": [str(saved)] * len(self._prompts)}
+        last = [str(folder / "b@0")] * len(self._prompts)
+        jobs["b/0 on base/1"] = {"model": str(models.untied[1]), "adapters": last}
+        jobs["base"], jobs["base/1"] = ({"model": str(models.untied[number])} for number in (0, 1))
+        self._names = list(jobs)
+        asked = {**common, "prompts": self._prompts, "max_tokens": tokens}
         self._answers = folder / "answers.json"
-        (folder / "jobs.json").write_text(json.dumps(jobs))
+        (folder / "jobs.json").write_text(json.dumps([{**asked, **job} for job in jobs.values()]))
         argv = [sys.executable, "-m", "rose.engine.stock", str(folder / "jobs.json"), str(self._answers)]
         server = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV)
         self._process = ForkedServer(server).start()
@@ -68,7 +76,7 @@ class Expected:
     def of(self, name: str) -> dict[tuple[int, ...], list[int]]:
         assert self._process.wait(1200.0) == 0, self._process.log_tail()
         answers = json.loads(self._answers.read_text())[self._names.index(name)]
-        return {tuple(p): one["tokens"] for p, one in zip(self._prompts, answers, strict=False)}
+        return {tuple(p): one["tokens"] for p, one in zip(self._prompts, answers, strict=True)}
 
     def close(self) -> None:
         self._process.stop()
@@ -154,6 +162,24 @@ def test_turns_get_the_newest_version_of_their_run_and_keep_it_to_their_end(
     b.close()
 
 
+async def test_a_router_sends_turns_by_the_versions_name_and_says_which_version_answered(
+    engine: RealEngine, expected: Expected
+) -> None:
+    config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))
+    async with RunningRouter(config) as router, httpx.AsyncClient(base_url=router.url) as client:
+        (worker,) = router.plane.registry.workers()
+        while not worker.adapters:
+            await asyncio.sleep(0.05)
+        for model, version in (("a", "a/1"), ("b", "b/0"), ("tiny", None)):
+            for turn in probes():
+                body = {**completion_body(model, turn, PROBE_TOKENS), "return_token_ids": True}
+                answer = (await client.post("/v1/completions", json=body, timeout=WAIT_S)).json()
+                (span,) = answer["choices"][0]["rose"]["spans"]
+                assert (answer["model"], span["weight_version"]) == (model, version)
+                wanted = expected.of(version if version is not None else "base")
+                assert answer["choices"][0]["token_ids"] == wanted[tuple(turn)]
+
+
 def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_changes_nothing(
     engine: RealEngine, folder: Path, expected: Expected
 ) -> None:
@@ -199,6 +225,15 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_chan
     assert "adapter not loaded" in engine.post("adapters", wrong.model_dump()).text
     assert (engine.status().adapters, _listed(engine)) == before
     assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
+
+
+def test_adapters_stay_when_the_base_model_gets_new_weights(
+    engine: RealEngine, models: ModelDirs, expected: Expected
+) -> None:
+    updated = engine.update_weights(staged_update(models.untied[1], "base/1"))
+    assert updated.status_code == 200, updated.text
+    assert engine.status().weight_version == "base/1"
+    _check(engine, expected, {"tiny": "base/1", "b": "b/0 on base/1"})
 
 
 def _check(engine: RealEngine, expected: Expected, models: Mapping[str, str]) -> None:

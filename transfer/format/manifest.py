@@ -3,7 +3,7 @@
     rose/HEAD_RUN                        the run that was opened last               (replaced)
     rose/.runs/{run}                     a sign that the run's trainer is alive     (replaced)
     rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
-    rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
+    rose/{run}/LAYOUT                    tensors, bucket size, adapter's config     (written once)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
     rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several

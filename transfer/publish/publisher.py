@@ -161,8 +161,7 @@ class WeightPublisher:
         self._chain = VersionChain(
             self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter
         )
-        # Engines that look for the only live run want whole weights.
-        self._lease = RunLease(self._relay, self.run_id) if adapter is None else None
+        self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash = StateHash()
         self._is_followed = False
         self._is_under_way = False

@@ -66,7 +66,6 @@ class Worker:
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
         self.adapters: Adapters = NO_ADAPTERS
-        """The LoRA adapters that turns may name as their model."""
         self.is_held_by_serving = False
         """Whether its gate has declined steps lately: it runs, and waits for serving."""
         self.is_gate_declining = False
@@ -88,8 +87,7 @@ class Worker:
         self.models: Contexts | None = None
         """What it serves, or served before it was lost; None: it does not say. Set before it becomes
         alive."""
-        self.said_models: Contexts | None = None
-        """The same as it said it, with each loaded version of an adapter by itself."""
+        self.said_models: Contexts | None = None  # with each version of an adapter by itself
         self.cards: list[ModelCard] = []
         """The models as it shows them."""
         self.models_asked_at = -math.inf
