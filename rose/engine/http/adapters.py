@@ -122,7 +122,7 @@ class EngineAdapters:
             )
         if loaded is None:
             self._check_name(run_id)
-            self._check_room(update.version)
+            self._check_room(run_id, update.version)
             loaded = await self._load_beside(name, update)
         before = self._names.newest.get(run_id)
         self._names.newest[run_id] = name  # from here on, new turns
@@ -140,17 +140,19 @@ class EngineAdapters:
                 "them apart; publish the adapter under another run id"
             )
 
-    def _check_room(self, version: str) -> None:
+    def _check_room(self, run_id: str, version: str) -> None:
         num_loaded = len(self._names) + len(self._nameless)
         if num_loaded < self.room:
             return
+        config = self._client.vllm_config.lora_config
+        assert config is not None
         old = f"; {', '.join(sorted(self._old))} wait for their last turns" if self._old else ""
-        needed = len(self._names.newest) + 1
         spare = 1 if current_platform.is_cpu() else 0
+        wanted = max(2 * len({*self._names.newest, run_id}) + spare, config.max_loras + 1)
         raise NoRoom(
             f"no room for {version}: {num_loaded} adapters are loaded ({', '.join(self._names)}), and the "
-            f"engine holds {max(self.room, 0)}{old}; each run needs two places while it changes versions: "
-            f"use --max-loras {2 * needed + spare}"
+            f"engine holds {max(self.room, 0)}{old}; each run needs two places while it changes versions, and "
+            f"more if its turns outlast a version: use --max-loras {wanted}"
         )
 
     async def _load_beside(self, name: str, update: AdapterUpdate) -> _Loaded:
