@@ -59,6 +59,8 @@ def describe(config: Mapping[str, Any], base: str | None = None) -> AdapterBody:
     if wrong := [key for key in _REFUSED if plain.get(key)]:
         raise ValueError(f"{wrong[0]} is {plain[wrong[0]]!r}: vLLM takes no such adapter; leave it out")
     plain["peft_type"] = "LORA"
+    if "inference_mode" in plain:
+        plain["inference_mode"] = True  # as PEFT saves it
     return AdapterBody(config=plain)
 
 

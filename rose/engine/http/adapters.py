@@ -151,8 +151,8 @@ class EngineAdapters:
         wanted = max(2 * len({*self._names.newest, run_id}) + spare, config.max_loras + 1)
         raise NoRoom(
             f"no room for {version}: {num_loaded} adapters are loaded ({', '.join(self._names)}), and the "
-            f"engine holds {max(self.room, 0)}{old}; each run needs two places while it changes versions, and "
-            f"more if its turns outlast a version: use --max-loras {wanted}"
+            f"engine holds {max(self.room, 0)}{old}; each run needs two places while it changes versions, "
+            f"and more if its turns outlast a version: use --max-loras {wanted}"
         )
 
     async def _load_beside(self, name: str, update: AdapterUpdate) -> _Loaded:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from followed_adapter import Following
 from safetensors.torch import load_file
 
 from rose.errors import RelayError
 from rose.transfer.adapters.description import CONFIG_FILE, TENSORS_FILE, describe, pairs
-from rose.transfer.adapters.folders import AdapterFolders
 from rose.transfer.adapters.publisher import AdapterPublisher
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
@@ -56,22 +56,6 @@ class _PeftModel:
         return {**base, **self.adapter, **tensors(infix=".other", seed=9)}
 
 
-class Following:
-    """A follower of one run with its folders."""
-
-    def __init__(self, relay_url: str, run_id: str, folder: Path) -> None:
-        self.relay = open_relay(relay_url)
-        self.folders = AdapterFolders(folder, lambda: self.follower.adapter)
-        mirror = WeightMirror(store=self.folders)
-        self.follower = Follower(self.relay, run_id, mirror, takes_adapter=True)
-
-    def newest(self) -> tuple[str, Path, str]:
-        self.follower.advance()
-        update = self.folders.update_from(None)
-        assert update is not None
-        return update.version, Path(update.path), update.state_hash
-
-
 def test_each_version_of_a_peft_model_becomes_a_folder_with_the_same_bits_and_configuration(
     embedded_url: str, tmp_path: Path
 ) -> None:
@@ -93,6 +77,8 @@ def test_each_version_of_a_peft_model_becomes_a_folder_with_the_same_bits_and_co
         assert json.loads((folder / CONFIG_FILE).read_text()) == CONFIG
     following.folders.forget({"math/1"})
     assert {path.name for path in (tmp_path / "staged").iterdir()} == {"math@1", "math@2"}
+    following.close()
+    assert not list((tmp_path / "staged").iterdir())
     publisher.close()
 
 
@@ -108,8 +94,10 @@ def test_followers_of_whole_weights_never_take_an_adapter_and_the_reverse(
         Follower(relay, "math", WeightMirror()).advance()
     whole = WeightPublisher({"weight": torch.zeros(3)}, embedded_url, "whole")
     whole.publish()
+    following = Following(embedded_url, "whole", tmp_path)
     with pytest.raises(RelayError, match="run whole has whole weights and no LoRA adapter"):
-        Following(embedded_url, "whole", tmp_path).follower.advance()
+        following.follower.advance()
+    following.close()
     relay.close()
     adapter.close()
     whole.close()
