@@ -176,8 +176,11 @@ class Registry:
             self._workers.num_contests += 1  # another router has lent the GPU
 
     async def refresh_models(self) -> None:
-        """Asks all live workers which models they serve."""
-        await asyncio.gather(*(self._refresh(worker) for worker in self.workers() if worker.is_alive))
+        """Asks all live workers which models they serve, and which adapters they hold."""
+        alive = [worker for worker in self.workers() if worker.is_alive]
+        await asyncio.gather(*(self._refresh(worker) for worker in alive))
+        holders = [each for each in alive if each.status is not None and each.status.adapters is not None]
+        await asyncio.gather(*(self.beat(worker) for worker in holders))
 
     async def _refresh(self, worker: Worker) -> None:
         """Asks a worker for its models, and keeps the known ones if there is no answer."""

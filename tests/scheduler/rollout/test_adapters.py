@@ -112,6 +112,24 @@ async def test_a_turn_whose_version_was_just_unloaded_is_placed_again(start_rout
         assert versions(await turn) == ["math/4"]
 
 
+async def test_a_turn_right_after_the_first_version_and_one_after_a_restart_find_the_adapter(
+    start_router: StartRouter,
+) -> None:
+    async with engine() as worker, start_router(worker, heartbeat_s=3600) as client:
+        status, _ = await client.post("/v1/completions", MATH)
+        assert status == 404
+        worker.models, worker.adapters = ["scripted", "math@0"], ["math/0"]
+        assert versions(await client.complete(MATH)) == ["math/0"]
+    async with engine("math/0") as worker, start_router(worker) as client:
+        assert versions(await client.complete(MATH)) == ["math/0"]
+        worker.models, worker.adapters = ["scripted"], []
+        await knows(client, worker)
+        turn = asyncio.create_task(client.complete(MATH))
+        await until(lambda: client.router.plane.dispatcher.num_queued == 1)
+        worker.models, worker.adapters = ["scripted", "math@0"], ["math/0"]
+        assert versions(await turn) == ["math/0"]
+
+
 async def test_an_adapter_belongs_to_the_job_that_has_its_run(start_router: StartRouter) -> None:
     jobs = {"a": JobSpec(run_id="math", key="key-a"), "b": JobSpec(run_id="code", key="key-b")}
     jobs["c"] = JobSpec(key="key-c")
