@@ -3,6 +3,7 @@ answer, several runs share the base model, and an adapter that does not fit chan
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,15 @@ import httpx
 import pytest
 import torch
 from forked_server import ForkedServer
+from mirrored import Mirrored
 from probes import PROBE_TOKENS, probes, prompt
 from real_engine import RealEngine, runtime_dir, until
 from references import ModelDirs
 from relay_process import RelayProcess
+from safetensors.torch import load_file, save_file
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS
 from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
-from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, SLAB_BYTES, staged_update
+from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.stock import STOCK_ENV
 from rose.memory.daemon.daemon import start_daemon
@@ -37,7 +40,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 POOL = "adapters"
 SEEDS = {"a/0": 1, "a/1": 2, "b/0": 3}
 LONG = prompt("long", BLOCK_TOKENS + 30)
-LONG_TOKENS = 500
+LONG_TOKENS = 850
+"""Seconds of work: the next version comes in fewer."""
 WAIT_S = 300.0
 
 
@@ -53,44 +57,72 @@ def expected(folder: Path, models: ModelDirs) -> Iterator["Expected"]:
     answers.close()
 
 
+def _changed_model(folder: Path, model: Path) -> Path:
+    """A model of which one matrix is another one: so little changes in place."""
+    shutil.copytree(model, folder)
+    save_file(_changed_tensors(model), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _changed_tensors(model: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"] *= -1
+    return tensors
+
+
 class Expected:
     """What stock vLLM answers offline: two versions of the base model, and versions of adapters on them."""
 
     def __init__(self, folder: Path, models: ModelDirs) -> None:
-        common = {"max_model_len": MAX_MODEL_LEN, "batched": False, "dtype": "float32"}
-        self._prompts = [*probes(), LONG]
-        tokens = [PROBE_TOKENS] * len(probes()) + [LONG_TOKENS]
-        jobs: dict[str, dict[str, Any]] = {}
+        changed = _changed_model(folder / "changed", models.untied[0])
+        jobs = {"base": self._job(models.untied[0]), "base/1": self._job(changed)}
         for name, seed in SEEDS.items():
             path = folder / name.replace("/", "@")
             saved = save_adapter(path, adapter_tensors(seed), adapter_config("tiny"))
-            jobs[name] = {"model": str(models.untied[0]), "adapters": [str(saved)] * len(self._prompts)}
-        last = [str(folder / "b@0")] * len(self._prompts)
-        jobs["b/0 on base/1"] = {"model": str(models.untied[1]), "adapters": last}
-        jobs["base"], jobs["base/1"] = ({"model": str(models.untied[number])} for number in (0, 1))
-        self._names = list(jobs)
-        asked = {**common, "prompts": self._prompts, "max_tokens": tokens}
-        self._answers = folder / "answers.json"
-        (folder / "jobs.json").write_text(json.dumps([{**asked, **job} for job in jobs.values()]))
+            jobs[name] = self._job(models.untied[0], saved, is_long=name == "a/0")
+        jobs["b/0 on base/1"] = self._job(changed, folder / "b@0")
+        self._jobs, self._answers = jobs, folder / "answers.json"
+        (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
         argv = [sys.executable, "-m", "rose.engine.stock", str(folder / "jobs.json"), str(self._answers)]
         server = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV)
         self._process = ForkedServer(server).start()
 
+    @staticmethod
+    def _job(model: Path, adapter: Path | None = None, *, is_long: bool = False) -> dict[str, Any]:
+        prompts = [*probes(), LONG] if is_long else probes()
+        tokens = [LONG_TOKENS if each == LONG else PROBE_TOKENS for each in prompts]
+        job = {"model": str(model), "prompts": prompts, "max_tokens": tokens, "dtype": "float32"}
+        adapters = [str(adapter)] * len(prompts) if adapter is not None else []
+        return {**job, "max_model_len": MAX_MODEL_LEN, "batched": False, "adapters": adapters}
+
     def of(self, name: str) -> dict[tuple[int, ...], list[int]]:
         assert self._process.wait(1200.0) == 0, self._process.log_tail()
-        answers = json.loads(self._answers.read_text())[self._names.index(name)]
-        return {tuple(p): one["tokens"] for p, one in zip(self._prompts, answers, strict=True)}
+        answers = json.loads(self._answers.read_text())[list(self._jobs).index(name)]
+        prompts = self._jobs[name]["prompts"]
+        return {tuple(p): one["tokens"] for p, one in zip(prompts, answers, strict=True)}
 
     def close(self) -> None:
         self._process.stop()
 
 
-@pytest.fixture(scope="module", params=["dedicated", "in a pool"])
+@pytest.fixture(scope="module", params=["two ranks", "in a pool"])
 def engine(
     request: pytest.FixtureRequest, engines_dir: Path, models: ModelDirs, expected: Expected
 ) -> Iterator[RealEngine]:
-    flags = ("--dtype", "float32", "--enable-lora", "--max-loras", "6", "--max-lora-rank", str(RANK))
-    settings = {"pool": POOL, **SETTINGS} if request.param == "in a pool" else {}
+    flags: tuple[str, ...] = (
+        "--dtype",
+        "float32",
+        "--enable-lora",
+        "--max-loras",
+        "6",
+        "--max-lora-rank",
+        str(RANK),
+    )
+    settings: dict[str, Any] = {}
+    if request.param == "in a pool":
+        settings = {"pool": POOL, **SETTINGS}
+    else:
+        flags += ("--tensor-parallel-size", "2")
     with start_daemon(
         POOL,
         num_slabs=NUM_SLABS,
@@ -241,13 +273,21 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_chan
     assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
 
 
-def test_adapters_stay_when_the_base_model_gets_new_weights(
-    engine: RealEngine, models: ModelDirs, expected: Expected
+def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device_for_a_while(
+    engine: RealEngine, models: ModelDirs, expected: Expected, tmp_path: Path
 ) -> None:
-    updated = engine.update_weights(staged_update(models.untied[1], "base/1"))
-    assert updated.status_code == 200, updated.text
-    assert engine.status().weight_version == "base/1"
+    mirrored = Mirrored(tmp_path / "mirror")
+    for tensors in (load_file(models.untied[0] / "model.safetensors"), _changed_tensors(models.untied[0])):
+        updated = engine.update_weights(mirrored.put(tensors))
+        assert updated.status_code == 200, updated.text
+    status = engine.status()
+    counts = (status.weights_whole, status.weights_in_place)
+    assert (status.weight_version, counts) == ("test/1", (1, 1)), status.whole_because
     _check(engine, expected, {"tiny": "base/1", "b": "b/0 on base/1"})
+    engine.begin_anew()
+    assert "b/0" in (engine.status().adapters or ())
+    _check(engine, expected, {"b": "b/0 on base/1", "tiny": "base/1"})
+    mirrored.close()
 
 
 def _check(engine: RealEngine, expected: Expected, models: Mapping[str, str]) -> None:
