@@ -28,6 +28,8 @@ from rose.messages import AdapterUpdate, WeightUpdated, parse_version
 from rose.transfer.adapters.description import CONFIG_FILE, TENSORS_FILE
 from rose.transfer.adapters.folders import lora_name
 from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.format.manifest import check_name
+from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +113,7 @@ class EngineAdapters:
         Raises: ConfigError where the adapter does not fit the engine, NoRoom, or whatever vLLM raises; the
         old version is still in use then.
         """
-        version = parse_version(update.version)
-        assert version is not None
+        version = _checked_version(update.version)
         name, run_id = lora_name(version), version.run_id
         loaded = self._loaded.get(name)
         if loaded is not None and loaded.update.state_hash != update.state_hash:
@@ -222,6 +223,19 @@ class EngineAdapters:
             logger.info("adapter unloaded: name=%s", loaded.request.lora_name)
         except Exception:  # the engine core may be gone, which vLLM reports itself
             logger.exception("adapter not unloaded: name=%s", loaded.request.lora_name)
+
+
+def _checked_version(text: str) -> WeightVersion:
+    """Returns the version, whose run id becomes part of a folder's name. Raises: ConfigError."""
+    try:
+        version = parse_version(text)
+        assert version is not None
+        check_name(version.run_id, "run id")
+    except (WorkerError, ValueError) as error:
+        raise ConfigError(f"adapter {text!r}: {error}") from error
+    if str(version) != text:
+        raise ConfigError(f"adapter {text!r}: write its version as {version}")
+    return version
 
 
 def _take_files(source: Path, folder: Path, state_hash: str) -> None:

@@ -156,3 +156,13 @@ async def test_names_never_change_their_meaning(make: Any) -> None:
     engine.models.lora_requests["code"] = engine.models.lora_requests["math"]
     with pytest.raises(ConfigError, match="run code has the name of a model"):
         await engine.load("code/0")
+
+
+@pytest.mark.parametrize("version", ["/etc/x/1", "../../x/1", "a/b/1", "math", "math/-1", "math/01", "./1"])
+async def test_a_version_that_is_no_run_and_number_touches_no_folder(make: Any, version: str) -> None:
+    engine = make(6)
+    update = engine.update("math/0").model_copy(update={"version": version})
+    before = set(engine.folder.rglob("*"))
+    with pytest.raises(ConfigError, match="adapter '"):
+        await engine.adapters.load(update)
+    assert set(engine.folder.rglob("*")) == before and engine.core.num_added == 0
