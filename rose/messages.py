@@ -157,6 +157,9 @@ class RoutingStatus(BaseModel):
     those of the busiest. None without a pool."""
     serving_kv_usage: float | None = None
     """Serving's part of the pool's slabs, 0 to 1; None without a pool."""
+    adapters: list[str] | None = None
+    """The newest version of each run whose LoRA adapter turns may name as their model, such as "run/7"; None
+    on an engine without --enable-lora."""
     lease: Lease | None = None
     """The lease of the router that asks; None if the router does not say its cap."""
 
@@ -250,8 +253,18 @@ class WeightUpdate(BaseModel):
     """Why there are no changes, so that the engine has to load the whole checkpoint."""
 
 
+class AdapterUpdate(BaseModel):
+    """Body of ``POST /rose/v1/adapters``: a version of a LoRA adapter, in files on the engine's host."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: str
+    path: str
+    """A folder as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+    state_hash: str
+
+
 class WeightUpdated(BaseModel):
-    """Answer of ``POST /rose/v1/weights`` once the engine serves the version."""
+    """Answer of ``POST /rose/v1/weights`` and ``/rose/v1/adapters`` once the engine serves the version."""
 
     version: str
     state_hash: str

@@ -2,7 +2,8 @@
 
 Owns an offline run in a process of its own: ``python -m rose.engine.stock JOBS.json ANSWERS.json`` with
 ``STOCK_ENV`` set. JOBS is a list of objects {model, prompts, max_tokens (one per prompt), max_model_len,
-batched, dtype (vLLM chooses if absent)}. ANSWERS has one list per job, with {tokens, logprobs} per prompt.
+batched, dtype (vLLM chooses if absent), adapters (LoRA folders as PEFT saves them, one per prompt)}. ANSWERS
+has one list per job, with {tokens, logprobs} per prompt.
 vLLM is imported once, and the models run one after the other, each in its own fork. Never loads the plugin.
 """
 
@@ -34,6 +35,7 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
     from vllm.inputs import TokensPrompt
     from vllm.v1.executor import UniProcExecutor
 
+    adapters: list[str] = job.get("adapters", [])
     llm = LLM(
         job["model"],
         dtype=job.get("dtype", "auto"),
@@ -44,7 +46,9 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
         max_num_batched_tokens=CHUNK_TOKENS,
         enable_prefix_caching=False,
         distributed_executor_backend=UniProcExecutor,
+        **_lora_options(adapters),
     )
+    loras = _loras(adapters)
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in job["prompts"]]
     params = [
         SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, logprobs=1, detokenize=False)
@@ -54,12 +58,28 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
     answers = []
     for batch in batches:
         chosen = slice(batch.start, batch.stop)
-        for output in llm.generate(prompts[chosen], params[chosen], use_tqdm=False):
+        lora = loras[chosen] if loras else None
+        for output in llm.generate(prompts[chosen], params[chosen], use_tqdm=False, lora_request=lora):
             completion = output.outputs[0]
             tokens = list(completion.token_ids)
             logprobs = [at[token].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
             answers.append({"tokens": tokens, "logprobs": logprobs})
     return answers
+
+
+def _lora_options(adapters: list[str]) -> dict[str, Any]:
+    if not adapters:
+        return {}
+    ranks = [json.loads((Path(each) / "adapter_config.json").read_text())["r"] for each in adapters]
+    most = next(size for size in (8, 16, 32, 64, 128, 256) if size >= max(ranks))  # what vLLM takes
+    return {"enable_lora": True, "max_loras": len(set(adapters)), "max_lora_rank": most}
+
+
+def _loras(adapters: list[str]) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    folders = list(dict.fromkeys(adapters))
+    return [LoRARequest(each, 1 + folders.index(each), each) for each in adapters]
 
 
 def _run(job: dict[str, Any], sink: Connection) -> None:

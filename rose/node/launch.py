@@ -19,7 +19,7 @@ import psutil
 
 from rose.config import Settings, make_private_dir, vllm_plugins
 from rose.engine.harm_records import records_path
-from rose.engine.status import Field, page_path
+from rose.engine.status import Field, adapters_folder, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.node.node_config import EngineConfig, PoolConfig
 from rose.node.processes import ServerProcess
@@ -78,11 +78,36 @@ def subscriber_processes(
     Engines that follow the same weights share one process, and so one copy of the weights.
     """
     followers: dict[tuple[str | None, ...], list[EngineConfig]] = {}
+    of_adapters: dict[tuple[str | None, ...], list[EngineConfig]] = {}
     for engine in engines:
-        if engine.is_updated and engine.relay is not None:
+        if not engine.is_updated or engine.relay is None:
+            continue
+        if engine.run is not None or not engine.adapters:
             same = (engine.relay, engine.run, engine.model, engine.staging)
             followers.setdefault(same, []).append(engine)
-    return [_subscriber_process(fed, settings, log_dir) for fed in followers.values()]
+        if engine.adapters:
+            of_adapters.setdefault((engine.relay, engine.staging, *engine.adapters), []).append(engine)
+    return [
+        *(_subscriber_process(fed, settings, log_dir) for fed in followers.values()),
+        *(_adapters_process(fed, settings, log_dir) for fed in of_adapters.values()),
+    ]
+
+
+def _adapters_process(
+    engines: Sequence[EngineConfig], settings: Settings, log_dir: Path | None
+) -> ServerProcess:
+    engine = engines[0]
+    assert engine.relay is not None
+    staging = make_staging_dir(engine, settings) / f"adapters-{engine.port}"
+    argv = [
+        *(sys.executable, "-m", "rose.transfer.adapters.subscriber"),
+        *("--relay", engine.relay, "--staging", str(staging)),
+        *(text for run in engine.adapters for text in ("--adapter", run)),
+        *(text for each in engines for text in ("--worker", each.url)),
+    ]
+    name = f"adapters-{engine.port}"
+    log_path = log_dir / f"{name}.log" if log_dir is not None else None
+    return ServerProcess(argv, name, log_path, cpus=engine.cpus)
 
 
 def _subscriber_process(
@@ -120,10 +145,12 @@ def remove_staging_dir(engine: EngineConfig, settings: Settings) -> None:
 
 
 def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Settings) -> None:
-    """Removes the page of an engine that has ended: one that was killed could not do it itself."""
+    """Removes the page of an engine that has ended, and its adapters: one that was killed could not do it
+    itself."""
     engine_id = engine.named(server.pid).engine_id
     page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
     records_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
+    shutil.rmtree(adapters_folder(settings.staging_root, engine_id), ignore_errors=True)
 
 
 def remove_dead_status_pages(settings: Settings) -> None:
@@ -138,6 +165,8 @@ def remove_dead_status_pages(settings: Settings) -> None:
             logger.info("removing the status page of a dead engine path=%s", path)
             path.unlink(missing_ok=True)
             path.with_suffix(".harm").unlink(missing_ok=True)
+            engine_id = path.stem.removeprefix("engine-")
+            shutil.rmtree(adapters_folder(settings.staging_root, engine_id), ignore_errors=True)
 
 
 def pool_process(pool: PoolConfig, models: Iterable[str], log_path: Path | None) -> ServerProcess:

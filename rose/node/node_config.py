@@ -60,7 +60,10 @@ class EngineConfig(EngineSettings):
     """CPUs for the whole engine; ``compute_cpus`` pins the model's thread alone."""
     relay: str | None = None
     run: str | None = None
-    """The trainer's run whose weights the engine follows over ``relay``; None: the only live run."""
+    """The trainer's run whose weights the engine follows over ``relay``; None: the only live run, or with
+    ``adapters`` none."""
+    adapters: tuple[str, ...] = ()
+    """Runs of LoRA adapters that the engine follows over ``relay``. Turns name a run as their model."""
     staging: str | None = None
     """The folder for checkpoints from the relay; None for one in memory, which is removed at the end."""
 
@@ -68,6 +71,14 @@ class EngineConfig(EngineSettings):
     def _weights_can_come(self) -> Self:
         if self.run is not None and self.relay is None:
             raise ValueError(f"run {self.run} needs a relay to come over; set relay")
+        if self.adapters and self.relay is None:
+            raise ValueError(f"adapter {self.adapters[0]} needs a relay to come over; set relay")
+        given = {text.replace("_", "-") for text in self.vllm_args}
+        if self.adapters and "--enable-lora" not in given:
+            raise ValueError(
+                f"adapter {self.adapters[0]}: vLLM holds adapters with --enable-lora alone; add "
+                "--enable-lora --max-lora-rank R --max-loras N, N two for each adapter, and one more on a CPU"
+            )
         if self.relay is not None and not self.is_updated:
             raise ValueError("relay: a serving engine follows one only with takes_weights true")
         return self
@@ -95,17 +106,19 @@ class NodeConfig(Section):
     engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)]
     relay: str | None = None
     run: str | None = None
+    adapters: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
     def _engines_inherit(cls, content: Any) -> Any:
-        """Gives engines the node's pool, and rollout engines its relay and run, unless they have their
-        own."""
+        """Gives engines the node's pool, and rollout engines its relay, run and adapters, unless they
+        have their own."""
         if not (isinstance(content, dict) and isinstance(content.get("engines"), list)):
             return content
         pool = content.get("pool")
         shared = {"pool": pool.get("name")} if isinstance(pool, dict) else {}
-        weights = {key: content[key] for key in ("relay", "run") if content.get(key) is not None}
+        keys = ("relay", "run", "adapters")
+        weights = {key: content[key] for key in keys if content.get(key) is not None}
         engines = [
             {**shared, **(weights if each.get("role") == Role.ROLLOUT else {}), **each}
             if isinstance(each, dict)

@@ -131,12 +131,14 @@ def _check_fine_tuned(given: dict[str, Any]) -> None:
     """Raises: ConfigError for flags that don't go with --fine-tune."""
     if given.get("role") == Role.ROLLOUT:
         raise ConfigError("--fine-tune: a rollout engine has a trainer of its own; use --role serving")
-    for name in ("relay", "run"):
+    for name in ("relay", "run", "adapters"):
         if name in given:
             raise ConfigError(f"--fine-tune: it brings a relay of its own; leave {_flag(name)} out")
 
 
 def _flag(key: str) -> str:
+    if key == "adapters":
+        return "--adapter"
     return f"--{key.replace('_', '-')}"
 
 
@@ -161,7 +163,17 @@ def _parser() -> CommandParser:
     parser.add_argument("--port", default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--cpus", metavar="N,N", help="CPUs for the whole engine (default: all)")
     parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over")
-    parser.add_argument("--run", metavar="RUN_ID", help="the run to follow (default: the only live one)")
+    parser.add_argument(
+        "--run", metavar="RUN_ID", help="the run to follow (default: the only live one, with --adapter none)"
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="RUN_ID",
+        action="append",
+        dest="adapters",
+        help="follow the LoRA adapter of this run; turns name it as their model; once for each (needs vLLM's "
+        "--enable-lora)",
+    )
     parser.add_argument("--staging", metavar="DIR", help="folder for new weights (default: one in memory)")
     fine_tune_options.add_flags(parser)
     _add_plugin_flags(parser)

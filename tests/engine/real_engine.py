@@ -88,9 +88,10 @@ class RealEngine:
         max_tokens: int,
         xargs: Mapping[str, float | str] | None = None,
         headers: Mapping[str, str] | None = None,
+        model: str = "tiny",
     ) -> Answer:
         """One greedy completion. Raises httpx.HTTPStatusError unless the answer is 200."""
-        body = {**completion_body("tiny", list(prompt), max_tokens), "logprobs": 1}
+        body = {**completion_body(model, list(prompt), max_tokens), "logprobs": 1}
         if xargs is not None:
             body["vllm_xargs"] = xargs
         response = self._http.post("/v1/completions", json=body, headers=headers)
@@ -123,6 +124,11 @@ class RealEngine:
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._http.get("/rose/v1/status").raise_for_status().json())
+
+    def models(self) -> list[dict[str, Any]]:
+        """vLLM's list of what it serves."""
+        cards: list[dict[str, Any]] = self._http.get("/v1/models").raise_for_status().json()["data"]
+        return cards
 
     def metrics(self) -> dict[str, float]:
         """ROSE's samples on vLLM's /metrics, by name and labels."""

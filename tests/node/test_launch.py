@@ -57,6 +57,29 @@ def test_engines_that_take_weights_over_a_relay_get_a_subscriber(tmp_path: Path)
     assert (tmp_path / "staging").is_dir()
 
 
+def test_engines_that_follow_the_same_adapters_share_a_subscriber_of_these_alone(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"ROSE_RUNTIME_DIR": str(tmp_path)})
+    lora = {
+        "relay": "embedded://127.0.0.1:1",
+        "staging": str(tmp_path / "staging"),
+        "adapters": ("math", "code"),
+        "vllm_args": ("--enable-lora",),
+    }
+    engines = [engine(port=8001, **lora), engine(port=8002, **lora)]
+    (subscriber,) = launch.subscriber_processes(engines, settings, tmp_path)
+    assert subscriber.argv[2] == "rose.transfer.adapters.subscriber"
+    assert subscriber.argv[-8:] == [
+        *("--adapter", "math", "--adapter", "code"),
+        *("--worker", "http://127.0.0.1:8001", "--worker", "http://127.0.0.1:8002"),
+    ]
+    both = launch.subscriber_processes([engine(run="r", **lora)], settings, tmp_path)
+    assert [each.argv[2].split(".")[2] for each in both] == ["follow", "adapters"]
+    with pytest.raises(ValueError, match="adapter math: vLLM holds adapters with --enable-lora alone"):
+        engine(**{**lora, "vllm_args": ()})
+    with pytest.raises(ValueError, match="adapter math needs a relay to come over"):
+        engine(**{**lora, "relay": None})
+
+
 def test_the_pools_daemon_is_told_the_models_and_the_sizes_that_were_given() -> None:
     chosen = launch.pool_process(PoolConfig(name="g"), ["chat", "policy"], None).argv[3:]
     assert chosen == [

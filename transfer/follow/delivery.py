@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from rose.errors import WorkerError
 from rose.http import http_client
-from rose.messages import WeightUpdate, WeightUpdated
+from rose.messages import AdapterUpdate, WeightUpdate, WeightUpdated
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +35,27 @@ class _WorkerWeights(BaseModel):
     """The part of GET /rose/v1/status that this process reads."""
 
     weight_version: str | None
+    adapters: list[str] | None = None
+
+    def version(self, adapter: str | None) -> str | None:
+        """Returns the version of the whole weights, or of an adapter's run."""
+        if adapter is None:
+            return self.weight_version
+        return next((each for each in self.adapters or () if each.rpartition("/")[0] == adapter), None)
 
 
 class Worker:
     """A worker, over HTTP."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, adapter: str | None = None) -> None:
+        """adapter: the run of the LoRA adapter that it gets; None: it gets whole weights."""
+        self._adapter = adapter
         self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0))
 
     def load(self, update: WeightUpdate) -> None:
         """Returns when the worker runs the update. Raises: WorkerError."""
         try:
-            response = self._http.post("/rose/v1/weights", json=update.model_dump())
+            response = self._post(update)
             response.raise_for_status()
             answer = WeightUpdated.model_validate_json(response.content)
         except httpx.HTTPStatusError as error:
@@ -62,9 +71,15 @@ class Worker:
         try:
             response = self._http.get("/rose/v1/status")
             response.raise_for_status()
-            return _WorkerWeights.model_validate_json(response.content).weight_version
+            return _WorkerWeights.model_validate_json(response.content).version(self._adapter)
         except (httpx.HTTPError, ValidationError) as error:
             raise WorkerError(f"worker has no status: {error!r}") from error
+
+    def _post(self, update: WeightUpdate) -> httpx.Response:
+        if self._adapter is None:
+            return self._http.post("/rose/v1/weights", json=update.model_dump())
+        body = AdapterUpdate(version=update.version, path=update.path, state_hash=update.state_hash)
+        return self._http.post("/rose/v1/adapters", json=body.model_dump())
 
     def close(self) -> None:
         self._http.close()

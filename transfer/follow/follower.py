@@ -16,7 +16,15 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.run_choice import NAME_IT, RunChoice
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.checkpoint import fill_from_checkpoint
-from rose.transfer.format.manifest import BucketEntry, Head, LayoutBody, Manifest, Model, unpack_body
+from rose.transfer.format.manifest import (
+    AdapterBody,
+    BucketEntry,
+    Head,
+    LayoutBody,
+    Manifest,
+    Model,
+    unpack_body,
+)
 from rose.transfer.format.signature import Verifier, frame_digest
 from rose.transfer.relay.protocol import Relay
 
@@ -36,8 +44,8 @@ class Follower:
 
     base_checkpoint: the checkpoint that the trainer started from. When its bits are the snapshot's, the
     snapshot need not cross the link. public_key: the trainer's; what it did not sign is refused, and the run,
-    which has to be named, never goes back. Raises: ConfigError on a bad public key or one for "auto",
-    ValueError on a bad run id.
+    which has to be named, never goes back. takes_adapter: whether the run has to be a LoRA adapter's instead
+    of whole weights. Raises: ConfigError on a bad public key or one for "auto", ValueError on a bad run id.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class Follower:
         mirror: WeightMirror,
         base_checkpoint: Path | None = None,
         public_key: str | None = None,
+        *,
+        takes_adapter: bool = False,
     ) -> None:
         if public_key is not None and run_id == AUTO_RUN:
             raise ConfigError(
@@ -56,6 +66,9 @@ class Follower:
         self._relay = relay
         self._run_id = run_id if run_id == AUTO_RUN else keys.check_name(run_id, "run id")
         self._base_checkpoint = base_checkpoint
+        self._takes_adapter = takes_adapter
+        self.adapter: AdapterBody | None = None
+        """What the run's adapter is, once the mirror holds one."""
         self._verifier = Verifier(public_key) if public_key is not None else None
         self._digests_ahead: dict[int, str] = {}
         """Those of the frames that the mirror has read ahead of their manifest, by bucket, if it has to be
@@ -236,7 +249,9 @@ class Follower:
 
     def _load_snapshot(self, run_id: str, number: int) -> None:
         self._refuse_older(run_id, number)
-        layout = self._body(keys.layout_key(run_id), LayoutBody).to_layout()
+        body = self._body(keys.layout_key(run_id), LayoutBody)
+        self._require_kind(run_id, body.adapter)
+        layout = body.to_layout()
         manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
         if self._base_checkpoint is not None:
             planes = self.mirror.make_planes(layout)
@@ -247,6 +262,17 @@ class Follower:
             except (FrameError, OSError) as error:
                 logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
         self.mirror.load_snapshot(manifest, layout, self._frame)
+
+    def _require_kind(self, run_id: str, adapter: AdapterBody | None) -> None:
+        """Raises: RelayError where the run has an adapter and whole weights are followed, or the reverse."""
+        if self._takes_adapter and adapter is None:
+            raise RelayError(f"run {run_id} has whole weights and no LoRA adapter: follow it with --run")
+        if not self._takes_adapter and adapter is not None:
+            raise RelayError(
+                f"run {run_id} has a LoRA adapter of {adapter.base}, no whole weights: "
+                "follow it with rose serve --adapter"
+            )
+        self.adapter = adapter
 
     def _forget_unsigned(self, manifest: Manifest) -> None:
         """Has all frames fetched again where one that was read ahead is not what the manifest says."""

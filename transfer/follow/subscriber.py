@@ -15,15 +15,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from rose.arguments import CommandParser
 from rose.config import Settings
 from rose.errors import RelayError, RoseError
+from rose.messages import WeightUpdate
 from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, Delivery, Worker, next_pause
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
@@ -37,7 +39,17 @@ from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Store(Protocol):
+    """Where the weights lie for the workers."""
+
+    def update_from(self, base: str | None) -> WeightUpdate | None:
+        """Returns what brings a worker from version `base` to the newest; None while there is none."""
+
+    def forget(self, in_use: Collection[str]) -> None:
+        """Removes what no worker needs. in_use: the versions that workers run or are taking."""
 
 
 class Subscriber:
@@ -47,7 +59,7 @@ class Subscriber:
     """
 
     def __init__(
-        self, relay: Relay, follower: Follower, store: SharedMirror, workers: Sequence[tuple[str, Worker]]
+        self, relay: Relay, follower: Follower, store: Store, workers: Sequence[tuple[str, Worker]]
     ) -> None:
         self._relay = relay
         self._follower = follower
@@ -121,7 +133,7 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
     Raises: RelayError when the relay does not answer at the start, ConfigError on a bad public key,
     ValueError on bad input.
     """
-    names = _names(args.name, args.worker)
+    names = worker_names(args.name, args.worker)
     plans = [read_plan(path) for path in args.plan]
     with closing(open_relay(args.relay, settings.follower_key)) as relay, ExitStack() as open_now:
         store = open_now.enter_context(closing(SharedMirror(args.staging)))
@@ -134,7 +146,7 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
             subscriber.wait(time.monotonic())
 
 
-def _names(name: str | None, urls: Sequence[str]) -> list[str]:
+def worker_names(name: str | None, urls: Sequence[str]) -> list[str]:
     """Returns the names under which the workers acknowledge. Raises: ValueError."""
     if name is not None and len(urls) > 1:
         raise ValueError(f"--name {name} can't stand for {len(urls)} workers; leave it away")
@@ -147,14 +159,14 @@ def _names(name: str | None, urls: Sequence[str]) -> list[str]:
     return names
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def stop(number: int, frame: FrameType | None) -> None:
     """Exits even from a call that a hung worker never answers; the clean-up on the way out runs once."""
-    for each in _STOP_SIGNALS:
+    for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     sys.exit(0)
 
 
-def _worker_url(text: str) -> str:
+def worker_url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form http://HOST:PORT")
@@ -186,7 +198,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--worker",
-        type=_worker_url,
+        type=worker_url,
         action="append",
         required=True,
         help="http://HOST:PORT of an engine's server on this host; once for each engine",
@@ -219,8 +231,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    for number in _STOP_SIGNALS:
-        signal.signal(number, _stop)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
     try:
         args.staging.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -3,7 +3,7 @@
     rose/HEAD_RUN                        the run that was opened last               (replaced)
     rose/.runs/{run}                     a sign that the run's trainer is alive     (replaced)
     rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
-    rose/{run}/LAYOUT                    tensors and bucket size                    (written once)
+    rose/{run}/LAYOUT                    tensors, bucket size, adapter's config     (written once)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
     rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several
@@ -18,7 +18,7 @@ and HEAD names only versions that have a manifest. Bad JSON raises RelayError. N
 import re
 from typing import Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rose.errors import RelayError
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
@@ -75,15 +75,33 @@ class TensorBody(_Body):
     cut: CutBody | None = None
 
 
+class AdapterBody(_Body):
+    """What a LoRA adapter is beside its tensors (rose.transfer.adapters.description)."""
+
+    config: dict[str, JsonValue]
+    """PEFT's adapter_config.json."""
+
+    @property
+    def base(self) -> str:
+        """The name of the model that it was trained on."""
+        return str(self.config["base_model_name_or_path"])
+
+    @property
+    def rank(self) -> int:
+        return int(str(self.config["r"]))
+
+
 class LayoutBody(_Body):
     """A Layout as JSON."""
 
     digest: str
     bucket_bytes: int = Field(gt=0)
     tensors: list[TensorBody]
+    adapter: AdapterBody | None = None
+    """None: the run's versions are whole weights."""
 
     @classmethod
-    def of(cls, layout: Layout) -> Self:
+    def of(cls, layout: Layout, adapter: AdapterBody | None = None) -> Self:
         cuts = {
             name: CutBody(dim=cut.dim, points=cut.points, groups=cut.groups)
             for name, cut in layout.cuts.items()
@@ -92,7 +110,8 @@ class LayoutBody(_Body):
             TensorBody(name=t.name, dtype=t.dtype, shape=list(t.shape), cut=cuts.get(t.name))
             for t in layout.tensors
         ]
-        return cls(digest=layout.digest, bucket_bytes=layout.bucket_bytes, tensors=tensors)
+        known = {"digest": layout.digest, "bucket_bytes": layout.bucket_bytes, "tensors": tensors}
+        return cls.model_validate(known if adapter is None else {**known, "adapter": adapter})
 
     def to_layout(self) -> Layout:
         """Returns the Layout. Raises: RelayError when the digest does not belong to the table."""

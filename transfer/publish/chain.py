@@ -20,6 +20,7 @@ from rose.transfer.format.layout import Layout
 from rose.transfer.format.leases import ACK_LEASE_S, Leases
 from rose.transfer.format.manifest import (
     Ack,
+    AdapterBody,
     Fold,
     Head,
     HeadRun,
@@ -53,6 +54,7 @@ class VersionChain:
     latest.
 
     snapshot_share: a snapshot is also due when all deltas since the last one exceed this share of its size.
+    adapter: what the run's adapter is; None: it has whole weights.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class VersionChain:
         snapshot_every: int,
         snapshot_share: float,
         signer: Signer | None,
+        adapter: AdapterBody | None = None,
     ) -> None:
+        self._adapter = adapter
         self._relay = relay
         self._run_id = run_id
         self._layout = layout
@@ -94,7 +98,7 @@ class VersionChain:
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
             key = keys.layout_key(self._run_id)
-            self._relay.upsert(key, sealed(self._signer, key, LayoutBody.of(self._layout)))
+            self._relay.upsert(key, sealed(self._signer, key, LayoutBody.of(self._layout, self._adapter)))
             self.is_announced = False
             self._folding = None
         else:
@@ -161,7 +165,8 @@ class VersionChain:
             self._folding, self._is_fold_due, self._chain_bytes = None, False, 0  # the trainer sent it
         self.make_room()
         if not self.is_announced:
-            self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
+            if self._adapter is None:  # engines that follow the newest run want whole weights
+                self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
             self.is_announced = True
         if self._is_fold_due:
             self._ask_to_fold(version, state_hash)

@@ -24,7 +24,7 @@ from rose.errors import RelayError, WorkerError
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import BUCKET_BYTES
-from rose.transfer.format.manifest import Ack, Manifest
+from rose.transfer.format.manifest import Ack, AdapterBody, Manifest
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.signature import Signer
@@ -101,6 +101,7 @@ class WeightPublisher:
     ranks_timeout_s for each other.
     encode_threads: the number of buckets that are compared and packed at the same time; None: this rank's
     share of the cores that the process may use, 4 at most.
+    adapter: what the tensors are if they are a LoRA adapter's (rose.transfer.adapters.publisher).
     key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
     is signed, and the trainer sends its snapshots itself.
     Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
@@ -125,6 +126,7 @@ class WeightPublisher:
         num_ranks: int = 1,
         ranks_timeout_s: float = RANKS_TIMEOUT_S,
         encode_threads: int | None = None,
+        adapter: AdapterBody | None = None,
         key: str | None = None,
         signing_key: str | None = None,
     ) -> None:
@@ -157,9 +159,9 @@ class WeightPublisher:
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
         self._chain = VersionChain(
-            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer
+            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter
         )
-        self._lease = RunLease(self._relay, self.run_id)
+        self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash = StateHash()
         self._is_followed = False
         self._is_under_way = False
@@ -200,7 +202,7 @@ class WeightPublisher:
             self._chain.forget()
         elif writer.base is None or snapshot_bytes > 0:
             self._chain.move_head(self._number, self.state_hash)
-        if self._ranks.is_leader:
+        if self._ranks.is_leader and self._lease is not None:
             self._lease.start()
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
@@ -246,7 +248,8 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Says that the run has ended, and closes the connection; what was published stays in the relay."""
-        self._lease.stop()
+        if self._lease is not None:
+            self._lease.stop()
         self._puts.shutdown()
         self._encoder.close()
         self._relay.close()

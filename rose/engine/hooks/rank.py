@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -21,7 +22,9 @@ from rose.engine.memory.kv_layout import block_layouts
 from rose.engine.memory.kv_range import KVRange, SlabOps
 from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
+from rose.engine.weights.adapters import check_fits
 from rose.engine.weights.weights import StagedWeightEngine
+from rose.errors import FrameError
 from rose.types import Role
 
 
@@ -72,6 +75,15 @@ class RoseWorker(Worker):
         """Returns the version that was loaded whole last, and why a prepared update was loaded whole."""
         weights = self._staged_weights()
         return weights.version, weights.why_whole
+
+    def adapter_problem(self, folder: str) -> str | None:
+        """Returns why a LoRA adapter does not fit this rank's model, for vLLM's collective_rpc."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        try:
+            check_fits(manager, self.vllm_config, Path(folder))
+        except (ValueError, FrameError, OSError) as error:
+            return str(error)
+        return None
 
     def _staged_weights(self) -> StagedWeightEngine:
         assert isinstance(self.weight_transfer_engine, StagedWeightEngine)

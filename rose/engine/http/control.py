@@ -22,6 +22,7 @@ from rose.admission.profile import load_profile
 from rose.config import Settings
 from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.http.activation import INACTIVE, Activation
+from rose.engine.http.adapters import EngineAdapters
 from rose.engine.http.followers import Followers
 from rose.engine.http.harm import HarmWatch
 from rose.engine.http.leases import Leases
@@ -37,6 +38,7 @@ from rose.memory.ledger.policy_word import Pressure
 from rose.memory.pool.pool import PoolClient, describe_pool
 from rose.messages import (
     ActivationChange,
+    AdapterUpdate,
     GateStatus,
     HarmHistory,
     Profile,
@@ -69,6 +71,8 @@ class EngineControl:
         self.followers = Followers()
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
+        self.adapters: EngineAdapters | None = None
+        """None on an engine without --enable-lora, and where several API servers share the engine."""
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
@@ -166,6 +170,7 @@ class EngineControl:
             is_active=self._activation.is_active,
             is_updating=self._is_updating,
             continues_grammars=self.role is Role.ROLLOUT,
+            adapters=self.adapters.versions() if self.adapters is not None else None,
             activated_at_s=self._activation.activated_at_s,
             device_weights_bytes=self._activation.weights_bytes,
             device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
@@ -211,6 +216,22 @@ class EngineControl:
                 await self._update_weights(update, info)
                 self._weight_version = update.version
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def load_adapter(self, update: AdapterUpdate) -> WeightUpdated:
+        """Loads a version of a LoRA adapter beside those in use.
+
+        Raises: ConfigError on an engine without adapters, WorkerError while it is inactive; as
+        EngineAdapters.load() does. The old version stays in use then.
+        """
+        if self.adapters is None:
+            raise ConfigError(
+                "this engine takes no LoRA adapters: start it with --enable-lora --max-loras N "
+                "--max-lora-rank R, and with one API server"
+            )
+        async with self._exclusive:
+            if not self.is_active:
+                raise WorkerError(INACTIVE)
+            return await self.adapters.load(update)
 
     async def _prepare(self, update: WeightUpdate) -> str | None:
         """Has all ranks prepare the changes; returns why the checkpoint has to be loaded whole, or None."""

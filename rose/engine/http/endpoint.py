@@ -20,13 +20,16 @@ from vllm.engine.protocol import EngineClient
 from rose.config import Settings
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
+from rose.engine.http.adapters import EngineAdapters
 from rose.engine.http.control import EngineControl
 from rose.engine.http.front_door import FrontDoor
 from rose.engine.http.leases import Ask
 from rose.engine.settings import EngineSettings
-from rose.errors import ConfigError, WorkerError
+from rose.engine.status import adapters_folder
+from rose.errors import ConfigError, FrameError, WorkerError
 from rose.messages import (
     ActivationChange,
+    AdapterUpdate,
     GateChange,
     HarmHistory,
     Profile,
@@ -129,6 +132,24 @@ async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
         raise HTTPException(500, f"weights kept at the old version: {error}") from error
 
 
+@router.post("/adapters")
+async def post_adapters(body: AdapterUpdate, request: Request) -> WeightUpdated:
+    """Loads a version of a LoRA adapter beside the old one, which stays in use after an error."""
+    control = _control(request)
+    if not control.is_updated:
+        raise HTTPException(
+            409, "a serving engine takes no adapters through rose unless it has --takes-weights true"
+        )
+    try:
+        return await control.load_adapter(body)
+    except WorkerError as error:  # no room yet, or inactive: the subscriber tries again
+        raise HTTPException(503, str(error)) from error
+    except (ConfigError, FrameError) as error:
+        raise HTTPException(422, str(error)) from error
+    except Exception as error:  # whatever failed in the engine, the subscriber may try again
+        raise HTTPException(500, f"adapter kept at the old version: {error}") from error
+
+
 @router.post("/activate")
 async def post_activate(request: Request) -> ActivationChange:
     """Loads the rollout model's weights onto the device again."""
@@ -199,6 +220,10 @@ class RoseEndpoint:
             control = EngineControl(engine_client, settings, str(config.model_config.served_model_name))
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
+            models = getattr(state, "openai_serving_models", None)
+            if config.lora_config is not None and models is not None and control.leases is not None:
+                folder = adapters_folder(Settings.from_environment().staging_root, settings.engine_id)
+                control.adapters = EngineAdapters(engine_client, models, folder)
             await control.start()
             control.listens_at(_own_url(args))
             state.rose = control

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose import _delta
-from rose.engine.weights.packed import PackedLayer, packed_layers
+from rose.engine.weights.packed import PackedLayer, packed_layers, unwrapped
 from rose.errors import FrameError
 from rose.transfer.format.changes import Changes
 from rose.transfer.format.codec import Bits
@@ -206,7 +206,8 @@ class InPlaceWriter:
             for bucket, elements in file.buckets(layout):
                 for change in self._routes.changes(bucket, elements):
                     found.setdefault(change.parameter, []).append(change)
-        parameters = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        named = (*self._model.named_buffers(), *self._model.named_parameters())
+        parameters = {unwrapped(name): each for name, each in named}
         packed = packed_layers(self._model)
         exchanges, layers = [], []
         for name, changes in found.items():

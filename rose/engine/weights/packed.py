@@ -66,15 +66,23 @@ class PackedLayer:
 def packed_layers(model: torch.nn.Module) -> list[PackedLayer]:
     """Returns the layers that compute with a packed copy."""
     return [
-        PackedLayer(parameter=f"{name}.weight", module=module)
+        PackedLayer(parameter=unwrapped(f"{name}.weight"), module=module)
         for name, module in model.named_modules()
         if packed_copy(module) and getattr(module, "weight", None) is not None
     ]
 
 
+def unwrapped(name: str) -> str:
+    """Returns a parameter's name as it is in a model without wrappers for LoRA adapters."""
+    return name.replace(".base_layer.", ".")
+
+
 def packed_copy(module: torch.nn.Module) -> list[Any]:
-    """Returns what a layer's ``cpu_linear`` keeps: vLLM stores packed weights nowhere else."""
-    function: Any = getattr(module, "cpu_linear", None)
+    """Returns what a layer's ``cpu_linear`` keeps: vLLM stores packed weights nowhere else.
+
+    The wrapper of a layer that may have a LoRA adapter hands on all of the layer's attributes, and has none.
+    """
+    function: Any = vars(module).get("cpu_linear")
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 

@@ -78,7 +78,7 @@ class HostWeightsBackend(SleepModeBackend):
         for storage, _ in self._storages:
             storage.resize_(0)
         for module in self.engine.model.modules():
-            if hasattr(module, "cpu_linear"):
+            if "cpu_linear" in vars(module):  # its own: wrappers for LoRA hand on their layer's
                 module.cpu_linear = None  # held the packed copy, if there is one
         _trim()
         self._state, self.engine.is_resident = "SUSPENDED", False

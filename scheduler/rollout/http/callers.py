@@ -93,6 +93,8 @@ class Callers:
             NotFound: workers have weights of other runs, and never had any of this one.
         """
         given, own = request.headers.get(RUN_HEADER), self._jobs.spec(job).run_id
+        if model is not None and self._registry.newest.is_adapter(model):
+            return self._adapters_run(model, job, given, own)
         if own is not None:
             if given not in (None, own):
                 raise Denied(f"{RUN_HEADER}: {given!r}, but job {job} has run {own}; leave the header out")
@@ -115,6 +117,17 @@ class Callers:
                 f"{RUN_HEADER}: no worker has weights of run {given!r}; known: {_listed(sorted(known))}"
             )
         return given
+
+    def _adapters_run(self, model: str, job: str, given: str | None, own: str | None) -> str:
+        """Returns the run of a request for a LoRA adapter, which has the model's name. Raises: Denied."""
+        is_adapter = f"model {model} is the LoRA adapter of run {model}"
+        if given not in (None, model):
+            raise Denied(f"{RUN_HEADER}: {given!r}, but {is_adapter}; leave the header out")
+        if own not in (None, model):
+            raise Denied(f"{is_adapter}, and job {job} has run {own}; name another model, or change the job")
+        if (owner := self._jobs.owner(model)) not in (None, job):
+            raise Denied(f"{is_adapter}, and that is job {owner}'s, which has a key; send that key")
+        return model
 
 
 def _listed(names: list[str]) -> str:

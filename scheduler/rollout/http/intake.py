@@ -112,14 +112,18 @@ class Intake:
             return catalogue.default()
         if not isinstance(given, str):
             raise BadRequest(f"model: want a name, got {given!r}")
-        if given in catalogue or self._may_serve_any():
+        if self._is_known(given) or self._may_serve_any():
             return given
         await self._registry.refresh_models()  # the model may have been loaded meanwhile
-        if given in catalogue:
+        if self._is_known(given):
             return given
         if catalogue.is_removed(given):
             raise NoWorkerError(f"all workers that served model {given} were removed")
         raise NotFound(f"model {given} is served by no worker; known: {', '.join(catalogue.names)}")
+
+    def _is_known(self, model: str) -> bool:
+        """Whether a worker serves the model, or held it as an adapter: a restarted one gets that again."""
+        return model in self._registry.catalogue or self._registry.newest.is_adapter(model)
 
     def _may_serve_any(self) -> bool:
         """Whether some live worker doesn't say what it serves, or no worker is alive."""

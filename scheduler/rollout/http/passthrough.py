@@ -9,6 +9,7 @@ Never does: resume (formats/chat.py and formats/completions.py say what can't be
 import json
 import re
 import time
+from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
@@ -19,6 +20,7 @@ from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
 from rose.scheduler.rollout.turn.attempt.progress import probed
+from rose.scheduler.rollout.turn.attempt.stream import adapter_name
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey, Route
@@ -27,7 +29,6 @@ from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import openai_headers
 from rose.scheduler.rollout.workers.watch import Watch
-from rose.scheduler.rollout.workers.worker import Worker
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 RENDER_PATH = "/v1/chat/completions/render"
@@ -96,6 +97,7 @@ class _WholeAttempt:
         self._place = place
         self._worker = place.worker
         self._journey = journey
+        self._adapter = place.worker.adapters.get(journey.route.model or "")
         self._parent = parent
         self._answer: web.StreamResponse | None = None
         """The answer, once a part of it has been sent to the client."""
@@ -121,7 +123,7 @@ class _WholeAttempt:
 
     async def _watched(self, request: web.Request, body: Json) -> web.StreamResponse | Ending:
         plane, worker, route = self._plane, self._worker, self._journey.route
-        watch = Watch(worker, route.deadline, run_id=route.run_id)
+        watch = Watch(worker, route.deadline, run_id=route.run_id if self._adapter is None else None)
         try:
             async with watch, probed(plane.wire, worker, watch, plane.config, route.model):
                 return await self._exchange(request, body, watch)
@@ -140,6 +142,8 @@ class _WholeAttempt:
         worker, plane = self._worker, self._plane
         if request.path != RENDER_PATH:
             body = salted(body, worker.weight_version)
+            if self._adapter is not None:
+                body = {**body, "model": adapter_name(self._adapter)}
         headers = {**openai_headers(plane.config), **JSON_HEADERS, **self._place.lease_headers}
         if self._parent is not None:
             headers[PARENT_HEADER] = self._parent
@@ -152,6 +156,8 @@ class _WholeAttempt:
             return Ending(kind=EndKind.LOST, detail=f"{worker.id} sent an empty stream")
 
     def _plain(self, response: aiohttp.ClientResponse, body: bytes) -> web.Response | Ending:
+        if response.status == HTTPStatus.NOT_FOUND and self._adapter is not None:
+            return Ending(kind=EndKind.OUTDATED, detail=f"{self._worker.id} has unloaded {self._adapter}")
         if response.status != 200:
             return error_ending(response.status, body.decode(errors="replace"))
         answer = json.loads(body)
@@ -159,13 +165,13 @@ class _WholeAttempt:
             if (ending := abort_ending(self._worker.id, choice.get("stop_reason"))) is not None:
                 return ending
         self._num_used = (answer.get("usage") or {}).get("completion_tokens")
-        return web.Response(body=body, content_type=response.content_type, headers=_origin(self._worker))
+        return web.Response(body=body, content_type=response.content_type, headers=self._origin())
 
     async def _relay(
         self, request: web.Request, upstream: aiohttp.ClientResponse, first: bytes, watch: Watch
     ) -> web.StreamResponse:
         """Hands the stream on as it arrives. The client has received something from here on."""
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_origin(self._worker)}
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._origin()}
         self._answer = answer = web.StreamResponse(headers=headers)
         await answer.prepare(request)
         tail, data = b"", first
@@ -180,14 +186,14 @@ class _WholeAttempt:
         await answer.write_eof()
         return answer
 
+    def _origin(self) -> dict[str, str]:
+        """Returns the headers that say where an answer comes from, as its body can't."""
+        version = self._adapter if self._adapter is not None else self._worker.weight_version
+        shown = {"X-Rose-Weight-Version": str(version)} if version else {}
+        return {"X-Rose-Worker": self._worker.id, **shown}
+
     @staticmethod
     async def _break_off(answer: web.StreamResponse, status: int, message: str) -> web.StreamResponse:
         await answer.write(error_event(status, message))
         await answer.write_eof()
         return answer
-
-
-def _origin(worker: Worker) -> dict[str, str]:
-    """Returns the headers that say where an answer comes from, as its body can't."""
-    version = {"X-Rose-Weight-Version": str(worker.weight_version)} if worker.weight_version else {}
-    return {"X-Rose-Worker": worker.id, **version}

@@ -14,9 +14,9 @@ GPUs by weight where the bounds exceed their number is an addition.
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rose.scheduler.rollout.placing.views import NOBODY, Wants
+from rose.scheduler.rollout.placing.views import NOBODY, Adapters, Wants
 from rose.types import WeightVersion
 
 _NUM_BUCKETS = 60
@@ -40,7 +40,9 @@ class Borrower:
 
     def can_use(self, each: "Lendable") -> bool:
         """Whether the GPU has weights that this job has turns for, or base weights."""
-        return self.wants is None or any(wants.are_met(each.models, each.version) for wants in self.wants)
+        if self.wants is None:
+            return True
+        return any(wants.are_met(each.models, each.version, each.adapters) for wants in self.wants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class Lendable:
     """The models that it serves; None: it does not say."""
     version: WeightVersion | None = None
     """The weights that it has; None: base weights."""
+    adapters: Adapters = field(default_factory=dict)
 
 
 class UsageWindow:

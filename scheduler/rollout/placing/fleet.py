@@ -11,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rose.scheduler.rollout.placing.columns import Columns
-from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import (
+    Adapters,
+    TurnView,
+    WorkerKind,
+    WorkerView,
+    version_for,
+)
 from rose.types import WeightVersion
 
 Load = tuple[float, str]
@@ -20,18 +26,27 @@ _Shelf = tuple[WorkerKind, str | None]
 """The kind, and for serving GPUs the owner."""
 
 
+_Weights = tuple[frozenset[str] | None, WeightVersion | None, frozenset[WeightVersion]]
+"""The models, the version of the whole weights, and those of the adapters."""
+
+
 @dataclass(slots=True)
 class Cohort:
-    """The workers that serve the same models with the same weights."""
+    """The workers that serve the same models with the same weights and adapters."""
 
     number: int
     models: frozenset[str] | None
     version: WeightVersion | None
+    adapters: Adapters = field(default_factory=dict)
     num_workers: int = 0
     num_alive: int = 0
     num_with_room: int = 0
     shelves: dict[_Shelf, list[Load]] = field(default_factory=dict)
     """The workers that may take a turn of the shelf's owner, the least loaded first."""
+
+    def version_for(self, model: str | None) -> WeightVersion | None:
+        """Returns the version with which these workers answer a model."""
+        return version_for(model, self.version, self.adapters)
 
     def loads(self, kind: WorkerKind, job: str) -> Iterator[list[Load]]:
         """Yields the lists of workers of this kind that may take the job's turns."""
@@ -72,7 +87,7 @@ class Fleet:
 
     def __init__(self, views: Iterable[WorkerView] = ()) -> None:
         self._views: dict[str, WorkerView] = {}
-        self._cohorts: dict[tuple[frozenset[str] | None, WeightVersion | None], Cohort] = {}
+        self._cohorts: dict[_Weights, Cohort] = {}
         self._places: dict[str, tuple[Cohort, _Standing]] = {}
         self._num_cohorts_made = 0
         self._columns: Columns | None = None
@@ -122,7 +137,11 @@ class Fleet:
         if before is None:
             self._enter(view)
             self.revision += 1
-        elif before.models is view.models and before.weight_version == view.weight_version:
+        elif (
+            before.models is view.models
+            and before.weight_version == view.weight_version
+            and before.adapters == view.adapters
+        ):
             self._move(view)
         else:
             self._leave(self._places[view.id])
@@ -139,8 +158,7 @@ class Fleet:
             self._places[view.id] = (cohort, after)
 
     def _enter(self, view: WorkerView) -> None:
-        models = frozenset(view.models) if view.models is not None else None
-        cohort, standing = self._cohort(models, view.weight_version), _standing(view)
+        cohort, standing = self._cohort(view), _standing(view)
         cohort.add(standing)
         self._places[view.id] = (cohort, standing)
 
@@ -148,7 +166,7 @@ class Fleet:
         cohort, standing = place
         cohort.remove(standing)
         if not cohort.num_workers:
-            del self._cohorts[(cohort.models, cohort.version)]
+            del self._cohorts[_weights(cohort.models, cohort.version, cohort.adapters)]
 
     def drop(self, worker_id: str) -> None:
         """Forgets a worker. Raises: KeyError."""
@@ -173,22 +191,31 @@ class Fleet:
                         break
         return best
 
-    def _cohort(self, models: frozenset[str] | None, version: WeightVersion | None) -> Cohort:
-        key = (models, version)
+    def _cohort(self, view: WorkerView) -> Cohort:
+        models = frozenset(view.models) if view.models is not None else None
+        key = _weights(models, view.weight_version, view.adapters)
         if key not in self._cohorts:
             self._num_cohorts_made += 1
-            self._cohorts[key] = Cohort(self._num_cohorts_made, models, version)
+            self._cohorts[key] = Cohort(self._num_cohorts_made, models, view.weight_version, view.adapters)
         return self._cohorts[key]
 
     def check_integrity(self) -> None:
         again = Fleet(self._views.values())
         for worker_id, (cohort, standing) in self._places.items():
             other, other_standing = again._places[worker_id]
-            assert (cohort.models, cohort.version, standing) == (other.models, other.version, other_standing)
-            assert self._cohorts[(cohort.models, cohort.version)] is cohort
+            found, wanted = (
+                (_weights(each.models, each.version, each.adapters), place)
+                for each, place in ((cohort, standing), (other, other_standing))
+            )
+            assert found == wanted
+            assert self._cohorts[found[0]] is cohort
             assert replace(other, number=cohort.number, shelves={}) == replace(cohort, shelves={})
             assert other.shelves == cohort.shelves
         assert len(again._cohorts) == len(self._cohorts)
+
+
+def _weights(models: frozenset[str] | None, version: WeightVersion | None, adapters: Adapters) -> _Weights:
+    return (models, version, frozenset(adapters.values()))
 
 
 def _standing(view: WorkerView) -> _Standing:

@@ -22,6 +22,10 @@ from rose.types import WeightVersion
 _MAX_HOLDERS = 4
 
 
+KvWeights = WeightVersion | tuple[WeightVersion | None, WeightVersion] | None
+"""The weights that made KV: a version of the whole weights, or that and an adapter's; None: base weights."""
+
+
 def scope_of(job: str, model: str | None) -> str:
     """Returns the scope of a job's sessions for a model: no other job or model continues them."""
     return f"{job}\n{model or ''}"
@@ -32,7 +36,7 @@ class Held:
     """The KV that a turn left on a worker."""
 
     num_tokens: int
-    version: WeightVersion | None
+    version: KvWeights
     until: float
     """The time at which its lease ends."""
 
@@ -47,7 +51,7 @@ class Session:
     holders: OrderedDict[str, Held] = field(default_factory=OrderedDict)
     """Worker -> the KV that it holds, for the last few workers."""
 
-    def cached_tokens(self, worker: str, version: WeightVersion | None, now: float) -> int:
+    def cached_tokens(self, worker: str, version: KvWeights, now: float) -> int:
         """Returns the prompt tokens whose KV, made by weights of `version`, the worker should still hold."""
         held = self.holders.get(worker)
         if held is None or held.version != version or held.until <= now:

@@ -43,6 +43,9 @@ class NewestVersions:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self._whole: dict[str, int] = {}
+        """Those of them that are no LoRA adapters."""
+        self._adapters: set[str] = set()
         self._by_model: dict[str, dict[str, int]] = {}
         self._announced: dict[str, int] = {}
         self._announced_at: dict[str, float] = {}
@@ -55,8 +58,9 @@ class NewestVersions:
         return self._numbers
 
     def of(self, model: str | None) -> Mapping[str, int]:
-        """Returns the newest numbers among the workers that serve a model; None: among all workers."""
-        return self._numbers if model is None else self._by_model.get(model, self._unnamed)
+        """Returns the newest numbers among the workers that serve a model; None: among all workers, without
+        LoRA adapters."""
+        return self._whole if model is None else self._by_model.get(model, self._unnamed)
 
     def by_model(self) -> list[tuple[str | None, Mapping[str, int]]]:
         """Returns each model with its numbers; None stands for workers that don't say what they serve."""
@@ -67,6 +71,7 @@ class NewestVersions:
         self._drop_old_bound(version, now)
         version = WeightVersion(run_id=version.run_id, number=self.counted(version))
         _grow(self._numbers, version)
+        _grow(self._whole, version)
         if models is None:
             for numbers in (self._unnamed, *self._by_model.values()):
                 _grow(numbers, version)
@@ -74,11 +79,23 @@ class NewestVersions:
             for model in models:
                 _grow(self._by_model.setdefault(model, dict(self._unnamed)), version)
 
+    def heard_adapter(self, version: WeightVersion, *, now: float) -> None:
+        """Notes the version of a LoRA adapter that a worker holds, whose model name is the run's."""
+        self._adapters.add(version.run_id)
+        self._drop_old_bound(version, now)
+        version = WeightVersion(run_id=version.run_id, number=self.counted(version))
+        _grow(self._numbers, version)
+        _grow(self._by_model.setdefault(version.run_id, {}), version)
+
+    def is_adapter(self, model: str | None) -> bool:
+        """Whether a worker has held a LoRA adapter of this name."""
+        return model in self._adapters
+
     def announced(self, version: WeightVersion, now: float) -> None:
         """Notes what the run's publisher has published. No worker's version counts as a newer one."""
         run_id = version.run_id
         self._announced[run_id], self._announced_at[run_id] = version.number, now
-        for numbers in (self._numbers, self._unnamed, *self._by_model.values()):
+        for numbers in (self._numbers, self._whole, self._unnamed, *self._by_model.values()):
             if run_id in numbers:
                 numbers[run_id] = min(numbers[run_id], version.number)
 
@@ -101,7 +118,7 @@ class NewestVersions:
         """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
         del self._numbers[run_id]
         self._announced.pop(run_id, None)
-        for numbers in (self._unnamed, *self._by_model.values()):
+        for numbers in (self._whole, self._unnamed, *self._by_model.values()):
             numbers.pop(run_id, None)
 
 
@@ -135,34 +152,35 @@ class VersionRule:
         cohorts = of_model(turn.model, cohorts)
         pinned = turn.pinned_version if self.mode is VersionMode.PINNED else None
         if pinned is not None and turn.run_id in (None, pinned.run_id):
-            holders = [cohort for cohort in cohorts if cohort.version == pinned]
+            holders = [cohort for cohort in cohorts if cohort.version_for(turn.model) == pinned]
             if not holders:
-                held = sorted({str(cohort.version) for cohort in cohorts})
+                held = sorted({str(cohort.version_for(turn.model)) for cohort in cohorts})
                 needs = f"session {turn.session} needs weights {pinned}"
                 raise VersionGone(f"{needs}, but workers hold {held}; begin a new session")
             return holders
         return self._new_enough(turn, [cohort for cohort in cohorts if cohort.num_alive])
 
     def _new_enough(self, turn: TurnView, cohorts: Sequence[Cohort]) -> list[Cohort]:
-        found = [c for c in cohorts if turn.run_id is None or _run_id(c) in (None, turn.run_id)]
-        newest = self._newest_numbers(found, turn)
+        versions = [(cohort, cohort.version_for(turn.model)) for cohort in cohorts]
+        found = [
+            (cohort, version)
+            for cohort, version in versions
+            if turn.run_id is None or version is None or version.run_id == turn.run_id
+        ]
+        newest = self._newest_numbers((version for _, version in found), turn)
         if not newest:
-            return found  # nothing has been published yet
+            return [cohort for cohort, _ in found]  # nothing has been published yet
         lag = self.max_lag if self.mode is VersionMode.MAX_LAG else 0
-        return [c for c in found if c.version is not None and _lag(c.version, newest) <= lag]
+        return [c for c, version in found if version is not None and _lag(version, newest) <= lag]
 
-    def _newest_numbers(self, cohorts: Iterable[Cohort], turn: TurnView) -> dict[str, int]:
+    def _newest_numbers(self, held: Iterable[WeightVersion | None], turn: TurnView) -> dict[str, int]:
         known = self.known.of(turn.model)
         newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
-        for cohort in cohorts:
-            if (version := cohort.version) is not None:
+        for version in held:
+            if version is not None:
                 number = self.known.counted(version)
                 newest[version.run_id] = max(number, newest.get(version.run_id, number))
         return newest
-
-
-def _run_id(cohort: Cohort) -> str | None:
-    return cohort.version.run_id if cohort.version is not None else None
 
 
 def _lag(version: WeightVersion, newest: Mapping[str, int]) -> int:

@@ -24,6 +24,7 @@ from rose.scheduler.rollout.placing.views import (
     WorkerKind,
     WorkerView,
     of_model,
+    version_for,
 )
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.turn.place import Place, take_place
@@ -91,7 +92,8 @@ class Places:
         if self.is_paused or account is None or not account.may_start:
             return False
         kinds = self._queue.kinds().get(job, ())
-        return any(wants.are_met(worker.models, worker.weight_version) for wants in kinds)
+        held = (worker.models, worker.weight_version, worker.adapters)
+        return any(wants.are_met(*held) for wants in kinds)
 
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
@@ -236,6 +238,7 @@ def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
             kv_usage=w.kv_usage.mean(),
             models=w.models,
             version=w.weight_version,
+            adapters=w.adapters,
         )
         for w in serving
     ]
@@ -248,7 +251,8 @@ def _are_alike(one: str | None, other: str | None) -> bool:
 def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -> str:
     """Returns the error for a turn whose weights no worker has."""
     able = of_model(wants.model, workers)
-    held = [f"{w.id} {w.weight_version if w.weight_version is not None else 'base weights'}" for w in able]
+    found = [(w.id, version_for(wants.model, w.weight_version, w.adapters)) for w in able]
+    held = [f"{name} {version if version is not None else 'base weights'}" for name, version in found]
     more = f" and {len(held) - _SHOWN_WORKERS} more" if len(held) > _SHOWN_WORKERS else ""
     shown = f"{', '.join(held[:_SHOWN_WORKERS])}{more}" if held else "none"
     model = f" of model {wants.model}" if wants.model is not None else ""
@@ -274,7 +278,7 @@ class _Asking:
     def has_room_for(self, wants: Wants) -> bool:
         """Whether any worker whose weights meet this has room."""
         if wants not in self._has_room:
-            able = [cohort for cohort in self._fleet.cohorts if wants.are_met(cohort.models, cohort.version)]
+            able = [c for c in self._fleet.cohorts if wants.are_met(c.models, c.version, c.adapters)]
             self._has_room[wants] = any(cohort.num_with_room for cohort in able)
         return self._has_room[wants]
 

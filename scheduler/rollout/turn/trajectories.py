@@ -13,13 +13,14 @@ from rose.scheduler.rollout.formats.completions import Single
 from rose.scheduler.rollout.placing.sessions import (
     Fingerprints,
     Held,
+    KvWeights,
     Session,
     SessionKeys,
     SessionTable,
     prefix_of,
     scope_of,
 )
-from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, version_for
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey, Route
@@ -65,17 +66,21 @@ class Trajectories:
             avoid_until=journey.avoid_until,
             prompt_tokens=journey.prompt_tokens,
             expected_tokens=job.expected_tokens(journey.max_tokens),
-            cached_tokens=probably_cached(session, self._members, now),
+            cached_tokens=probably_cached(session, self._members, now, route.model),
         )
 
     def ended(self, single: Single, journey: Journey, worker: Worker) -> None:
         """Notes that a turn finished on this worker."""
         generation, route = single.generation, journey.route
-        first = generation.spans[0].weight_version if generation.spans else worker.weight_version
+        first = generation.spans[0].weight_version if generation.spans else _version(worker, route.model)
         num_tokens = about_tokens(single.prompt) + generation.num_tokens
         is_leased = worker.spec.kind is WorkerKind.SERVING
         until_s = time.monotonic() + self._config.lease_s if is_leased else float("inf")
-        held = Held(num_tokens=num_tokens, version=worker.weight_version, until=until_s)
+        weights = kv_weights(worker, route.model)
+        if isinstance(weights, tuple) and generation.spans:  # the worker may have a newer one by now
+            last = generation.spans[-1].weight_version
+            weights = (weights[0], last) if last is not None else weights
+        held = Held(num_tokens=num_tokens, version=weights, until=until_s)
         scope = scope_of(route.job, route.model)
         self.sessions.record(journey.session, worker.id, first, held, scope)
         if route.explicit_session is not None:
@@ -90,7 +95,7 @@ class Trajectories:
         """Notes that a request that was forwarded whole finished on this worker."""
         route = journey.route
         if route.explicit_session is not None:
-            version, scope = worker.weight_version, scope_of(route.job, route.model)
+            version, scope = _version(worker, route.model), scope_of(route.job, route.model)
             self.sessions.record(route.explicit_session, worker.id, version, scope=scope)
 
     def finished(self, session: str, job: str) -> None:
@@ -100,12 +105,24 @@ class Trajectories:
             self.sessions.forget(session, scope_of(job, model))
 
 
-def probably_cached(session: Session | None, members: Mapping[str, Worker], now: float) -> dict[str, float]:
+def probably_cached(
+    session: Session | None, members: Mapping[str, Worker], now: float, model: str | None = None
+) -> dict[str, float]:
     """Returns how many prompt tokens of a session's next turn each worker probably has cached."""
     if session is None:
         return {}
     known = [members[worker] for worker in session.holders if worker in members]
-    return {w.id: session.cached_tokens(w.id, w.weight_version, now) * w.cache_trust for w in known}
+    return {w.id: session.cached_tokens(w.id, kv_weights(w, model), now) * w.cache_trust for w in known}
+
+
+def kv_weights(worker: Worker, model: str | None) -> KvWeights:
+    """Returns the weights whose KV a model's turns find in the worker's prefix cache."""
+    adapter = worker.adapters.get(model) if model is not None else None
+    return worker.weight_version if adapter is None else (worker.weight_version, adapter)
+
+
+def _version(worker: Worker, model: str | None) -> WeightVersion | None:
+    return version_for(model, worker.weight_version, worker.adapters)
 
 
 def about_tokens(prompt: str | TokenIds) -> int:

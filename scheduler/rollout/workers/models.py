@@ -6,11 +6,13 @@ since turns wait for it. Names come only from workers, never from clients.
 Never does: ask workers (registry.py), place turns (placing/policy.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
+from rose.messages import parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
+from rose.scheduler.rollout.placing.views import Adapters
 
 Contexts = Mapping[str, int | None]
 """Model name -> its context in tokens, None if unknown. The first model is the worker's default."""
@@ -31,6 +33,26 @@ class ModelCards(BaseModel):
     """The answer to GET /v1/models, as far as the router uses it."""
 
     data: list[ModelCard]
+
+
+def adapters_of(versions: Iterable[str]) -> Adapters:
+    """Returns the versions of adapters, such as "run/7", by their runs. Raises: WorkerError."""
+    found = [version for text in versions if (version := parse_version(text)) is not None]
+    return {version.run_id: version for version in found}
+
+
+def with_adapters(models: Contexts | None, adapters: Collection[str]) -> Contexts | None:
+    """Returns a worker's models with its LoRA adapters by their runs, instead of each version by itself."""
+    if models is None or not adapters:
+        return models
+    context = next(iter(models.values()), None)
+    others = {name: size for name, size in models.items() if not is_version(name, adapters)}
+    return {**others, **dict.fromkeys(adapters, context)}
+
+
+def is_version(name: str, adapters: Collection[str]) -> bool:
+    """Whether a model's name is that of one version of these adapters, such as "run@7"."""
+    return name.rpartition("@")[0] in adapters
 
 
 class Catalogue:

@@ -23,7 +23,13 @@ from rose.scheduler.rollout.formats.bodies import Json
 from rose.scheduler.rollout.placing.versions import NewestVersions
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.members import Members
-from rose.scheduler.rollout.workers.models import Catalogue, ModelCard, ModelCards
+from rose.scheduler.rollout.workers.models import (
+    Catalogue,
+    ModelCard,
+    ModelCards,
+    is_version,
+    with_adapters,
+)
 from rose.scheduler.rollout.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -146,7 +152,10 @@ class Registry:
             worker.seen(time.monotonic())
             # While this worker changes its weights, others may go on with the previous version.
             if worker.weight_version is not None and worker.view().alive:
-                self.newest.heard(worker.weight_version, worker.models, now=time.monotonic())
+                models = worker.models.keys() - worker.adapters.keys() if worker.models is not None else None
+                self.newest.heard(worker.weight_version, models, now=time.monotonic())
+            for adapter in worker.adapters.values():
+                self.newest.heard_adapter(adapter, now=time.monotonic())
             if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
                 await self._refresh(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:
@@ -157,16 +166,21 @@ class Registry:
                 worker.has_rose_routes = True
 
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
-        before, lease = worker.holder, worker.lease
+        before, lease, models = worker.holder, worker.lease, worker.models
         worker.take_status(status, time.monotonic())
+        if worker.models is not models and self._workers.get(worker.id) is worker:
+            self.catalogue.take(worker.id, worker.models)
         if lease is not None and worker.lease is not None and worker.lease.turns < lease.turns:
             worker.is_due.set()  # others get the rest when it is known here
         if worker.holder not in (before, worker.owner):
             self._workers.num_contests += 1  # another router has lent the GPU
 
     async def refresh_models(self) -> None:
-        """Asks all live workers which models they serve."""
-        await asyncio.gather(*(self._refresh(worker) for worker in self.workers() if worker.is_alive))
+        """Asks all live workers which models they serve, and which adapters they hold."""
+        alive = [worker for worker in self.workers() if worker.is_alive]
+        await asyncio.gather(*(self._refresh(worker) for worker in alive))
+        holders = [each for each in alive if each.status is not None and each.status.adapters is not None]
+        await asyncio.gather(*(self.beat(worker) for worker in holders))
 
     async def _refresh(self, worker: Worker) -> None:
         """Asks a worker for its models, and keeps the known ones if there is no answer."""
@@ -180,17 +194,25 @@ class Registry:
         """Notes a worker's models; no cards mean that it does not say."""
         worker.cards = cards
         models = {card.id: card.max_model_len for card in cards} if cards else None
-        if models != worker.models and self._workers.get(worker.id) is worker:
+        if models == worker.said_models or self._workers.get(worker.id) is not worker:
+            return
+        before, shown = worker.models, with_adapters(models, worker.adapters)
+        worker.said_models = models
+        if shown != before:  # and not only the loaded versions of an adapter
             logger.info("worker=%s models=%s", worker.id, list(models or ()))
             worker.says_models(models)
-            self.catalogue.take(worker.id, models)
+            self.catalogue.take(worker.id, worker.models)
 
     def model_cards(self) -> list[Json]:
         """Returns each model once, as the first worker that serves it shows it, lost workers included."""
         cards: dict[str, Json] = {}
         for worker in self._workers.values():
             for card in worker.cards:
-                cards.setdefault(card.id, card.as_json())
+                if not is_version(card.id, worker.adapters):
+                    cards.setdefault(card.id, card.as_json())
+            parent = worker.cards[0].id if worker.cards else None
+            for run_id in worker.adapters:
+                cards.setdefault(run_id, {"id": run_id, "object": "model", "parent": parent})
         return list(cards.values())
 
     async def _ask_models(self, worker: Worker) -> list[ModelCard]:

@@ -32,6 +32,7 @@ def worker_json(worker: Worker, now: float) -> dict[str, Any]:
         "kv_usage": round(worker.kv_usage.mean(), 4),
         "cache_trust": round(worker.cache_trust, 4),
         "weight_version": str(worker.weight_version) if worker.weight_version is not None else None,
+        "adapters": sorted(map(str, worker.adapters.values())),
         "seen_s_ago": round(now - worker.last_seen, 3) if worker.last_seen is not None else None,
         "turns": worker.num_turns,
         "tokens": worker.num_tokens,

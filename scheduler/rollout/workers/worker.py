@@ -16,9 +16,9 @@ from yarl import URL
 from rose.messages import Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
-from rose.scheduler.rollout.placing.views import NOBODY, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, Adapters, WorkerKind, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.workers.models import Contexts, ModelCard
+from rose.scheduler.rollout.workers.models import Contexts, ModelCard, adapters_of, with_adapters
 from rose.scheduler.rollout.workers.speed import SpeedEstimate
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
@@ -65,6 +65,7 @@ class Worker:
         self.cooldown_until = 0.0
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
+        self.adapters: Adapters = NO_ADAPTERS
         self.is_held_by_serving = False
         """Whether its gate has declined steps lately: it runs, and waits for serving."""
         self.is_gate_declining = False
@@ -86,6 +87,7 @@ class Worker:
         self.models: Contexts | None = None
         """What it serves, or served before it was lost; None: it does not say. Set before it becomes
         alive."""
+        self.said_models: Contexts | None = None  # with each version of an adapter by itself
         self.cards: list[ModelCard] = []
         """The models as it shows them."""
         self.models_asked_at = -math.inf
@@ -211,6 +213,7 @@ class Worker:
             owner=self._lent_to(),
             models=self.models,
             weight_version=self.weight_version,
+            adapters=self.adapters,
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
             share=self._share,
@@ -309,6 +312,7 @@ class Worker:
         """Takes in what the worker reports at `now`."""
         self._change()
         self._take_weights(status, now)
+        self._take_adapters(status)
         before, gate = self.status.gate if self.status is not None else None, status.gate
         self.is_held_by_serving = self.is_gate_declining = False
         if before is not None and gate is not None:
@@ -359,10 +363,16 @@ class Worker:
             weight = 1.0 - math.exp(-(now - self._status_at) / _SHARE_MEMORY_S)
             self._share += weight * (left - self._share)
 
+    def _take_adapters(self, status: RoutingStatus) -> None:
+        before, self.adapters = self.adapters, adapters_of(status.adapters or ())
+        if self.adapters.keys() != before.keys():
+            logger.info("worker=%s adapters=%s", self.id, status.adapters)
+            self.models = with_adapters(self.said_models, self.adapters)
+
     def says_models(self, models: Contexts | None) -> None:
         """Takes in what the worker serves; None: it does not say."""
         self._change()
-        self.models = models
+        self.said_models, self.models = models, with_adapters(models, self.adapters)
 
     def seen(self, now: float) -> None:
         """Notes a sign of life."""

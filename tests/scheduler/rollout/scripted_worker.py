@@ -60,6 +60,8 @@ class ScriptedWorker:
 
     faults: deque[Fault] = field(default_factory=deque)
     version: str | None = None
+    adapters: list[str] | None = None
+    """The newest versions of LoRA adapters, such as "run/7"; `models` has their names, such as "run@7"."""
     pressure: str = "normal"
     is_active: bool = True
     is_updating: bool = False
@@ -181,7 +183,7 @@ class ScriptedWorker:
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
         weights = {"is_active": self.is_active, "is_updating": self.is_updating}
-        grammars = {"continues_grammars": self.continues_grammars}
+        grammars = {"continues_grammars": self.continues_grammars, "adapters": self.adapters}
         return web.json_response({**status, **serving, **weights, **grammars, **self._lease(request.query)})
 
     async def _rl_step(self, request: web.Request) -> web.Response:

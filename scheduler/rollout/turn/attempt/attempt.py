@@ -6,6 +6,7 @@ Never does: choose workers, try again.
 """
 
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import aiohttp
 
@@ -57,8 +58,10 @@ class Attempt:
         self._worker = place.worker
         self._journey = journey
         self._sink = sink
+        self._adapter = place.worker.adapters.get(journey.route.model or "")
+        """The version of the LoRA adapter that makes all of the attempt's tokens, if its model is one."""
         self._version = version
-        self._receiver = Receiver(single, place, journey, sink, parts.records.counters)
+        self._receiver = Receiver(single, place, journey, sink, parts.records.counters, self._adapter)
 
     async def run(self) -> Ending:
         """Streams the request into its generation and to the sink.
@@ -101,7 +104,13 @@ class Attempt:
     async def _watched(self, headers: bytes) -> Ending:
         name = self._worker.id
         route = self._journey.route
-        watch = Watch(self._worker, route.deadline, self._version, route.run_id)
+        is_whole = self._adapter is None  # an adapter's version stays, whatever weights come
+        watch = Watch(
+            self._worker,
+            route.deadline,
+            self._version if is_whole else None,
+            route.run_id if is_whole else None,
+        )
         try:
             async with watch:
                 return await self._stream(watch, headers)
@@ -125,12 +134,14 @@ class Attempt:
             self._parts.wire,
             worker.turn_urls[generation.path],
             headers,
-            request_body(generation, worker.weight_version, worker.stream_interval(config)),
+            request_body(generation, worker.weight_version, worker.stream_interval(config), self._adapter),
             self._receiver,
             watch,
             config.first_token_s,
             worker.stall_allowance_s(config),
         )
+        if status == HTTPStatus.NOT_FOUND and self._adapter is not None:
+            return Ending(kind=EndKind.OUTDATED, detail=f"{worker.id} has unloaded {self._adapter}")
         return self._ending() if status == 200 else error_ending(status, text)
 
     def _ending(self) -> Ending:

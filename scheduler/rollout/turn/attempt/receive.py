@@ -16,14 +16,23 @@ from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.workers.watch import Watch
+from rose.types import WeightVersion
 
 
 class Receiver:
     """Receives one attempt's stream. Lives on the router's event loop."""
 
     def __init__(
-        self, single: Single, place: Place, journey: Journey, sink: Sink | None, counters: Counters
+        self,
+        single: Single,
+        place: Place,
+        journey: Journey,
+        sink: Sink | None,
+        counters: Counters,
+        adapter: WeightVersion | None = None,
     ) -> None:
+        """`adapter`: the version of the LoRA adapter that makes the tokens; None: they are the weights'."""
+        self._adapter = adapter
         self._single = single
         self._epoch = single.generation.epoch
         self._place = place
@@ -64,7 +73,8 @@ class Receiver:
             self.error = event.error
             return None
         if event.model is not None:
-            self._journey.served_model = event.model
+            # By the name that was asked for: the version stands in the answer's spans.
+            self._journey.served_model = event.model if self._adapter is None else self._adapter.run_id
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             if event.usage.prompt_tokens_details is not None:
@@ -78,7 +88,8 @@ class Receiver:
 
     async def _add(self, chunk: Chunk) -> None:
         worker = self._place.worker
-        if not self._single.generation.add(self._epoch, chunk, worker.id, worker.weight_version):
+        version = self._adapter if self._adapter is not None else worker.weight_version
+        if not self._single.generation.add(self._epoch, chunk, worker.id, version):
             self._counters.late_chunks += 1
         elif self._sink is not None and (chunk.token_ids or chunk.text):
             await self._sink.chunk(self._single, chunk, self._journey.served_model)

@@ -20,15 +20,22 @@ _NO_PROMPT_IDS = f"{NO_PROMPT_IDS_HEADER}: 1\r\n".encode()
 """A worker without ROSE's endpoint ignores this and sends the ids."""
 
 
-def request_body(generation: Accumulated, version: WeightVersion | None, interval: int) -> Json:
+def request_body(
+    generation: Accumulated,
+    version: WeightVersion | None,
+    interval: int,
+    adapter: WeightVersion | None = None,
+) -> Json:
     """Returns the body for the generation's next attempt, on a worker with weights of `version`.
 
-    `interval`: the most tokens per event; the client may have asked for fewer.
+    `interval`: the most tokens per event; the client may have asked for fewer. `adapter`: the version of the
+    LoRA adapter that its model means there.
     """
     if (asked := generation.request.get("stream_interval")) is not None:
         interval = min(interval, asked)
     return {
         **generation.next_body(version),
+        **({"model": adapter_name(adapter)} if adapter is not None else {}),
         "request_id": f"{generation.request['request_id']}-{generation.epoch}",
         "stream": True,
         # A chat's first usage shows whether the worker parses the text (see chunk_of).
@@ -36,6 +43,11 @@ def request_body(generation: Accumulated, version: WeightVersion | None, interva
         "return_token_ids": True,
         "stream_interval": interval,
     }
+
+
+def adapter_name(version: WeightVersion) -> str:
+    """Returns the model name by which an engine knows one version of an adapter."""
+    return f"{version.run_id}@{version.number}"
 
 
 async def stream(

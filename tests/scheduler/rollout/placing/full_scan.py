@@ -1,11 +1,13 @@
 """The policies as a look at every worker, for comparison with the fleet's order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rose.scheduler.rollout.placing.cost import CostPolicy, cost_s
 from rose.scheduler.rollout.placing.policy import PinnedPolicy, Policy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import VersionGone, VersionMode, VersionRule
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView, of_model
+from rose.types import WeightVersion
 
 
 def picked(policy: Policy, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
@@ -32,14 +34,20 @@ def picked(policy: Policy, turn: TurnView, workers: Sequence[WorkerView], now: f
 def usable(
     turn: TurnView, workers: Sequence[WorkerView], versions: VersionRule, now: float
 ) -> list[WorkerView]:
+    as_answered = [replace(w, weight_version=_version(turn, w)) for w in of_model(turn.model, workers)]
     return [
         w
-        for w in _admitted(turn, of_model(turn.model, workers), versions)
+        for w in _admitted(turn, as_answered, versions)
         if w.has_room
         and w.not_before <= now
         and turn.avoid_until.get(w.id, now) <= now
         and (w.kind is WorkerKind.DEDICATED or (w.eligible and w.owner in (None, turn.job)))
     ]
+
+
+def _version(turn: TurnView, worker: WorkerView) -> WeightVersion | None:
+    adapter = worker.adapters.get(turn.model) if turn.model is not None else None
+    return adapter if adapter is not None else worker.weight_version
 
 
 def _admitted(turn: TurnView, workers: Sequence[WorkerView], rule: VersionRule) -> list[WorkerView]:

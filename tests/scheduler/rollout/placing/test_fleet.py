@@ -17,6 +17,8 @@ MODELS = st.sampled_from(["m", "n"])
 JOBS = st.sampled_from(["x", "y"])
 MOMENTS = st.sampled_from([0.0, NOW, NOW + 1])
 VERSIONS = st.builds(WeightVersion, run_id=st.sampled_from("rs"), number=st.integers(0, 2))
+ADAPTERS = st.builds(WeightVersion, run_id=MODELS, number=st.integers(0, 2))
+"""Their runs are the models' names."""
 SPEEDS = st.builds(
     lambda one: Speed(prefill_s_per_token=one * 1e-4, step_s=one * 0.01, step_s_per_turn=0.001),
     st.sampled_from([1, 2, 3]),
@@ -36,6 +38,7 @@ def worker_views(draw: st.DrawFn) -> WorkerView:
         owner=draw(st.none() | JOBS | st.just(NOBODY)),
         models=draw(st.none() | st.frozensets(MODELS, min_size=1)),
         weight_version=draw(st.none() | VERSIONS),
+        adapters={each.run_id: each for each in draw(st.lists(ADAPTERS, max_size=2))},
         load=in_flight / 3,
         not_before=draw(MOMENTS),
         share=draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0, None])),
@@ -52,8 +55,8 @@ def turns(draw: st.DrawFn) -> TurnView:
         job=draw(JOBS),
         model=draw(st.none() | MODELS),
         affine=draw(st.none() | NAMES),
-        run_id=draw(st.none() | st.sampled_from(["r", "s", NO_RUN])),
-        pinned_version=draw(st.none() | VERSIONS),
+        run_id=draw(st.none() | st.sampled_from(["r", "s", "m", NO_RUN])),
+        pinned_version=draw(st.none() | VERSIONS | ADAPTERS),
         avoid_until=draw(st.dictionaries(NAMES, MOMENTS, max_size=2)),
         prompt_tokens=draw(st.sampled_from([0, 1000, 20_000])),
         expected_tokens=draw(st.sampled_from([0.0, 100.0, 333.3])),
@@ -66,6 +69,8 @@ def rules(draw: st.DrawFn) -> VersionRule:
     known = NewestVersions()
     for version in draw(st.lists(VERSIONS, max_size=2)):
         known.heard(version, draw(st.none() | st.frozensets(MODELS)), now=NOW)
+    for version in draw(st.lists(ADAPTERS, max_size=2)):
+        known.heard_adapter(version, now=NOW)
     return VersionRule(mode=draw(st.sampled_from(VersionMode)), max_lag=draw(st.integers(0, 2)), known=known)
 
 

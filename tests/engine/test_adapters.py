@@ -1,0 +1,305 @@
+"""LoRA adapters on a real engine, from the trainer's publisher over the relay: each turn has one version's
+answer, several runs share the base model, and an adapter that does not fit changes nothing."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from forked_server import ForkedServer
+from mirrored import Mirrored
+from probes import PROBE_TOKENS, probes, prompt
+from real_engine import RealEngine, runtime_dir, until
+from references import ModelDirs
+from relay_process import RelayProcess
+from safetensors.torch import load_file, save_file
+from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS
+from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
+from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, SLAB_BYTES
+
+from rose.engine.stock import STOCK_ENV
+from rose.memory.daemon.daemon import start_daemon
+from rose.node.control import completion_body
+from rose.node.processes import ServerProcess
+from rose.scheduler.rollout.http.command import RunningRouter
+from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.transfer.adapters.publisher import AdapterPublisher
+from rose.transfer.format.manifest import worker_name
+from rose.types import Role
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+POOL = "adapters"
+SEEDS = {"a/0": 1, "a/1": 2, "b/0": 3}
+LONG = prompt("long", BLOCK_TOKENS + 30)
+LONG_TOKENS = 850
+"""Seconds of work: the next version comes in fewer."""
+WAIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, models: ModelDirs) -> Iterator["Expected"]:
+    answers = Expected(folder, models)
+    yield answers
+    answers.close()
+
+
+def _changed_model(folder: Path, model: Path) -> Path:
+    """A model of which one matrix is another one: so little changes in place."""
+    shutil.copytree(model, folder)
+    save_file(_changed_tensors(model), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _changed_tensors(model: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"] *= -1
+    return tensors
+
+
+class Expected:
+    """What stock vLLM answers offline: two versions of the base model, and versions of adapters on them."""
+
+    def __init__(self, folder: Path, models: ModelDirs) -> None:
+        changed = _changed_model(folder / "changed", models.untied[0])
+        jobs = {"base": self._job(models.untied[0]), "base/1": self._job(changed)}
+        for name, seed in SEEDS.items():
+            path = folder / name.replace("/", "@")
+            saved = save_adapter(path, adapter_tensors(seed), adapter_config("tiny"))
+            jobs[name] = self._job(models.untied[0], saved, is_long=name == "a/0")
+        jobs["b/0 on base/1"] = self._job(changed, folder / "b@0")
+        self._jobs, self._answers = jobs, folder / "answers.json"
+        (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+        argv = [sys.executable, "-m", "rose.engine.stock", str(folder / "jobs.json"), str(self._answers)]
+        server = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV)
+        self._process = ForkedServer(server).start()
+
+    @staticmethod
+    def _job(model: Path, adapter: Path | None = None, *, is_long: bool = False) -> dict[str, Any]:
+        prompts = [*probes(), LONG] if is_long else probes()
+        tokens = [LONG_TOKENS if each == LONG else PROBE_TOKENS for each in prompts]
+        job = {"model": str(model), "prompts": prompts, "max_tokens": tokens, "dtype": "float32"}
+        adapters = [str(adapter)] * len(prompts) if adapter is not None else []
+        return {**job, "max_model_len": MAX_MODEL_LEN, "batched": False, "adapters": adapters}
+
+    def of(self, name: str) -> dict[tuple[int, ...], list[int]]:
+        assert self._process.wait(1200.0) == 0, self._process.log_tail()
+        answers = json.loads(self._answers.read_text())[list(self._jobs).index(name)]
+        prompts = self._jobs[name]["prompts"]
+        return {tuple(p): one["tokens"] for p, one in zip(prompts, answers, strict=True)}
+
+    def close(self) -> None:
+        self._process.stop()
+
+
+@pytest.fixture(scope="module", params=["two ranks", "in a pool"])
+def engine(
+    request: pytest.FixtureRequest, engines_dir: Path, models: ModelDirs, expected: Expected
+) -> Iterator[RealEngine]:
+    flags: tuple[str, ...] = (
+        "--dtype",
+        "float32",
+        "--enable-lora",
+        "--max-loras",
+        "6",
+        "--max-lora-rank",
+        str(RANK),
+    )
+    settings: dict[str, Any] = {}
+    if request.param == "in a pool":
+        settings = {"pool": POOL, **SETTINGS}
+    else:
+        flags += ("--tensor-parallel-size", "2")
+    with start_daemon(
+        POOL,
+        num_slabs=NUM_SLABS,
+        slab_bytes=SLAB_BYTES,
+        headroom_slabs=HEADROOM_SLABS,
+        runtime_dir=runtime_dir(engines_dir),
+    ):
+        started = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *flags, **settings)
+        try:
+            yield started.wait_ready()
+        finally:
+            started.stop()
+
+
+@pytest.fixture(scope="module")
+def relay_url(engine: RealEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The relay of runs a and b, which a subscriber follows for the engine."""
+    folder = tmp_path_factory.mktemp("subscriber")
+    relay = RelayProcess("embedded")
+    url = relay.emptied_url()
+    argv = [
+        *(sys.executable, "-m", "rose.transfer.adapters.subscriber", "--relay", url),
+        *("--adapter", "a", "--adapter", "b", "--worker", engine.url, "--staging", str(folder / "staged")),
+    ]
+    with (folder / "subscriber.log").open("wb") as log:
+        subscriber = subprocess.Popen(argv, stdout=log, stderr=log)
+    yield url
+    subscriber.terminate()
+    subscriber.wait()
+    relay.stop()
+
+
+class Trainer:
+    """Publishes one run, whose tensors it changes in place."""
+
+    def __init__(self, run: str, relay_url: str, engine: RealEngine) -> None:
+        self._run, self._worker = run, worker_name(engine.url)
+        self._tensors = {name: torch.from_numpy(each) for name, each in self._of(0).items()}
+        config = adapter_config("somewhere/else")
+        self._publisher = AdapterPublisher(
+            self._tensors, relay_url, run, config=config, base="tiny", dtype="float32"
+        )
+
+    def _of(self, number: int) -> Tensors:
+        return adapter_tensors(SEEDS[f"{self._run}/{number}"])
+
+    def publish(self, number: int) -> None:
+        """Returns when the engine has acknowledged the version."""
+        for name, each in self._of(number).items():
+            self._tensors[name].copy_(torch.from_numpy(each))
+        version = self._publisher.publish().version
+        assert version.number == number
+        self._publisher.wait_acked(version, [self._worker], WAIT_S)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+def test_turns_get_the_newest_version_of_their_run_and_keep_it_to_their_end(
+    engine: RealEngine, relay_url: str, expected: Expected
+) -> None:
+    a, b = Trainer("a", relay_url, engine), Trainer("b", relay_url, engine)
+    a.publish(0)
+    b.publish(0)
+    assert sorted(engine.status().adapters or ()) == ["a/0", "b/0"]
+    _check(engine, expected, {"tiny": "base", "a": "a/0", "b": "b/0"})
+
+    with ThreadPoolExecutor(1) as threads:
+        made_before = engine.status().generated_tokens
+        long = threads.submit(engine.complete, LONG, LONG_TOKENS, model="a")
+        until(lambda: engine.status().generated_tokens >= made_before + 2, "the long turn runs")
+        a.publish(1)
+        assert not long.done(), "the turn has to run while the next version comes"
+        assert _listed(engine) >= {"a@0", "a@1"}
+        cached = [engine.complete(probes()[1], PROBE_TOKENS, model="a").num_cached_tokens for _ in range(2)]
+        assert cached == [0, BLOCK_TOKENS], "KV of a@0 is none of a@1's"
+        assert long.result().tokens == expected.of("a/0")[tuple(LONG)]
+    _check(engine, expected, {"a": "a/1", "tiny": "base", "b": "b/0"})
+    until(lambda: _listed(engine) == {"tiny", "a@1", "b@0"}, "the old version is unloaded")
+    _check(engine, expected, {"b": "b/0", "a": "a/1", "tiny": "base"})
+    a.close()
+    b.close()
+
+
+async def test_a_router_sends_turns_by_the_versions_name_and_says_which_version_answered(
+    engine: RealEngine, expected: Expected
+) -> None:
+    config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))
+    async with RunningRouter(config) as router, httpx.AsyncClient(base_url=router.url) as client:
+        (worker,) = router.plane.registry.workers()
+        while not worker.adapters:
+            await asyncio.sleep(0.05)
+        for model, version in (("a", "a/1"), ("b", "b/0"), ("tiny", None)):
+            for turn in probes():
+                body = {**completion_body(model, turn, PROBE_TOKENS), "return_token_ids": True}
+                answer = (await client.post("/v1/completions", json=body, timeout=WAIT_S)).json()
+                (span,) = answer["choices"][0]["rose"]["spans"]
+                assert (answer["model"], span["weight_version"]) == (model, version)
+                wanted = expected.of(version if version is not None else "base")
+                assert answer["choices"][0]["token_ids"] == wanted[tuple(turn)]
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_changes_nothing(
+    engine: RealEngine, tmp_path: Path, expected: Expected
+) -> None:
+    folder = tmp_path
+    good = save_adapter(folder / "good", adapter_tensors(SEEDS["a/0"]), adapter_config("tiny"))
+    assert engine.post("adapters", adapter_update(good, "c/0").model_dump()).status_code == 200
+    before = engine.status().adapters, _listed(engine)
+    tensors = adapter_tensors(7)
+    dropped = "base_model.model.model.layers.2.mlp.up_proj"
+    cases: dict[str, tuple[Tensors, Mapping[str, Any], str]] = {
+        "rank": (
+            adapter_tensors(7, rank=16),
+            adapter_config("tiny", rank=16),
+            "it has rank 16, the engine takes at most 8: use --max-lora-rank 16",
+        ),
+        "base": (tensors, adapter_config("other"), "it was trained on other, and the engine serves"),
+        "side": (
+            {name: each for name, each in tensors.items() if name != f"{dropped}.lora_B.weight"},
+            adapter_config("tiny"),
+            "model.layers.2.mlp.up_proj.lora_B.weight is missing, and lora_A is there",
+        ),
+        "module": (
+            {name: each for name, each in tensors.items() if not name.startswith(dropped)},
+            adapter_config("tiny"),
+            "it has no tensors for model.layers.2.mlp.up_proj, a target of the 19 that it changes",
+        ),
+        "layer": (
+            adapter_tensors(7, layers=5),
+            adapter_config("tiny"),
+            "it changes model.layers.4.mlp.down_proj, which is none of the",
+        ),
+        "shape": (
+            {**tensors, f"{dropped}.lora_A.weight": tensors[f"{dropped}.lora_A.weight"][:, :32].copy()},
+            adapter_config("tiny"),
+            "it changes model.layers.2.mlp.up_proj with 128 outputs and 32 inputs; in the base model that "
+            "has 128 outputs and 64 inputs",
+        ),
+    }
+    for name, (given, config, message) in cases.items():
+        bad = save_adapter(folder / name, given, dict(config))
+        answer = engine.post("adapters", adapter_update(bad, "c/1").model_dump())
+        assert (answer.status_code, message in answer.text) == (422, True), (name, answer.text)
+    wrong = adapter_update(good, "c/1").model_copy(update={"state_hash": "0" * 32})
+    assert "adapter not loaded" in engine.post("adapters", wrong.model_dump()).text
+    assert (engine.status().adapters, _listed(engine)) == before
+    assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
+
+
+def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device_for_a_while(
+    engine: RealEngine, models: ModelDirs, expected: Expected, tmp_path: Path
+) -> None:
+    mirrored = Mirrored(tmp_path / "mirror")
+    for tensors in (load_file(models.untied[0] / "model.safetensors"), _changed_tensors(models.untied[0])):
+        updated = engine.update_weights(mirrored.put(tensors))
+        assert updated.status_code == 200, updated.text
+    status = engine.status()
+    counts = (status.weights_whole, status.weights_in_place)
+    assert (status.weight_version, counts) == ("test/1", (1, 1)), status.whole_because
+    _check(engine, expected, {"tiny": "base/1", "b": "b/0 on base/1"})
+    engine.begin_anew()
+    assert "b/0" in (engine.status().adapters or ())
+    _check(engine, expected, {"b": "b/0 on base/1", "tiny": "base/1"})
+    mirrored.close()
+
+
+def _check(engine: RealEngine, expected: Expected, models: Mapping[str, str]) -> None:
+    for model, version in models.items():
+        for turn in probes():
+            answer = engine.complete(turn, PROBE_TOKENS, model=model)
+            assert answer.tokens == expected.of(version)[tuple(turn)], (model, version, len(turn))
+
+
+def _first(expected: Expected, version: str) -> list[int]:
+    return expected.of(version)[tuple(probes()[0])]
+
+
+def _listed(engine: RealEngine) -> set[str]:
+    return {card["id"] for card in engine.models()}
