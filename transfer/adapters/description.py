@@ -20,8 +20,13 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.([^.]+))?\.weight")
-_REFUSED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication")
+_REFUSED = (
+    *("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora"),
+)
 """Parts of PEFT's LoRA that vLLM does not compute."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Ways to initialize that also change the base model's weights, which engines don't get."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,10 @@ def describe(config: Mapping[str, Any], base: str | None = None) -> AdapterBody:
         raise ValueError(f"bias is {bias!r}: vLLM takes adapters without biases alone; set bias='none'")
     if wrong := [key for key in _REFUSED if plain.get(key)]:
         raise ValueError(f"{wrong[0]} is {plain[wrong[0]]!r}: vLLM takes no such adapter; leave it out")
+    if (begun := str(plain.get("init_lora_weights", ""))).startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"init_lora_weights is {begun!r}: it changes the base model, which engines don't get"
+        )
     plain["peft_type"] = "LORA"
     if "inference_mode" in plain:
         plain["inference_mode"] = True  # as PEFT saves it

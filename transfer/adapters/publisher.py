@@ -15,6 +15,8 @@ from rose.transfer.publish.publisher import WeightPublisher
 PEFT_NAME = "default"
 """How PEFT names the only adapter of a model."""
 
+_UNPUBLISHED = ("lora_embedding_A", "lora_embedding_B", "modules_to_save")
+
 
 class AdapterPublisher(WeightPublisher):
     """Publishes a trainer's LoRA adapter as a run of versions 0, 1, 2, ...
@@ -65,6 +67,11 @@ def _adapter_tensors(model: Any, peft_name: str) -> list[tuple[str, Any]]:
         named = [(name, tensor) for name, tensor in named if adapter_name(name) in (None, peft_name)]
         found = [(published_name(name), tensor) for name, tensor in named]
         tensors = [(name, tensor) for name, tensor in found if name is not None]
+        others = tuple(f".{part}.{peft_name}" for part in _UNPUBLISHED)
+        if more := [name for name, _ in named if any(part in name for part in others)]:
+            raise ValueError(
+                f"{more[0]} would be lost: only lora_A and lora_B of linear layers are published"
+            )
     else:
         given = list(model.items()) if isinstance(model, Mapping) else list(model)
         found = [(published_name(name), tensor) for name, tensor in given]

@@ -202,7 +202,8 @@ class EngineAdapters:
             for name in [name for name, each in self._old.items() if now >= each.used_at_s + IDLE_S]:
                 self._nameless.append(self._old.pop(name))
                 self._nameless[-1].used_at_s = now
-                del self._loaded[name], self._names[name]
+                del self._loaded[name]
+                self._names.pop(name, None)  # vLLM's own route may have unloaded it
             for each in [each for each in self._nameless if now >= each.used_at_s + IDLE_S]:
                 await self._take_place(each)
                 self._nameless.remove(each)

@@ -123,7 +123,8 @@ class Intake:
 
     def _is_known(self, model: str) -> bool:
         """Whether a worker serves the model, or held it as an adapter: a restarted one gets that again."""
-        return model in self._registry.catalogue or self._registry.newest.is_adapter(model)
+        catalogue, newest = self._registry.catalogue, self._registry.newest
+        return model in catalogue or (newest.is_adapter(model) and not catalogue.is_removed(model))
 
     def _may_serve_any(self) -> bool:
         """Whether some live worker doesn't say what it serves, or no worker is alive."""

@@ -165,6 +165,8 @@ class _WholeAttempt:
             if (ending := abort_ending(self._worker.id, choice.get("stop_reason"))) is not None:
                 return ending
         self._num_used = (answer.get("usage") or {}).get("completion_tokens")
+        if self._adapter is not None and "model" in answer:
+            body = encode({**answer, "model": self._adapter.run_id})  # as the client named it
         return web.Response(body=body, content_type=response.content_type, headers=self._origin())
 
     async def _relay(

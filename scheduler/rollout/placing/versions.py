@@ -118,6 +118,7 @@ class NewestVersions:
         """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
         del self._numbers[run_id]
         self._announced.pop(run_id, None)
+        self._adapters.discard(run_id)
         for numbers in (self._whole, self._unnamed, *self._by_model.values()):
             numbers.pop(run_id, None)
 

@@ -236,7 +236,9 @@ class ScriptedWorker:
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
         if not body.get("stream"):
             usage = {"completion_tokens": body.get("max_tokens", 1)}
-            return web.json_response({"choices": [choice], "prompt_token_ids": [1], "usage": usage})
+            return web.json_response(
+                {"model": body.get("model"), "choices": [choice], "prompt_token_ids": [1], "usage": usage}
+            )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b'data: {"choices": []}\n\n')

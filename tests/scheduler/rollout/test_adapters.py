@@ -60,8 +60,9 @@ async def test_turns_name_the_run_and_get_its_newest_version_by_the_versions_own
 async def test_a_chat_that_goes_whole_names_the_version_too(start_router: StartRouter) -> None:
     async with engine("math/3") as worker, start_router(worker) as client:
         body = {"model": "math", "messages": [{"role": "user", "content": "?"}], "tools": [], "n": 2}
-        status, _ = await client.post("/v1/chat/completions", body)
+        status, answer = await client.post("/v1/chat/completions", body)
         assert (status, worker.requests[-1]["model"]) == (200, "math@3")
+        assert answer["model"] == "math", "as the client named it"
 
 
 async def test_turns_run_on_workers_whose_version_of_that_adapter_is_new_enough(

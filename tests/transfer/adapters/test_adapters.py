@@ -109,6 +109,7 @@ def test_followers_of_whole_weights_never_take_an_adapter_and_the_reverse(
         ({"r": 0}, "r is 0: the adapter's rank has to be a whole number from 1 on"),
         ({"peft_type": "IA3"}, "peft_type IA3: only LORA adapters can be published"),
         ({"use_dora": True}, "use_dora is True: vLLM takes no such adapter"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': it changes the base model"),
         ({"bias": "all"}, "bias is 'all': vLLM takes adapters without biases alone"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is not set: pass base=NAME"),
         ({"r": 3}, r"lora_A.weight has shape \(2, 6\), rank 3 needs \(3, inputs\) \(and 3 more\)"),
