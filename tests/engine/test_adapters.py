@@ -65,7 +65,7 @@ def _changed_model(folder: Path, model: Path) -> Path:
 
 
 def _changed_tensors(model: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(model / "model.safetensors")
+    tensors: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
     tensors["model.layers.2.mlp.down_proj.weight"] *= -1
     return tensors
 

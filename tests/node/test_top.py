@@ -28,6 +28,7 @@ from rose.types import Deployment, GateMode, Role
 STATUS = WorkerStatus.model_validate(
     {name: 0 for name in WorkerStatus.model_fields}
     | {
+        "adapters": None,
         "deployment": None,
         "harm": None,
         "lease": None,

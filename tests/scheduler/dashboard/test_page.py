@@ -64,7 +64,9 @@ def test_the_page_says_who_takes_whose_place(tmp_path: Path) -> None:
     pools = {
         kind: {"name": kind, "dollars_per_gpu_hour": 2.0, "num_nodes": 1} for kind in ("rollout", "train")
     }
-    cluster = ServedCluster(tmp_path, http=address, groups={}, pools=pools, policy="solo")
+    cluster = ServedCluster(
+        tmp_path, http=address, groups={}, pools=pools, policy="solo", preemption={"by_priority": True}
+    )
     with cluster, cluster.held(0, "low"):
         wait_answers(f"http://{address}/")
         for name, priority in (("low", 0), ("high", 5)):
