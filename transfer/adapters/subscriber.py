@@ -11,7 +11,6 @@ whole weights does (rose.transfer.follow.subscriber).
 import argparse
 import logging
 import queue
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -20,12 +19,11 @@ from pathlib import Path
 
 from rose.arguments import CommandParser
 from rose.config import Settings
-from rose.errors import RoseError
 from rose.transfer.adapters.folders import AdapterFolders
 from rose.transfer.follow.delivery import Worker
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.follow.subscriber import STOP_SIGNALS, Subscriber, stop, worker_names, worker_url
+from rose.transfer.follow.subscriber import Subscriber, run_command, worker_names, worker_url
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import AdapterBody
 from rose.transfer.relay.opening import open_relay
@@ -134,20 +132,7 @@ def _parser() -> CommandParser:
 
 def main() -> None:
     """Runs the command; bad input is one line on stderr and exit status 2."""
-    parser = _parser()
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    for number in STOP_SIGNALS:
-        signal.signal(number, stop)
-    try:
-        args.staging.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--staging {args.staging}: {error.strerror}")
-    try:
-        follow(args, Settings.from_environment())
-    except (RoseError, ValueError) as error:
-        parser.error(str(error))
+    run_command(_parser(), follow)
 
 
 if __name__ == "__main__":

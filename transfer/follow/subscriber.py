@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
@@ -227,7 +227,13 @@ def _parser() -> CommandParser:
 
 def main() -> None:
     """Runs the command; bad input is one line on stderr and exit status 2."""
-    parser = _parser()
+    run_command(_parser(), follow)
+
+
+def run_command(
+    parser: argparse.ArgumentParser, follow: Callable[[argparse.Namespace, Settings], None]
+) -> None:
+    """Runs a subscriber with the command line's arguments, among them --staging, until a signal stops it."""
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

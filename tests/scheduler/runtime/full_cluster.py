@@ -65,3 +65,13 @@ class Full:
     def states(self) -> dict[str, str]:
         body = only(Answer, self.scheduler.call(Status)).body
         return {each["name"]: each["state"] for each in body["jobs"]}
+
+
+NOW: dict[str, Any] = {"preemption": {"by_priority": True, "min_run_s": 0}}
+"""A cluster where a job may lose its place after its first iteration."""
+ITERATIONS = 100
+
+
+def submit(full: Full, name: str, priority: int = 0, num_nodes: int = 1, **fields: Any) -> dict[str, Any]:
+    """Submits a job that lasts."""
+    return full.submit(name, num_nodes, priority=priority, iterations=ITERATIONS, **fields)

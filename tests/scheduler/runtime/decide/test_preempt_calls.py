@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from full_cluster import Full, pool
+from full_cluster import ITERATIONS, NOW, Full, pool, submit
 from lone_scheduler import long_job, only
 from pydantic import ValidationError
 
@@ -18,13 +18,6 @@ from rose.scheduler.runtime.channel.messages import (
 )
 from rose.scheduler.runtime.decide.preempt_calls import MAX_TAKEOVERS
 from rose.scheduler.runtime.job.spec import ServeSpec
-
-NOW: dict[str, Any] = {"preemption": {"by_priority": True, "min_run_s": 0}}
-ITERATIONS = 100
-
-
-def submit(full: Full, name: str, priority: int = 0, num_nodes: int = 1, **fields: Any) -> dict[str, Any]:
-    return full.submit(name, num_nodes, priority=priority, iterations=ITERATIONS, **fields)
 
 
 def test_a_job_of_higher_priority_takes_the_place_after_the_iteration() -> None:

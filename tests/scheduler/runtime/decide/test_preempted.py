@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from full_cluster import Full
+from full_cluster import NOW, Full, submit
 from lone_scheduler import HOUR_S, LEASE_S, long_job, only
 
 from rose.scheduler.dashboard.metrics import prometheus_text
@@ -22,13 +22,6 @@ from rose.scheduler.runtime.channel.messages import (
     Start,
     Stop,
 )
-
-NOW: dict[str, Any] = {"preemption": {"by_priority": True, "min_run_s": 0}}
-ITERATIONS = 100
-
-
-def submit(full: Full, name: str, priority: int = 0, num_nodes: int = 1, **fields: Any) -> dict[str, Any]:
-    return full.submit(name, num_nodes, priority=priority, iterations=ITERATIONS, **fields)
 
 
 def test_the_next_attempt_starts_behind_the_last_iteration_and_host_copies_are_freed() -> None:
