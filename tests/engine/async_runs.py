@@ -47,7 +47,7 @@ def answer_until_stops(
 ) -> list[Reply]:
     """Each answer ends at its stop token, with a step behind it in flight; then the freed blocks leave."""
     device = use_late_device()
-    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool}))
+    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "stall_s": PATIENT_S}))
     replies = driver.wait(driver.ask(prompts, max_tokens, stops))
     _cut(driver, 1)
     driver.step_until(lambda: tenant_of(driver).num_owned == 1, "all slabs given back")

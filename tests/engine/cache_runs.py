@@ -6,7 +6,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from engine_runs import LEASE_S, WINDOW_S, Prompts, tenant_of
+from engine_runs import LEASE_S, STALL_S, WINDOW_S, Prompts, tenant_of
 from forked_engines import Driver, Reply, make_engine
 
 
@@ -63,7 +63,8 @@ def roll_out_where_serving_caches(
     """A rollout engine that comes into a pool full of serving's prefix cache, and wants most of it."""
     assert is_full.wait(1200.0)
     try:
-        driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
+        settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
+        driver = Driver(make_engine(model, settings))
         return driver.answer(prompts, max_tokens)
     finally:
         stop.set()

@@ -89,7 +89,8 @@ def answer_over_cuts(
     model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, num_at_once: int
 ) -> Moves:
     """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding."""
-    driver = Driver(make_engine(model, {"role": "rollout", "pool": pool, "lease_s": LEASE_S}))
+    settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
+    driver = Driver(make_engine(model, settings))
     before, replies, step = _num_changes(tenant_of(driver)), [], 0
     for _ in range(num_rounds):
         answers = []
@@ -182,7 +183,13 @@ def roll_out_beside_serving(
     reset of the prefix cache. All along, a consumer replays the KV events."""
     from kv_consumer import KVConsumer
 
-    settings = {"role": "rollout", "pool": pool, "engine_id": "rollout", "lease_s": LEASE_S}
+    settings = {
+        "role": "rollout",
+        "pool": pool,
+        "engine_id": "rollout",
+        "lease_s": LEASE_S,
+        "stall_s": STALL_S,
+    }
     with KVConsumer() as consumer:
         engine = make_engine(model, settings, kv_events_config=consumer.config, disable_log_stats=False)
         run = _ConsumedRollout(engine, consumer, prompts, max_tokens)

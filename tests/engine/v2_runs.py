@@ -20,7 +20,7 @@ def main(arguments: Path, answers: Path) -> None:
     given = json.loads(arguments.read_text())
     from forked_engines import Driver, make_engine
 
-    settings = {"role": "rollout", "pool": given["pool"]}
+    settings = {"role": "rollout", "pool": given["pool"], "stall_s": 600.0}
     driver = Driver(make_engine(Path(given["model"]), settings))
     worker = driver.core.model_executor.driver_worker.worker
     assert worker.use_v2_model_runner
