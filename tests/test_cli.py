@@ -1,5 +1,6 @@
 """The command line as a user meets it: every test runs `rose` in its own process."""
 
+import ast
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from rose.cli import COMMANDS
 from rose.errors import install_hint
 from rose.memory.daemon.daemon import start_daemon
 from rose.node.checks import free_port
+
+ROOT = Path(__file__).parents[1]
 
 
 def rose(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -50,6 +53,19 @@ def test_every_command_refuses_an_unknown_flag_in_one_line(name: str) -> None:
     required = {"serve": ["MODEL", "--role", "rollout", "--pool", "no-such-pool"]}
     result = rose(name, *required.get(name, []), "--no-such-flag-of-rose")
     assert_refused(result)
+
+
+def test_every_flag_and_argument_says_what_it_is() -> None:
+    silent = []
+    for path in (each for part in ("rose", "scheduler", "transfer") for each in (ROOT / part).rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            is_added = isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+            # None: the settings of a model become flags, whose help is the field's docstring.
+            if is_added and not given.keys() & {"help", None} and given.get("action") != "'version'":
+                silent.append(f"{path}:{call.lineno}")
+    assert silent == []
 
 
 def test_a_misspelt_command_gets_a_suggestion() -> None:

@@ -2,18 +2,23 @@
 
 Owns their layout on two CPUs: both shared engines' models run on the first one, which stands for the GPU; all
 else runs on the others. The dedicated engine, the subscribers and the trainer stand for other machines, so
-the kernel lets them run only when nothing else wants a CPU. `rose.measure.rig` starts and stops everything.
+the kernel lets them run only when nothing else wants a CPU, and they stand still while serving has work:
+even from another CPU they would slow it down, through the caches and the memory that all CPUs share.
+`rose.measure.rig` starts and stops everything.
 """
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
+from rose._shm import Words
+from rose.admission.board import Word
+from rose.admission.claim import has_work
 from rose.demo.plan import DemoPlan
 from rose.errors import RelayError
 from rose.measure.rig import Rig, give_way
@@ -35,6 +40,8 @@ ALLOWED_HARM = 0.25
 the default, 2%, rollouts would be shut out for much of the time, as a step is a large part of a TTFT here."""
 SLICE_S = 0.01
 """A turn of each engine on the GPU under the static split."""
+LOOK_S = 0.001
+"""The pause between two looks at whether serving has work."""
 
 
 class Machine:
@@ -64,9 +71,15 @@ class Machine:
         give_way(self._rig.pid(DEDICATED))  # now that it has started
         return controls
 
-    def start_subscribers(self) -> None:
-        """Starts the one of both rollout engines: it brings them to each new version and acknowledges it."""
-        give_way(self._rig.start_subscriber(ROLLOUT, DEDICATED).pid)
+    @contextmanager
+    def training(self, trainer_pid: int) -> Iterator[None]:
+        """Starts the subscriber of both rollout engines, which brings them to each new version; and lets what
+        stands for other machines stand still while serving has work."""
+        subscriber_pid = self._rig.start_subscriber(ROLLOUT, DEDICATED).pid
+        give_way(subscriber_pid)
+        groups = (trainer_pid, subscriber_pid, self._rig.pid(DEDICATED))
+        with _beside(_stand_still, self.pool.board_words, groups):
+            yield
 
     def share_equally(self) -> None:
         """Gives the steps of both shared engines one priority, as a GPU does without ROSE.
@@ -88,14 +101,8 @@ class Machine:
         if self._compute is not None:
             for thread in rollout.threads():
                 os.sched_setaffinity(thread.id, {int(self._compute)})
-        ended = threading.Event()
-        slices = threading.Thread(target=_alternate, args=(serving, rollout, ended), daemon=True)
-        slices.start()
-        try:
+        with _beside(_alternate, serving, rollout):
             yield
-        finally:
-            ended.set()
-            slices.join()
 
     def _core(self, name: str) -> psutil.Process:
         """Returns the process that computes the engine's steps: of the API server's children the busiest."""
@@ -103,7 +110,38 @@ class Machine:
         return max(children, key=lambda child: child.cpu_times().user)
 
 
-def _alternate(first: psutil.Process, second: psutil.Process, ended: threading.Event) -> None:
+@contextmanager
+def _beside(loop: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Runs a loop in a thread until the context ends; the loop gets the event that ends it first."""
+    ended = threading.Event()
+    thread = threading.Thread(target=loop, args=(ended, *args), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _stand_still(ended: threading.Event, board: Words, groups: Sequence[int]) -> None:
+    """Stops the process groups while serving has work, and lets them go on in between and in the end."""
+
+    def signal_all(number: int) -> None:
+        for group in groups:
+            with suppress(ProcessLookupError):  # the trainer may end by itself
+                os.killpg(group, number)
+
+    is_stopped = False
+    try:
+        while not ended.wait(LOOK_S):
+            if has_work(board.load(Word.CLAIM)) is not is_stopped:
+                is_stopped = not is_stopped
+                signal_all(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+    finally:
+        signal_all(signal.SIGCONT)
+
+
+def _alternate(ended: threading.Event, first: psutil.Process, second: psutil.Process) -> None:
     """Lets one of two processes run at a time, and in the end both again."""
     running, stopped = first, second
     try:

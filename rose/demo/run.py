@@ -150,9 +150,9 @@ class _Demo:
 
     def _train(self, runner: WindowRunner, spec: WindowSpec) -> Window:
         """The whole loop: trainer, router, both rollout engines, weight updates, beside the replay."""
-        self._machine.start_subscribers()
-        self._training.begin()
-        window = runner.run(spec, self._tick, lambda until_s: self._training.wait(until_s, self._tick))
+        with self._machine.training(self._training.pid):
+            self._training.begin()
+            window = runner.run(spec, self._tick, lambda until_s: self._training.wait(until_s, self._tick))
         self._training.stop()
         return window
 
@@ -223,11 +223,26 @@ def _parse(argv: Sequence[str]) -> DemoOptions:
         "Runs the main job on this machine: a serving engine, rollouts in its slack, an RL trainer.",
         "rose demo --quick --out demo",
     )
-    parser.add_argument("--out", type=Path, help="folder for report, figures.json, records and logs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for report, figures.json, records and logs (default: rose-demo-DATE-TIME)",
+    )
     parser.add_argument("--quick", action="store_true", help="short windows, about six minutes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", type=Path, help="Azure-style CSV of serving arrivals")
-    parser.add_argument("--relay", choices=("auto", "mooncake", "embedded"), default="auto")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="arrivals of the serving traffic, a CSV in Azure's format (default: generated)",
+    )
+    parser.add_argument(
+        "--relay",
+        choices=("auto", "mooncake", "embedded"),
+        default="auto",
+        help="what carries the weights; auto: Mooncake where it is installed (default: %(default)s)",
+    )
     args: argparse.Namespace = parser.parse_args(argv)
     if args.trace is not None and not args.trace.is_file():
         raise ConfigError(f"--trace {args.trace}: no such file")

@@ -236,9 +236,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--worker", action="append", default=[], help="URL of a worker whose ack is awaited")
     parser.add_argument("--events", required=True, type=Path, help="one JSON line per step is appended here")
     parser.add_argument("--start-file", type=Path, help="load everything now, begin once this file exists")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--time-limit-s", type=float, default=300.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=10_000, help="steps to train (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=300.0, help="seconds after which it ends (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
+    )
     return parser
 
 

@@ -38,6 +38,11 @@ class TrainingRun:
         ]
         self._process = rig.run(argv, "trainer", gives_way=True)
 
+    @property
+    def pid(self) -> int:
+        """Returns its process id, which is also its process group."""
+        return self._process.pid
+
     def begin(self) -> None:
         """Lets it publish version 0, and then begin its first rollout."""
         self._start_file.touch()

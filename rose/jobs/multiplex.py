@@ -194,12 +194,15 @@ def _parser(settings: Settings) -> CommandParser:
         "--slowdown",
         type=Path,
         metavar="JSON",
-        help="of an earlier run or of rose sched slowdown (default: measured while the jobs run)",
+        help="slowdowns that an earlier run or rose sched slowdown wrote "
+        "(default: they are measured while the jobs run)",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="JSON", help="write the measured slowdowns there"
     )
-    parser.add_argument("--serial", action="store_true", help="only one iteration after the other")
+    parser.add_argument(
+        "--serial", action="store_true", help="run one iteration after the other, and nothing side by side"
+    )
     parser.add_argument(
         "--folder",
         type=Path,
@@ -211,5 +214,5 @@ def _parser(settings: Settings) -> CommandParser:
         metavar="[HOST:]PORT",
         help="also serve the dashboard and /metrics there (default: nowhere)",
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

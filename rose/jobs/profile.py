@@ -120,19 +120,29 @@ def _parser() -> CommandParser:
         "with the phases' times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
         "rose sched profile job.yaml --output profiled.yaml && rose sched submit profiled.yaml",
     )
-    parser.add_argument("job", type=Path, help="as for rose sched submit; phases need no seconds")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="(default: JOB.profiled.yaml beside JOB)")
     parser.add_argument(
-        "--iterations", type=_positive, default=3, help="measured, after one to warm up (%(default)s)"
+        "job", type=Path, help="the job's file, as for rose sched submit; its phases need no seconds"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="the file to write (default: JOB.profiled.yaml beside JOB)",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=_positive,
+        default=3,
+        help="iterations to measure, after one to warm up (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout-s",
         type=positive_seconds,
         default=3600.0,
-        help="of the whole run, start included (%(default)g)",
+        help="limit of the whole run, start included (default: %(default)g)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would run")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

@@ -106,10 +106,10 @@ def _parser() -> CommandParser:
         "Runs a job's command beside a Ray of its own; started by the runner for a job whose file has `ray`.",
         "python -m rose.jobs.ray_job --num-cpus 2 -- python train.py",
     )
-    parser.add_argument("--num-cpus", type=int, default=1)
-    parser.add_argument("--num-gpus", type=int, default=0)
-    parser.add_argument("--object-store-gb", type=float, help="default: Ray's")
-    parser.add_argument("command", nargs="+")
+    parser.add_argument("--num-cpus", type=int, default=1, help="CPUs of its Ray (default: %(default)s)")
+    parser.add_argument("--num-gpus", type=int, default=0, help="GPUs of its Ray (default: %(default)s)")
+    parser.add_argument("--object-store-gb", type=float, help="memory of its object store (default: Ray's)")
+    parser.add_argument("command", nargs="+", help="what the job runs")
     return parser
 
 

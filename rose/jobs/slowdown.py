@@ -40,9 +40,29 @@ def main(argv: Sequence[str]) -> int:
         "Measures what sub-stages of RL pipelines cost one another when they share this machine's cores.",
         "rose sched slowdown -o slowdown.json",
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("slowdown.json"), metavar="JSON")
-    parser.add_argument("--kinds", nargs="+", type=Kind, choices=KINDS, default=KINDS, metavar="KIND")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each pair and split")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("slowdown.json"),
+        metavar="JSON",
+        help="the file to write (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        type=Kind,
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help=f"the kinds of sub-stages to pair (default: all of {', '.join(KINDS)})",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="how long to measure each pair on each split (default: %(default)g)",
+    )
     arguments = parser.parse_args(list(argv))
     if arguments.output.exists():
         raise ConfigError(f"{arguments.output}: exists; remove it, or choose another with --output")

@@ -46,11 +46,31 @@ def main(argv: Sequence[str]) -> int:
         "rose sched profile-stages ./model --stages 2 -o stages.json",
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model: its folder or its name")
-    parser.add_argument("--stages", type=positive_int, default=2, metavar="N", help="GPUs of a node")
+    parser.add_argument(
+        "--stages",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="the GPUs of a node, each with one stage (default: %(default)s)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--lengths", type=positive_int, nargs="+", default=list(LENGTHS), metavar="TOKENS")
-    parser.add_argument("--repeats", type=positive_int, default=REPEATS)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--lengths",
+        type=positive_int,
+        nargs="+",
+        default=list(LENGTHS),
+        metavar="TOKENS",
+        help="lengths of the measured inputs, at least three (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive_int,
+        default=REPEATS,
+        help="measurements of each length; the median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="the profile to write"
+    )
     arguments = parser.parse_args(list(argv))
     if len(set(arguments.lengths)) < 3:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`rose ray up|status|down`: ROSE's services on an existing Ray actors.
+"""`rose ray up|status|down`: ROSE's services on an existing Ray cluster.
 
 `up` returns once everything answers, and prints where. `status` exits with 1 when a service is down.
 """
@@ -64,7 +64,13 @@ def _parser() -> CommandParser:
         "Places relay, engines and router on a running Ray cluster. RAY.yaml:\n\n" + RAY_EXAMPLE,
         "rose ray up RAY.yaml",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="up|status|down", prog="rose ray")
+    actions = parser.add_subparsers(
+        dest="action",
+        required=True,
+        metavar="up|status|down",
+        prog="rose ray",
+        help="what to do; rose ray up --help has its options",
+    )
     for action, argument, note in (
         ("up", "file", "starts everything in RAY.yaml and prints where it answers"),
         ("status", "name", "shows which service runs where"),

@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
         "Serves a page of a running scheduler's jobs, groups and costs, and JSON and Prometheus metrics.",
         "rose sched dashboard --http 8200 --channel redis://127.0.0.1:6379/0",
     )
-    parser.add_argument("--http", default=DEFAULT, metavar="[HOST:]PORT", help="(default: %(default)s)")
+    parser.add_argument(
+        "--http", default=DEFAULT, metavar="[HOST:]PORT", help="address to listen on (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     asyncio.run(_serve(Address.parse(arguments.http), Feed(arguments.channel)))

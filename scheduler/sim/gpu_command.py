@@ -43,13 +43,34 @@ def simulate_pair(argv: Sequence[str]) -> int:
         "rose sched simulate --level gpu pair.yaml",
     )
     parser.add_argument(
-        "file", nargs="?", type=Path, metavar="PAIR.yaml", help="two pipelines by their engines' logs"
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="PAIR.yaml",
+        help="two pipelines, as their engines' logs show them (default: two of --workload)",
     )
-    parser.add_argument("--workload", choices=names, default=names[2], help="without a file, two of these")
-    parser.add_argument("--iterations", type=positive_int, default=6, help="without a file")
-    parser.add_argument("--seed", type=int, default=0, help="without a file")
-    parser.add_argument("--worker", type=int, default=0, help="whose decisions are shown")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--workload",
+        choices=names,
+        default=names[2],
+        help="the workload of both pipelines, if there is no file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=positive_int,
+        default=6,
+        help="iterations of each pipeline, if there is no file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the random numbers, if there is no file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--worker", type=int, default=0, help="the worker whose decisions are shown (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(list(argv))
     if arguments.file is not None:
         case = _from_file(arguments.file)

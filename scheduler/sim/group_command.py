@@ -29,11 +29,18 @@ from rose.scheduler.runtime.command.gantt import bars, text_lines, timetable_of
 def simulate_groups(argv: Sequence[str]) -> int:
     """Plays each group's permits, and prints what its jobs got beside what they were promised."""
     parser = _parser("simulate", "Plays the groups of a file: every permit, in the certified order.")
-    parser.add_argument("--passes", type=int, default=50, help="through the order (%(default)s)")
     parser.add_argument(
-        "--least", type=float, default=0.5, help="the shortest phase, over its worst case (%(default)s)"
+        "--passes", type=int, default=50, help="passes through the order (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=0.5,
+        help="the shortest a phase takes, over its worst case (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
+    )
     arguments = parser.parse_args(list(argv))
     if arguments.passes < 2:
         parser.error(f"--passes {arguments.passes}: an iteration's length needs two starts; want at least 2")
@@ -145,7 +152,17 @@ def _groups(path: Path, policy_name: str) -> Iterator[Group]:
 def _parser(command: str, description: str) -> CommandParser:
     name = f"rose sched {command} --level group"
     parser = CommandParser(name, description, f"{name} cluster.yaml")
-    parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml", help="as for rose sched explain")
-    parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "cluster",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="a file with pools and jobs, as for rose sched explain",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=sorted(set(POLICIES) - {"exact"}),
+        default="lifetime",
+        help="the policy that places jobs (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

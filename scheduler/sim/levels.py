@@ -59,7 +59,7 @@ def explain(argv: Sequence[str]) -> int:
 def _level(argv: Sequence[str]) -> tuple[Level, list[str]]:
     """Returns the level and the other arguments. Raises: ConfigError for an unknown level."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--level", nargs="?", default=Level.CLUSTER.value)
+    first.add_argument("--level", nargs="?", default=Level.CLUSTER.value, help=argparse.SUPPRESS)
     found, rest = first.parse_known_args(list(argv))
     try:
         return Level(found.level), rest

@@ -24,26 +24,7 @@ SLO_FORWARDS = 5
 
 def simulate_nodes(argv: Sequence[str]) -> int:
     """Plays requests and training tasks on nodes that share them, and prints what came of it."""
-    parser = CommandParser(
-        "rose sched simulate --level node",
-        "Plays requests and training tasks on nodes that serve and fine-tune one model. Nothing real runs.",
-        "rose sched simulate --level node --rate 40 --training-share 0.5 --explain 10",
-    )
-    parser.add_argument("--trace", type=Path, metavar="CSV", help="Azure's format (default: generated tasks)")
-    parser.add_argument(
-        "--rate", type=float, default=40.0, metavar="PER_S", help="tasks that arrive a second"
-    )
-    parser.add_argument("--training-share", type=float, default=0.5, metavar="SHARE", help="of the tasks")
-    parser.add_argument("--tasks", type=positive_int, default=1000, metavar="N")
-    parser.add_argument("--nodes", type=positive_int, default=4, metavar="N")
-    parser.add_argument("--gpus", type=positive_int, metavar="N", help="of a node (default: the profile's)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="from rose sched profile-stages")
-    parser.add_argument("--model", choices=list(TABLE_II), default="llama-8b", help="without --profile")
-    parser.add_argument("--slo-s", type=float, help="to the first token (default: five forward passes)")
-    parser.add_argument("--explain", type=int, default=0, metavar="N", help="print the first N decisions")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(list(argv))
+    arguments = _parser().parse_args(list(argv))
     _check(arguments)
     tasks = _tasks(arguments)
     mean = statistics.fmean(task.prompt_tokens for task in tasks)
@@ -95,6 +76,57 @@ class ExplainedPolicy(NodePolicy):
         if task is not None and len(self.lines) < self._num_lines:
             self.lines.append(f"{now:8.3f} s  training {task.number}: node {node} has nothing else to start")
         return task
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose sched simulate --level node",
+        "Plays requests and training tasks on nodes that serve and fine-tune one model. Nothing real runs.",
+        "rose sched simulate --level node --rate 40 --training-share 0.5 --explain 10",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="CSV", help="arrivals, in Azure's format (default: generated)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=40.0, metavar="PER_S", help="tasks a second (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--training-share",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="the part of the tasks that is training (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--tasks", type=positive_int, default=1000, metavar="N", help="tasks in all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--nodes", type=positive_int, default=4, metavar="N", help="nodes in all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpus", type=positive_int, metavar="N", help="the GPUs of a node (default: the profile's)"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="a model's times, as rose sched profile-stages measured them",
+    )
+    parser.add_argument(
+        "--model",
+        choices=list(TABLE_II),
+        default="llama-8b",
+        help="the model whose published times are used without --profile (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slo-s", type=float, help="objective of the time to first token (default: five forward passes)"
+    )
+    parser.add_argument("--explain", type=int, default=0, metavar="N", help="print the first N decisions")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
 
 
 def _check(arguments: Namespace) -> None:

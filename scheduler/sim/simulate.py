@@ -20,46 +20,7 @@ from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, r
 
 def simulate_cluster(argv: Sequence[str]) -> int:
     """Prints dollars, attainment and moves of one policy."""
-    parser = CommandParser(
-        "rose sched simulate",
-        "Plays a trace of jobs against a policy. No real job is placed.\n\n"
-        "--level group plays the permits of a file's groups instead, --level node requests and training "
-        "tasks on nodes, and --level gpu two pipelines on the same GPUs. Each has options of its own: "
-        "rose sched simulate --level node --help.",
-        "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="CSV",
-        help="columns arrival_s,duration_s, and where wanted priority,team (default: a generated trace)",
-    )
-    parser.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="CLUSTER.yaml",
-        help="the file of rose sched serve: its pools, teams and preemption (default: nodes without limit)",
-    )
-    parser.add_argument(
-        "--policy", choices=sorted(POLICIES), help="default: that of the cluster's file, else lifetime"
-    )
-    parser.add_argument("--workload", choices=[each.value for each in Workload], default=Workload.MIXED.value)
-    parser.add_argument(
-        "--slo-kind", choices=[each.value for each in SloKind], default=SloKind.ITERATION.value
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--stretch",
-        action="store_true",
-        help="let slowed jobs stay longer (default: they leave when the trace says)",
-    )
-    parser.add_argument(
-        "--live",
-        action="store_true",
-        help="play it through the scheduler itself: every phase, permit and move (minutes)",
-    )
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(list(argv))
+    arguments = _parser().parse_args(list(argv))
     trace = read_trace(arguments.trace) if arguments.trace is not None else generate_trace(arguments.seed)
     jobs = submissions(
         trace, Workload(arguments.workload), arguments.seed, slo_kind=SloKind(arguments.slo_kind)
@@ -74,6 +35,62 @@ def simulate_cluster(argv: Sequence[str]) -> int:
     else:
         print(f"simulated, policy {name}: " + ", ".join(f"{key} {value}" for key, value in report.items()))
     return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rose sched simulate",
+        "Plays a trace of jobs against a policy. No real job is placed.\n\n"
+        "--level group plays the permits of a file's groups instead, --level node requests and training "
+        "tasks on nodes, and --level gpu two pipelines on the same GPUs. Each has options of its own: "
+        "rose sched simulate --level node --help.",
+        "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="CSV",
+        help="arrivals of the jobs: columns arrival_s,duration_s and, if wanted, priority,team "
+        "(default: generated)",
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="the file of rose sched serve: its pools, teams and preemption (default: nodes without limit)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=sorted(POLICIES),
+        help="the policy that places jobs (default: that of the cluster's file, else lifetime)",
+    )
+    parser.add_argument(
+        "--workload",
+        choices=[each.value for each in Workload],
+        default=Workload.MIXED.value,
+        help="the kind of jobs that the trace's arrivals become (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slo-kind",
+        choices=[each.value for each in SloKind],
+        default=SloKind.ITERATION.value,
+        help="what each job's SLO bounds: every iteration, or its whole life (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stretch",
+        action="store_true",
+        help="let slowed jobs stay longer (default: they leave when the trace says)",
+    )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="play it through the scheduler itself: every phase, permit and move (minutes)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
 
 
 def _play(

@@ -79,7 +79,9 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     for flag in ("--tensor-parallel-size", "--pipeline-parallel-size"):
-        parser.add_argument(flag, type=positive_int, default=1, help="of the engine (default %(default)s)")
+        parser.add_argument(
+            flag, type=positive_int, default=1, help="the engine's flag of this name (default: %(default)s)"
+        )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the plans, one file ppN-tpN.json for each rank"
     )

@@ -182,18 +182,47 @@ def parser() -> CommandParser:
     flags.add_argument("--relay", required=True, help="where new weights go")
     flags.add_argument("--run", required=True, help="the run that the engine follows")
     flags.add_argument("--cpus", help="CPUs that stand for the GPU on a host without one")
-    flags.add_argument("--learning-rate", type=_positive, default=1e-5)
+    flags.add_argument(
+        "--learning-rate", type=_positive, default=1e-5, help="learning rate of AdamW (default: %(default)g)"
+    )
     flags.add_argument(
         "--lora-rank", type=positive_int, help="train adapters of this rank (default: all weights)"
     )
-    flags.add_argument("--micro-batch", type=positive_int, default=4)
-    flags.add_argument("--tokens", type=positive_int, default=512)
-    flags.add_argument("--epochs", type=positive_int, default=1)
-    flags.add_argument("--publish-s", type=_positive, default=60.0)
-    flags.add_argument("--give-way-ms", type=_positive, default=20.0)
+    flags.add_argument(
+        "--micro-batch",
+        type=positive_int,
+        default=4,
+        help="sequences of one optimizer step (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--tokens",
+        type=positive_int,
+        default=512,
+        help="tokens of an example that count (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--epochs",
+        type=positive_int,
+        default=1,
+        help="how often the data is gone through (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--publish-s",
+        type=_positive,
+        default=60.0,
+        help="seconds between two versions that go live (default: %(default)g)",
+    )
+    flags.add_argument(
+        "--give-way-ms",
+        type=_positive,
+        default=20.0,
+        help="how long a request may wait for a piece of training (default: %(default)g)",
+    )
     flags.add_argument("--log", type=Path, help="one JSON line for each optimizer step")
     flags.add_argument("--output", type=Path, help="a folder for the trained model")
-    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument(
+        "--seed", type=int, default=0, help="seed of the examples' order (default: %(default)s)"
+    )
     return flags
 
 

@@ -209,7 +209,7 @@ def _parser() -> CommandParser:
         nargs="?",
         type=Path,
         metavar="ROUTER.yaml",
-        help="settings (see RouterConfig); flags win",
+        help="settings (see examples/router.yaml); flags win over them",
     )
     parser.add_argument(
         "--worker",

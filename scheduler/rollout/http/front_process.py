@@ -161,7 +161,7 @@ class Front:
 def served_names(flags: Sequence[str]) -> frozenset[str]:
     """Returns the names that these flags give with --served-model-name."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument(_NAME_FLAG, nargs="+", default=[], dest="names")
+    parser.add_argument(_NAME_FLAG, nargs="+", default=[], dest="names", help=argparse.SUPPRESS)
     try:
         return frozenset(parser.parse_known_args(flags)[0].names)
     except argparse.ArgumentError:

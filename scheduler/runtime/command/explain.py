@@ -33,14 +33,23 @@ def main(argv: Sequence[str]) -> int:
         "rose sched explain --job math-7b",
     )
     parser.add_argument(
-        "cluster", nargs="?", type=Path, metavar="CLUSTER.yaml", help="place these jobs, in order"
+        "cluster",
+        nargs="?",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="a file whose jobs are placed in their order (default: ask the running scheduler)",
     )
     parser.add_argument(
         "--job", metavar="NAME", help="the job to explain (default: the last one of the file)"
     )
     add_channel_flag(parser)
-    parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--policy",
+        choices=sorted(set(POLICIES) - {"exact"}),
+        default="lifetime",
+        help="the policy that places jobs (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(list(argv))
     if arguments.cluster is None:
         if arguments.job is None:

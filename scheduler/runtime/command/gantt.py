@@ -29,8 +29,18 @@ def main(argv: Sequence[str]) -> int:
         "Places the jobs of a file in order, and draws when each runs where, at worst-case times.",
         "rose sched gantt cluster.yaml -o groups.png",
     )
-    parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml")
-    parser.add_argument("--policy", choices=sorted(set(POLICIES) - {"exact"}), default="lifetime")
+    parser.add_argument(
+        "cluster",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="a file with pools and jobs, as for rose sched explain",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=sorted(set(POLICIES) - {"exact"}),
+        default="lifetime",
+        help="the policy that places jobs (default: %(default)s)",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="draw a picture instead of text")
     arguments = parser.parse_args(list(argv))
     spec = load_yaml(arguments.cluster, ClusterSpec)

@@ -36,11 +36,11 @@ def submit(argv: Sequence[str]) -> int:
         "`seconds` are worst-case times; `rose sched profile` measures them.",
         "rose sched submit job.yaml --dry-run",
     )
-    parser.add_argument("job", type=Path, metavar="JOB.yaml")
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the job's file (see examples/job.yaml)")
     parser.add_argument(
         "--priority",
         type=int,
-        help="of the queued jobs, the highest is tried first (default: the file's, or 0)",
+        help="queued jobs of higher priority are placed first (default: the file's, or 0)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say whether and how the job would run")
     arguments = parser.parse_args(argv)
@@ -97,7 +97,7 @@ def host_dead(argv: Sequence[str]) -> int:
         "Says that a silent host is off. Jobs that had nodes there and elsewhere start again.",
         "rose sched host-dead node-7",
     )
-    parser.add_argument("host")
+    parser.add_argument("host", metavar="HOST", help="the host's name, as rose sched status shows it")
     arguments = parser.parse_args(argv)
     with connect(arguments.channel) as client:
         print_json(ask(client, Dead(seq=client.next_seq(), host=arguments.host)))
@@ -106,7 +106,7 @@ def host_dead(argv: Sequence[str]) -> int:
 
 def _tell(name: str, call: type[Cancel | HoldJob | ReleaseJob], summary: str, argv: Sequence[str]) -> int:
     parser = channel_parser(name, summary, f"rose sched {name} grpo-7b")
-    parser.add_argument("job")
+    parser.add_argument("job", metavar="JOB", help="the job's name, as rose sched status shows it")
     arguments = parser.parse_args(argv)
     with connect(arguments.channel) as client:
         print_json(ask(client, call(seq=client.next_seq(), job=arguments.job)))
@@ -120,7 +120,7 @@ def drain(argv: Sequence[str]) -> int:
         "Places no more jobs on a node. The jobs that use it run to their ends.",
         "rose sched drain rollout-0 --group main",
     )
-    parser.add_argument("node", help="train, or rollout-0, rollout-1, ... of the group")
+    parser.add_argument("node", help="train, or one of rollout-0, rollout-1, ... in the group")
     parser.add_argument("--group", default="main", help="the node's group (default: %(default)s)")
     parser.add_argument("--undo", action="store_true", help="let jobs be placed on the node again")
     arguments = parser.parse_args(argv)
@@ -137,7 +137,7 @@ def logs(argv: Sequence[str]) -> int:
         "Prints what all attempts of a job have written to stdout and stderr.",
         "rose sched logs grpo-7b --follow",
     )
-    parser.add_argument("job")
+    parser.add_argument("job", metavar="JOB", help="the job's name, as rose sched status shows it")
     parser.add_argument("--follow", action="store_true", help="go on until the job is over")
     arguments = parser.parse_args(argv)
     with connect(arguments.channel) as client:

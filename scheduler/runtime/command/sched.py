@@ -87,8 +87,15 @@ def main(argv: Sequence[str]) -> int:
         + "\n".join(f"  {each.name:<{width}}{each.summary}" for each in SUBCOMMANDS),
         "rose sched simulate --policy lifetime",
     )
-    parser.add_argument("subcommand", choices=[each.name for each in SUBCOMMANDS], metavar="SUBCOMMAND")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER)
+    parser.add_argument(
+        "subcommand",
+        choices=[each.name for each in SUBCOMMANDS],
+        metavar="SUBCOMMAND",
+        help="one of the above",
+    )
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="what the subcommand takes"
+    )
     arguments = parser.parse_args(list(argv))
     subcommand = next(each for each in SUBCOMMANDS if each.name == arguments.subcommand)
     run = getattr(importlib.import_module(subcommand.module), subcommand.function)

@@ -38,8 +38,14 @@ def main(argv: Sequence[str]) -> int:
         "The cluster scheduler alone, without a runner for its jobs; rose sched serve starts both.",
         "python -m rose.scheduler.runtime.command.scheduler_process --channel redis://127.0.0.1:6379/0",
     )
-    parser.add_argument("--channel", default=Settings.from_environment().channel_url)
-    parser.add_argument("--cluster", type=Path, help="nodes and limits; default: one group of two nodes")
+    parser.add_argument(
+        "--channel",
+        default=Settings.from_environment().channel_url,
+        help="where the scheduler listens: unix:FOLDER or redis://HOST:PORT/DB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, help="pools, prices, groups and limits (default: as for rose sched serve)"
+    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
