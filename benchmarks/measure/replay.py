@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; without it, a generated trace")
     parser.add_argument("--rate-rps", type=float, default=0.8)
     parser.add_argument("--burst-size", type=int, default=1, help="neighbours that arrive at once")
+    parser.add_argument("--repeats", type=int, default=1, help="how often the window's requests are sent")
     parser.add_argument("--max-prompt-tokens", type=int, default=256)
     parser.add_argument("--max-output-tokens", type=int, default=64)
     parser.add_argument("--drain-s", type=float, default=30.0, help="wait for answers after the last arrival")
@@ -185,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.seed,
             vocab_size=args.vocab_size,
             burst_size=args.burst_size,
+            repeats=args.repeats,
         )
     except (RoseError, ValueError, OSError) as error:
         print(f"rose.measure.replay: {error}", file=sys.stderr)

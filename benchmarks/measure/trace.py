@@ -94,16 +94,18 @@ def scaled(
     *,
     vocab_size: int,
     burst_size: int = 1,
+    repeats: int = 1,
 ) -> list[ReplayRequest]:
     """A random stretch of the trace as requests for a small model: ``rate_rps * duration_s`` of them.
 
     Time is stretched evenly, so the gaps keep their shape. Lengths shrink evenly so that the
     trace's 99th percentile meets the maximum; longer ones are clipped. ``burst_size`` > 1 lets that
     many neighbours arrive at once, at the same mean rate: a harder load than the trace's own.
+    The stretch is played ``repeats`` times, with new token ids, so that no prefix is cached.
     """
     count = round(rate_rps * duration_s)
-    if count < 1 or burst_size < 1:
-        raise ValueError(f"nothing to replay: {rate_rps=} {duration_s=} {burst_size=}")
+    if count < 1 or burst_size < 1 or repeats < 1:
+        raise ValueError(f"nothing to replay: {rate_rps=} {duration_s=} {burst_size=} {repeats=}")
     if len(trace) <= count:
         raise ValueError(f"need a trace of more than {count} rows, got {len(trace)}")
     rng = random.Random(seed)
@@ -113,13 +115,14 @@ def scaled(
     prompt_scale = max_prompt_tokens / _p99([row.prompt_tokens for row in trace])
     output_scale = max_output_tokens / _p99([row.output_tokens for row in trace])
     requests: list[ReplayRequest] = []
-    for index, row in enumerate(rows):
-        burst_head = rows[index - index % burst_size]
+    for number in range(count * repeats):
+        repeat, index = divmod(number, count)
+        row, burst_head = rows[index], rows[index - index % burst_size]
         num_prompt = _clip(row.prompt_tokens * prompt_scale, 1, max_prompt_tokens)
         requests.append(
             ReplayRequest(
-                request_id=f"{seed}-{index:05d}",
-                at_s=(burst_head.arrival_s - rows[0].arrival_s) * stretch,
+                request_id=f"{seed}-{number:05d}",
+                at_s=repeat * duration_s + (burst_head.arrival_s - rows[0].arrival_s) * stretch,
                 prompt_token_ids=tuple(rng.randrange(vocab_size) for _ in range(num_prompt)),
                 max_tokens=_clip(row.output_tokens * output_scale, MIN_OUTPUT_TOKENS, max_output_tokens),
             )

@@ -82,6 +82,8 @@ class WindowSpec:
     rollout_url: str | None = None
     variant: str = ""
     """Keeps windows of one sample apart, e.g. the gate's mode: no prefix of one is cached for the next."""
+    repeats: int = 1
+    """How often the sample is played; ``duration_s`` is the whole window's."""
 
     @property
     def key(self) -> str:
@@ -145,7 +147,8 @@ class WindowRunner:
         argv = [
             *("-m", "rose.measure.replay", "--url", self._serving.url, "--model", self._serving.model),
             *("--out", str(self._path(spec, "serving"))),
-            *replay_flags(self._traffic, spec.index, spec.duration_s),
+            *replay_flags(self._traffic, spec.index, spec.duration_s / spec.repeats),
+            *("--repeats", str(spec.repeats)),
             *("--start-at", str(start_s), "--cache-salt", spec.key),
         ]
         return self._clients.run(argv, f"replay-{spec.key}")

@@ -50,13 +50,19 @@ class Durations:
     rollout_alone_s: float
     window_s: float
     """The length of each window with serving traffic."""
-    training_s: float
+    training_windows: int
+    """The training window plays the sample of the other windows so many times."""
+
+    @property
+    def training_s(self) -> float:
+        """Returns the length of the window in which the trainer runs."""
+        return self.training_windows * self.window_s
 
     @classmethod
     def choose(cls, *, is_quick: bool) -> "Durations":
         if is_quick:
-            return cls(rollout_alone_s=10, window_s=14, training_s=75)
-        return cls(rollout_alone_s=12, window_s=16, training_s=215)
+            return cls(rollout_alone_s=10, window_s=14, training_windows=5)
+        return cls(rollout_alone_s=12, window_s=16, training_windows=13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

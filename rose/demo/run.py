@@ -138,6 +138,7 @@ class _Demo:
             duration_s=_seconds(self._plan, name),
             has_serving=name is not PhaseName.ROLLOUT_ALONE,
             rollout_url=None if is_training or name is PhaseName.SERVING_ALONE else rollout.url,
+            repeats=self._plan.durations.training_windows if is_training else 1,
         )
         runner = WindowRunner(self._plan.traffic, self._plan.options.out_dir, self._rig, serving, rollout)
         if name is PhaseName.NAIVE:

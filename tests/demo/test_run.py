@@ -15,7 +15,7 @@ from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan, Durations
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
 
-MINIATURE = Durations(rollout_alone_s=3, window_s=8, training_s=10)
+MINIATURE = Durations(rollout_alone_s=3, window_s=8, training_windows=2)
 """Training goes on to the end of its first step, however long that takes."""
 LIGHT = replace(SERVING_LOAD, rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
 """A machine several times slower has time for rollouts beside it, and ends it."""

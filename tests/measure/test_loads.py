@@ -129,6 +129,17 @@ def test_bursts_arrive_together_at_the_same_mean_rate() -> None:
     assert len({r.at_s for r in requests}) == 10
 
 
+def test_a_repeated_stretch_has_the_same_times_and_lengths_and_new_tokens() -> None:
+    trace = synthetic_trace(num_requests=500, seed=1)
+    requests = scaled(trace, 1.0, 64, 16, 30.0, 0, vocab_size=10_000, repeats=2)
+    first, second = requests[:30], requests[30:]
+    assert [r.at_s for r in second] == pytest.approx([30.0 + r.at_s for r in first])
+    assert [len(r.prompt_token_ids) for r in second] == [len(r.prompt_token_ids) for r in first]
+    assert [r.max_tokens for r in second] == [r.max_tokens for r in first]
+    assert all(a.prompt_token_ids != b.prompt_token_ids for a, b in zip(first, second, strict=True))
+    assert len({r.request_id for r in requests}) == 60
+
+
 def test_a_trace_shorter_than_the_replay_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 100 rows, got 50"):
         scaled(synthetic_trace(num_requests=50, seed=0), 10.0, 64, 16, 10.0, 0, vocab_size=9)
