@@ -241,14 +241,17 @@ class ScriptedWorker:
             )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(b'data: {"choices": []}\n\n')
+        await _send(response, {"model": body.get("model"), "choices": []})
         if fault is not None and fault.kind == "slow":
             await self._slow_is_over.wait()
         if fault is not None and request.transport is not None:
             request.transport.abort()
         else:
             usage = {"completion_tokens": body.get("max_tokens", 1)}
-            await _send(response, {"choices": [], "usage": usage})
+            last = json.dumps({"model": body.get("model"), "choices": [], "usage": usage}).encode()
+            for piece in (b"data: " + last[:15], last[15:] + b"\n\n"):  # events come in any pieces
+                await response.write(piece)
+                await asyncio.sleep(0.01)
             await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -141,7 +141,7 @@ class Attempt:
             worker.stall_allowance_s(config),
         )
         if status == HTTPStatus.NOT_FOUND and self._adapter is not None:
-            return Ending(kind=EndKind.OUTDATED, detail=f"{worker.id} has unloaded {self._adapter}")
+            return Ending(kind=EndKind.UNLOADED, detail=f"{worker.id} does not hold {self._adapter}")
         return self._ending() if status == 200 else error_ending(status, text)
 
     def _ending(self) -> Ending:
