@@ -18,6 +18,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from rose.config import Settings
+from rose.engine.adapter_copies import AdapterCopies
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
@@ -25,7 +26,6 @@ from rose.engine.http.control import EngineControl
 from rose.engine.http.front_door import FrontDoor
 from rose.engine.http.leases import Ask
 from rose.engine.settings import EngineSettings
-from rose.engine.status import adapters_folder
 from rose.errors import ConfigError, FrameError, WorkerError
 from rose.messages import (
     ActivationChange,
@@ -142,7 +142,7 @@ async def post_adapters(body: AdapterUpdate, request: Request) -> WeightUpdated:
         )
     try:
         return await control.load_adapter(body)
-    except WorkerError as error:  # no room yet, or inactive: the subscriber tries again
+    except WorkerError as error:  # no room yet: the subscriber tries again
         raise HTTPException(503, str(error)) from error
     except (ConfigError, FrameError) as error:
         raise HTTPException(422, str(error)) from error
@@ -221,9 +221,10 @@ class RoseEndpoint:
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
             models = getattr(state, "openai_serving_models", None)
-            if config.lora_config is not None and models is not None and control.leases is not None:
-                folder = adapters_folder(Settings.from_environment().staging_root, settings.engine_id)
-                control.adapters = EngineAdapters(engine_client, models, folder)
+            is_alone = control.leases is not None and config.parallel_config.pipeline_parallel_size == 1
+            if config.lora_config is not None and models is not None and is_alone:
+                copies = AdapterCopies(Settings.from_environment().staging_root, settings.engine_id)
+                control.adapters = EngineAdapters(engine_client, models, copies)
             await control.start()
             control.listens_at(_own_url(args))
             state.rose = control
