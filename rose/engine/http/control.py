@@ -220,8 +220,8 @@ class EngineControl:
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
     async def load_adapter(self, update: AdapterUpdate) -> WeightUpdated:
-        """Loads a version of a LoRA adapter beside those in use; an inactive engine loads it when it is
-        activated.
+        """Loads a version of a LoRA adapter beside those in use, and returns when the routers know it. An
+        inactive engine loads it when it is activated.
 
         Raises: ConfigError on an engine without adapters; as EngineAdapters.load() does. The old version
         stays in use then.
@@ -232,7 +232,11 @@ class EngineControl:
                 "--max-lora-rank R, with one API server and without --pipeline-parallel-size"
             )
         async with self._exclusive:
-            return await self.adapters.load(update, is_active=self.is_active)
+            is_active = self.is_active
+            updated = await self.adapters.load(update, is_active=is_active)
+        if is_active:
+            await self.followers.until_told(update.version)
+        return updated
 
     async def _prepare(self, update: WeightUpdate) -> str | None:
         """Has all ranks prepare the changes; returns why the checkpoint has to be loaded whole, or None."""

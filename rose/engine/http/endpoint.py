@@ -66,7 +66,7 @@ router = APIRouter(prefix="/rose/v1")
 async def get_status(
     request: Request,
     follower: str | None = None,
-    knows: str | None = None,
+    knows: Annotated[list[str] | None, Query()] = None,
     every_s: Annotated[float, Query(gt=0)] = 0.5,
     cap: Annotated[int | None, Query(ge=1)] = None,
     wants: Annotated[int, Query(ge=0)] = 0,
@@ -74,15 +74,16 @@ async def get_status(
     needs: bool = False,
     gone: str | None = None,
 ) -> WorkerStatus:
-    """Returns the engine's status. A router names itself as ``follower``, with the weight version it
-    ``knows`` and the interval of its questions: no token of new weights leaves before it knows their
-    version. With a ``cap``, the answer has its lease: the turns that it may have of what it ``wants``, and
-    the job that the GPU is lent to, which is the one that it ``lends`` to, or another router's."""
+    """Returns the engine's status. A router names itself as ``follower``, with the versions of weights and
+    adapters that it ``knows`` and the interval of its questions: no token of new weights leaves before it
+    knows their version, and no new version of an adapter is acknowledged. With a ``cap``, the answer has its
+    lease: the turns that it may have of what it ``wants``, and the job that the GPU is lent to, which is the
+    one that it ``lends`` to, or another router's."""
     control = _control(request)
     status = control.status()
     if follower is None:
         return status
-    control.followers.asked(follower, knows, every_s)
+    control.followers.asked(follower, knows if knows is not None else (), every_s)
     if cap is not None and control.leases is not None:
         ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone)
         status.lease = control.leases.asked(ask, time.monotonic())
