@@ -242,7 +242,7 @@ def _paused(engine: RealEngine) -> Iterator[None]:
         call(f"{engine.url}/resume").raise_for_status()
 
 
-async def test_a_router_sends_turns_by_the_versions_name_and_says_which_version_answered(
+async def test_a_router_says_which_version_answered(
     engine: RealEngine, expected: Expected
 ) -> None:
     config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))

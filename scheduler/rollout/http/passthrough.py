@@ -20,7 +20,7 @@ from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
 from rose.scheduler.rollout.turn.attempt.progress import probed
-from rose.scheduler.rollout.turn.attempt.stream import adapter_name
+from rose.scheduler.rollout.turn.attempt.receive import adapter_name
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey, Route

@@ -36,19 +36,14 @@ async def knows(client: Client, worker: ScriptedWorker, *adapters: str) -> None:
     await until(lambda: {str(each) for each in client.known(worker).adapters.values()} == set(adapters))
 
 
-async def test_turns_name_the_run_and_get_its_newest_version_by_the_versions_own_name(
+async def test_turns_name_the_run_and_get_its_newest_version(
     start_router: StartRouter,
 ) -> None:
     async with engine("math/3", "code/1", version="base/9") as worker, start_router(worker) as client:
-        for model, version, name in (
-            ("math", "math/3", "math@3"),
-            ("code", "code/1", "code@1"),
-            ("scripted", "base/9", "scripted"),
-        ):
+        for model, version in (("math", "math/3"), ("code", "code/1"), ("scripted", "base/9")):
             answer = await client.complete({**MATH, "model": model})
             assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 5)
             assert (answer["model"], versions(answer)) == (model, [version])
-            assert worker.requests[-1]["model"] == name
             assert worker.requests[-1]["cache_salt"] == "base:9"
         _, listed = await client.get("/v1/models")
         assert [card["id"] for card in listed["data"]] == ["scripted", "math", "code"]
@@ -117,7 +112,19 @@ async def test_a_turn_keeps_its_version_to_its_end_and_the_next_one_gets_the_new
         worker.let_pass()
         assert versions(await turn) == ["math/3"]
         assert versions(await client.complete(MATH, X_Session_ID="s")) == ["math/4"]
-        assert [each["model"] for each in worker.requests] == ["math@3", "math@4"]
+
+
+async def test_a_version_answers_before_the_router_has_heard_of_it_unless_the_session_is_pinned(
+    start_router: StartRouter,
+) -> None:
+    for mode, wanted in (("latest", "math/4"), ("max-lag", "math/4"), ("pinned", "math/3")):
+        async with (
+            engine("math/3") as worker,
+            start_router(worker, version_mode=mode, heartbeat_s=3600) as client,
+        ):
+            assert versions(await client.complete(MATH, X_Session_ID="s")) == ["math/3"]
+            worker.adapters, worker.models = ["math/4"], ["scripted", "math@3", "math@4"]
+            assert versions(await client.complete(MATH, X_Session_ID="s")) == [wanted]
 
 
 async def test_a_turn_whose_version_was_just_unloaded_is_placed_again(start_router: StartRouter) -> None:
