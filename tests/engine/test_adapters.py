@@ -242,9 +242,7 @@ def _paused(engine: RealEngine) -> Iterator[None]:
         call(f"{engine.url}/resume").raise_for_status()
 
 
-async def test_a_router_says_which_version_answered(
-    engine: RealEngine, expected: Expected
-) -> None:
+async def test_a_router_says_which_version_answered(engine: RealEngine, expected: Expected) -> None:
     config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))
     async with RunningRouter(config) as router, httpx.AsyncClient(base_url=router.url) as client:
         (worker,) = router.plane.registry.workers()
