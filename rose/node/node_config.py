@@ -83,6 +83,22 @@ class EngineConfig(EngineSettings):
             raise ValueError("relay: a serving engine follows one only with takes_weights true")
         return self
 
+    def vllm_flag(self, *names: str) -> str | None:
+        """Returns the value of the last of vLLM's flags with one of these names, written with a space or
+        with =."""
+        found = None
+        for index, argument in enumerate(self.vllm_args):
+            name, equals, value = argument.partition("=")
+            if name.replace("_", "-") in names:
+                found = value if equals else next(iter(self.vllm_args[index + 1 : index + 2]), None)
+        return found
+
+    def vllm_count(self, *names: str) -> int:
+        """Returns the number that a flag of vLLM gives, 1 without one. vLLM refuses what is no number when it
+        starts."""
+        given = self.vllm_flag(*names)
+        return int(given) if given is not None and given.isdigit() and int(given) > 0 else 1
+
     @property
     def name(self) -> str:
         """Its name in logs."""

@@ -36,7 +36,6 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 PROFILE_TIMEOUT_S = 1800.0
 """A large model on a CPU takes seconds for each of its longest steps."""
 NO_MATPLOTLIB = "matplotlib, which is not installed; run: pip install matplotlib"
-_TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "-tp")
 
 Found = TypeVar("Found")
 
@@ -89,7 +88,7 @@ def draw(profile: Profile, path: Path, console: Console) -> None:
 def _profile_concurrency(
     engine: EngineConfig, max_concurrency: int, settings: Settings, console: Console
 ) -> None:
-    gpus = _num_gpus(engine.vllm_args)
+    gpus = engine.vllm_count("--tensor-parallel-size", "-tp")
     profile = measure(
         engine,
         settings,
@@ -165,24 +164,8 @@ def _check_plot(path: Path) -> None:
 
 def _served_name(engine: EngineConfig) -> str:
     """What a completion has to call the model."""
-    named = _flag_value(engine.vllm_args, ("--served-model-name",))
+    named = engine.vllm_flag("--served-model-name")
     return named if named is not None else engine.model
-
-
-def _num_gpus(vllm_args: Sequence[str]) -> int:
-    """The engine's tensor-parallel ranks. vLLM refuses a value that is no number when it starts."""
-    given = _flag_value(vllm_args, _TENSOR_PARALLEL_FLAGS)
-    return int(given) if given is not None and given.isdigit() and int(given) > 0 else 1
-
-
-def _flag_value(vllm_args: Sequence[str], names: Sequence[str]) -> str | None:
-    """Returns the value of the last flag with one of these names, written with a space or with =."""
-    found = None
-    for index, argument in enumerate(vllm_args):
-        name, equals, value = argument.partition("=")
-        if name in names:
-            found = value if equals else next(iter(vllm_args[index + 1 : index + 2]), None)
-    return found
 
 
 def _read_flags(argv: Sequence[str]) -> _Flags:

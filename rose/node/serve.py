@@ -61,6 +61,7 @@ def check_engine(engine: EngineConfig) -> None:
     checks.check_vllm()
     checks.check_port_free(engine.host, engine.port)
     launch.check_cpus(engine)
+    checks.check_adapters(engine)
     checks.check_model(engine.model)
 
 

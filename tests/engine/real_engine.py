@@ -116,9 +116,11 @@ class RealEngine:
         assert lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 
-    def start_requests(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Future[Answer]]:
+    def start_requests(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, model: str = "tiny"
+    ) -> list[Future[Answer]]:
         """All at once, each in a thread."""
-        return [self._threads.submit(self.complete, prompt, max_tokens) for prompt in prompts]
+        return [self._threads.submit(self.complete, prompt, max_tokens, model=model) for prompt in prompts]
 
     # ROSE's routes ------------------------------------------------------------------------------------
 

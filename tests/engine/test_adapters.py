@@ -6,8 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,25 @@ import pytest
 import torch
 from forked_server import ForkedServer
 from mirrored import Mirrored
-from probes import PROBE_TOKENS, probes, prompt
-from real_engine import RealEngine, runtime_dir, until
+from probes import PROBE_TOKENS, ROLLOUT_TOKENS, SERVING_TOKENS, probes, prompt, wave_prompts
+from real_engine import Answer, RealEngine, runtime_dir, until
 from references import ModelDirs
 from relay_process import RelayProcess
 from safetensors.torch import load_file, save_file
-from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS
+from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS, LedgerLog
 from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
 from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.stock import STOCK_ENV
 from rose.memory.daemon.daemon import start_daemon
+from rose.memory.pool.pool import PoolClient
 from rose.node.control import completion_body
 from rose.node.processes import ServerProcess
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.transfer.adapters.publisher import AdapterPublisher
 from rose.transfer.format.manifest import worker_name
-from rose.types import Role
+from rose.types import GateMode, Role, StopReason
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -41,8 +44,12 @@ POOL = "adapters"
 SEEDS = {"a/0": 1, "a/1": 2, "b/0": 3}
 LONG = prompt("long", BLOCK_TOKENS + 30)
 LONG_TOKENS = 850
-"""Seconds of work: the next version comes in fewer."""
 WAIT_S = 300.0
+WAVE = wave_prompts(Role.ROLLOUT, 0)[:6]
+"""With a burst of serving's they want more than the pool has."""
+NUM_MOVES = 60
+PAUSES = 20
+"""A machine that stalls may let a long turn end before the engine is paused, but hardly so often."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,8 @@ class Expected:
         for name, seed in SEEDS.items():
             path = folder / name.replace("/", "@")
             saved = save_adapter(path, adapter_tensors(seed), adapter_config("tiny"))
-            jobs[name] = self._job(models.untied[0], saved, is_long=name == "a/0")
+            more = {"a/0": [LONG, *WAVE], "a/1": WAVE}.get(name, [])
+            jobs[name] = self._job(models.untied[0], saved, more=more)
         jobs["b/0 on base/1"] = self._job(changed, folder / "b@0")
         self._jobs, self._answers = jobs, folder / "answers.json"
         (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
@@ -88,9 +96,12 @@ class Expected:
         self._process = ForkedServer(server).start()
 
     @staticmethod
-    def _job(model: Path, adapter: Path | None = None, *, is_long: bool = False) -> dict[str, Any]:
-        prompts = [*probes(), LONG] if is_long else probes()
-        tokens = [LONG_TOKENS if each == LONG else PROBE_TOKENS for each in prompts]
+    def _job(
+        model: Path, adapter: Path | None = None, *, more: Sequence[Sequence[int]] = ()
+    ) -> dict[str, Any]:
+        prompts = [*probes(), *more]
+        tokens = [PROBE_TOKENS] * len(probes())
+        tokens += [LONG_TOKENS if each == LONG else ROLLOUT_TOKENS for each in more]
         job = {"model": str(model), "prompts": prompts, "max_tokens": tokens, "dtype": "float32"}
         adapters = [str(adapter)] * len(prompts) if adapter is not None else []
         return {**job, "max_model_len": MAX_MODEL_LEN, "batched": False, "adapters": adapters}
@@ -114,13 +125,13 @@ def engine(
         "float32",
         "--enable-lora",
         "--max-loras",
-        "6",
+        "8",
         "--max-lora-rank",
         str(RANK),
     )
     settings: dict[str, Any] = {}
     if request.param == "in a pool":
-        settings = {"pool": POOL, **SETTINGS}
+        settings = {"pool": POOL, "gate": GateMode.OFF, **SETTINGS}
     else:
         flags += ("--tensor-parallel-size", "2")
     with start_daemon(
@@ -130,7 +141,9 @@ def engine(
         headroom_slabs=HEADROOM_SLABS,
         runtime_dir=runtime_dir(engines_dir),
     ):
-        started = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *flags, **settings)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("VLLM_SERVER_DEV_MODE", "1")  # for vLLM's routes that pause an engine
+            started = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *flags, **settings)
         try:
             yield started.wait_ready()
         finally:
@@ -191,12 +204,9 @@ def test_turns_get_the_newest_version_of_their_run_and_keep_it_to_their_end(
     _check(engine, expected, {"tiny": "base", "a": "a/0", "b": "b/0"})
 
     with ThreadPoolExecutor(1) as threads:
-        made_before = engine.status().generated_tokens
-        long = threads.submit(engine.complete, LONG, LONG_TOKENS, model="a")
-        until(lambda: engine.status().generated_tokens >= made_before + 2, "the long turn runs")
-        a.publish(1)
-        if not long.done():  # else a slow machine shows less
-            assert _listed(engine) >= {"a@0", "a@1"}
+        with _long_turn(engine, threads) as long:
+            a.publish(1)
+            assert not long.done() and _listed(engine) >= {"a@0", "a@1"}
         cached = [engine.complete(probes()[1], PROBE_TOKENS, model="a").num_cached_tokens for _ in range(2)]
         assert cached == [0, BLOCK_TOKENS], "KV of a@0 is none of a@1's"
         assert long.result().tokens == expected.of("a/0")[tuple(LONG)]
@@ -207,9 +217,32 @@ def test_turns_get_the_newest_version_of_their_run_and_keep_it_to_their_end(
     b.close()
 
 
-async def test_a_router_sends_turns_by_the_versions_name_and_says_which_version_answered(
-    engine: RealEngine, expected: Expected
-) -> None:
+@contextmanager
+def _long_turn(engine: RealEngine, threads: Executor) -> Iterator[Future[Answer]]:
+    """A turn of run a that has begun and not ended; the engine is paused between two of its steps."""
+    for _ in range(PAUSES):
+        made_before = engine.status().generated_tokens
+        long = threads.submit(engine.complete, LONG, LONG_TOKENS, model="a")
+        until(lambda: engine.status().generated_tokens >= made_before + 2, "the long turn runs")  # noqa: B023
+        with _paused(engine):
+            if not long.done():
+                yield long
+                return
+    raise AssertionError(f"{PAUSES} long turns had ended before the engine was paused")
+
+
+@contextmanager
+def _paused(engine: RealEngine) -> Iterator[None]:
+    """Between two steps; no request is lost."""
+    call = partial(httpx.post, timeout=WAIT_S, trust_env=False)
+    call(f"{engine.url}/pause", params={"mode": "keep"}).raise_for_status()
+    try:
+        yield
+    finally:
+        call(f"{engine.url}/resume").raise_for_status()
+
+
+async def test_a_router_says_which_version_answered(engine: RealEngine, expected: Expected) -> None:
     config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))
     async with RunningRouter(config) as router, httpx.AsyncClient(base_url=router.url) as client:
         (worker,) = router.plane.registry.workers()
@@ -274,6 +307,49 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_chan
     assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
 
 
+def test_answers_of_adapters_stay_equal_while_slabs_move_and_versions_change(
+    engine: RealEngine, engines_dir: Path, models: ModelDirs, tmp_path: Path, expected: Expected
+) -> None:
+    """Serving bursts take most of the rollout engine's slabs. Reclaimed turns count as far as they came."""
+    if engine.status().kv_slabs_budget == 0:
+        pytest.skip("without a pool no slab moves")
+    versions = ("a/0", "a/1")
+    saved = [
+        save_adapter(tmp_path / str(n), adapter_tensors(SEEDS[each]), adapter_config("tiny"))
+        for n, each in enumerate(versions)
+    ]
+    flags = ("--dtype", "float32")
+    settings: dict[str, Any] = {"pool": POOL, "gate": GateMode.OFF, **SETTINGS}
+    burst = [each for wave in range(2) for each in wave_prompts(Role.SERVING, wave)][:8]
+    serving = RealEngine(models.serving, Role.SERVING, engines_dir, *flags, **settings)
+    num_whole = number = 0
+    try:
+        serving.wait_ready()
+        with (
+            PoolClient.observe(POOL, runtime_dir=runtime_dir(engines_dir)) as pool,
+            LedgerLog(pool.ledger) as log,
+        ):
+            while log.num_moves < NUM_MOVES:
+                update = adapter_update(saved[number % 2], f"d/{number}").model_dump()
+                until(lambda: engine.post("adapters", update).status_code == 200, "a place")  # noqa: B023
+                turns = engine.start_requests(WAVE, ROLLOUT_TOKENS, model="d")
+                for request in serving.start_requests(burst, SERVING_TOKENS):
+                    assert request.result().finish_reason == "length"
+                wanted = expected.of(versions[number % 2])
+                for given, turn in zip(WAVE, turns, strict=True):
+                    answer = turn.result()
+                    assert answer.finish_reason == "length" or answer.stop_reason in set(StopReason)
+                    num_whole += answer.finish_reason == "length"
+                    assert answer.tokens == wanted[tuple(given)][: len(answer.tokens)], number
+                number += 1
+                until(lambda: pool.ledger.serving_reserve_slabs == 0, "serving's recent peak has passed")
+                engine.begin_rl_step(number)
+            pool.ledger.check_integrity()
+    finally:
+        serving.stop()
+    assert num_whole > 0 and number > 2
+
+
 def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device_for_a_while(
     engine: RealEngine, models: ModelDirs, expected: Expected, tmp_path: Path
 ) -> None:
@@ -285,9 +361,14 @@ def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device
     counts = (status.weights_whole, status.weights_in_place)
     assert (status.weight_version, counts) == ("test/1", (1, 1)), status.whole_because
     _check(engine, expected, {"tiny": "base/1", "b": "b/0 on base/1"})
-    engine.begin_anew()
-    assert "b/0" in (engine.status().adapters or ())
-    _check(engine, expected, {"b": "b/0 on base/1", "tiny": "base/1"})
+    engine.deactivate()
+    came = save_adapter(tmp_path / "came", adapter_tensors(SEEDS["b/0"]), adapter_config("tiny"))
+    kept = engine.post("adapters", adapter_update(came, "e/0").model_dump())
+    assert kept.status_code == 200, kept.text
+    assert "e@0" not in _listed(engine)
+    engine.activate()
+    assert {"b/0", "e/0"} <= set(engine.status().adapters or ())
+    _check(engine, expected, {"b": "b/0 on base/1", "e": "b/0 on base/1", "tiny": "base/1"})
     mirrored.close()
 
 

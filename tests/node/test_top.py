@@ -29,6 +29,7 @@ STATUS = WorkerStatus.model_validate(
     {name: 0 for name in WorkerStatus.model_fields}
     | {
         "adapters": None,
+        "adapter_problems": [],
         "deployment": None,
         "harm": None,
         "lease": None,
@@ -86,6 +87,13 @@ def test_slabs_in_quarantine_are_shown() -> None:
     page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
     assert "http://127.0.0.1:8001: 7 slabs of its pool in quarantine" in page
     assert "quarantine" not in render([sample(0.0, 0)], {})
+
+
+def test_an_adapter_that_could_not_be_loaded_is_shown_with_the_reason() -> None:
+    status = STATUS.model_copy(update={"adapter_problems": ["math/4: no room for math/4"]})
+    page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
+    assert "http://127.0.0.1:8001: adapter not loaded: math/4: no room for math/4" in page
+    assert "adapter" not in render([sample(0.0, 0)], {})
 
 
 def test_a_serving_engine_has_the_short_form_of_its_harm() -> None:

@@ -110,6 +110,13 @@ class Follower:
             self._move(run_id, head)
             return True
 
+    def load_version(self, snapshot: int, number: int) -> None:
+        """Loads one version of a named run into the mirror, from a snapshot that is not newer. Raises:
+        RelayError, FrameError.
+        """
+        self._load_snapshot(self._run_id, snapshot)
+        self._apply_deltas(self._run_id, snapshot, number)
+
     def wait(self, timeout_s: float) -> None:
         """Returns when advance() may find something new, or after timeout_s. Raises: RelayError."""
         prefixes = [keys.HEAD_RUN_KEY] if self._run_id == AUTO_RUN else []
@@ -227,15 +234,17 @@ class Follower:
             )
 
     def _walk(self, run_id: str, head: Head) -> None:
-        start = self._start_of_walk(run_id, head)
-        for number in range(start + 1, head.version + 1):
-            manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
-            self._forget_unsigned(manifest)
-            self.mirror.apply_delta(manifest, self._frame)
+        self._apply_deltas(run_id, self._start_of_walk(run_id, head), head.version)
         if not self._is_at(run_id, head):
             raise FrameError(
                 f"deltas led to {self.mirror.version} of hash {self.mirror.version_hash}, HEAD says {head}"
             )
+
+    def _apply_deltas(self, run_id: str, start: int, stop: int) -> None:
+        for number in range(start + 1, stop + 1):
+            manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
+            self._forget_unsigned(manifest)
+            self.mirror.apply_delta(manifest, self._frame)
 
     def _start_of_walk(self, run_id: str, head: Head) -> int:
         """Returns the version from which deltas lead to HEAD: the mirror's own, or the snapshot, which it

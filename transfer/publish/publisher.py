@@ -142,7 +142,9 @@ class WeightPublisher:
         settings = Settings.from_environment()
         signing_key = signing_key if signing_key is not None else settings.signing_key
         self._signer = Signer(signing_key) if signing_key is not None else None
-        self._relay = open_relay(relay_url, key if key is not None else settings.key)
+        self._relay = self.relay = open_relay(relay_url, key if key is not None else settings.key)
+        self.is_adapter = adapter is not None
+        self.num_ranks = num_ranks
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
         try:
             self._ranks = TrainerRanks(
@@ -173,6 +175,11 @@ class WeightPublisher:
     def version(self) -> WeightVersion | None:
         """The last committed version; None before the first publish()."""
         return WeightVersion(run_id=self.run_id, number=self._number) if self._number >= 0 else None
+
+    @property
+    def public_key(self) -> str | None:
+        """The key by which followers know what this trainer signed; None: the run is not signed."""
+        return self._signer.public_key if self._signer is not None else None
 
     @property
     def state_hash(self) -> StateHash:
@@ -207,6 +214,10 @@ class WeightPublisher:
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report
+
+    def load(self, planes: WeightPlanes) -> None:
+        """Writes weights of the run's layout into the trainer's tensors, in place."""
+        self._source.load(planes)
 
     def acks(self) -> dict[str, Ack]:
         """Returns each worker's last acknowledgement, with the worker's own state hash. Raises:

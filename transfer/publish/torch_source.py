@@ -2,8 +2,8 @@
 
 Owns what a trainer hands over. Imports torch only when a source is made or bits are loaded. A tensor that
 several names share is published once, under its first name; torch casts wider floats (round to nearest even)
-on their device, before they are copied to the host. Never keeps a copy of the weights, never writes to a
-trainer's.
+on their device, before they are copied to the host. Never keeps a copy of the weights, and writes to a
+trainer's only in load().
 """
 
 import threading
@@ -157,6 +157,22 @@ class TorchSource:
             flat = region.reshape(-1)[piece.begin : piece.end]
             raw = self._raw(flat, bits.element_size()).view(bits.dtype)
             bits[piece.at : piece.at + flat.numel()].copy_(raw)
+
+    def load(self, planes: WeightPlanes) -> None:
+        """Writes what whole planes hold into the tensors, in place. Wider floats get the published values."""
+        torch = self._torch
+        parts = planes.layout.parts_by_tensor
+        with torch.no_grad():
+            for name, shards in self._shards.items():
+                target = self._target(shards[0].tensor)
+                dtype = target if target is not None else shards[0].tensor.dtype
+                whole = torch.empty(shards[0].shape, dtype=dtype)
+                bits = whole.view(self._views[whole.element_size()]).numpy()
+                for part in parts[name]:
+                    planes.read_part_into(part, bits)
+                for shard in shards:
+                    ends = zip(shard.start, shard.tensor.shape, strict=True)
+                    shard.tensor.copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
 
     def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Piece, Any]]:
         """Yields the bucket's pieces, each with the part of a tensor that it is cut from."""

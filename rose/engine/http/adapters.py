@@ -1,17 +1,16 @@
 """The LoRA adapters of one engine: versions that are loaded beside each other, and which of them is a run's.
 
-Owns the versions' names, `RUN@VERSION`, which never change what they mean, so that no KV of one is another's,
-and the engine's copy of each version's files. A turn that names `RUN` as its model gets the newest version
-from its first step to its last. What is checked is checked before anything is loaded; an error leaves the old
-version in use. A version that is not the newest any more is unloaded once no request uses it. Runs on the API
-server's event loop.
+Owns the versions' names, `RUN@VERSION`, which never change what they mean, so that no KV of one is another's.
+A turn that names `RUN` as its model gets the newest version from its first step to its last. What is checked
+is checked before anything is loaded; an error leaves the old version in use. While the engine is inactive, a
+version's files are kept until it is activated. A version that is not the newest any more is unloaded once no
+request uses it. Runs on the API server's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -23,11 +22,10 @@ from vllm.engine.protocol import EngineClient
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from rose.errors import ConfigError, FrameError, WorkerError
+from rose.engine.adapter_copies import AdapterCopies
+from rose.errors import ConfigError, WorkerError
 from rose.messages import AdapterUpdate, WeightUpdated, parse_version
-from rose.transfer.adapters.description import CONFIG_FILE, TENSORS_FILE
 from rose.transfer.adapters.folders import lora_name
-from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.transfer.format.manifest import check_name
 from rose.types import WeightVersion
 
@@ -53,7 +51,11 @@ class AdapterNames(dict[str, LoRARequest]):
         self.newest: dict[str, str] = {}
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.newest
+        return self.has_version(name) or self.has_version(self.newest.get(str(name)))
+
+    def has_version(self, name: object) -> bool:
+        """Whether turns may name a version. vLLM's own route may have dropped its name."""
+        return super().__contains__(name)
 
     def __missing__(self, name: str) -> LoRARequest:
         return self[self.newest[name]]
@@ -71,23 +73,26 @@ class _Loaded:
 
 
 class EngineAdapters:
-    """The adapters of an engine with --enable-lora. Calls of load() must not overlap.
+    """The adapters of an engine with --enable-lora. Calls of load() and load_kept() must not overlap.
 
-    ``models``: vLLM's OpenAIServingModels, whose names routes look up. ``folder``: the engine's own.
+    ``models``: vLLM's OpenAIServingModels, whose names routes look up.
     """
 
-    def __init__(self, client: EngineClient, models: Any, folder: Path) -> None:
+    def __init__(self, client: EngineClient, models: Any, copies: AdapterCopies) -> None:
         self._client = client
         self._models = models
-        self._folder = folder
+        self._copies = copies
         self._names = models.lora_requests = AdapterNames(models.lora_requests.items())
+        self.problems: dict[str, str] = {}
+        """Why the newest version of a run that was delivered is not loaded."""
         self._loaded: dict[str, _Loaded] = {}
+        self._kept: dict[str, _Loaded] = {}
+        """The version of each run that is loaded when the engine is activated."""
         self._old: dict[str, _Loaded] = {}
         """Those of them that are not the newest any more."""
         self._nameless: list[_Loaded] = []
         self._placeless: list[_Loaded] = []
         self._unloading: asyncio.Task[None] | None = None
-        shutil.rmtree(folder, ignore_errors=True)  # of an engine of this name that was killed
 
     @property
     def room(self) -> int:
@@ -105,33 +110,79 @@ class EngineAdapters:
 
     def versions(self) -> list[str]:
         """Returns the newest version of each run, such as "run/7"."""
-        return [self._loaded[name].update.version for name in self._names.newest.values()]
+        newest = {run: name for run, name in self._names.newest.items() if self._names.has_version(name)}
+        held = {run: self._loaded[name] for run, name in newest.items()} | self._kept
+        return [each.update.version for each in held.values()]
 
-    async def load(self, update: AdapterUpdate) -> WeightUpdated:
-        """Loads a version beside those that are loaded; from then on turns that name its run get it.
+    async def load(self, update: AdapterUpdate, *, is_active: bool = True) -> WeightUpdated:
+        """Loads a version beside those that are loaded; from then on turns that name its run get it. If the
+        engine is not active, it is checked and kept until load_kept().
 
         Raises: ConfigError where the adapter does not fit the engine, NoRoom, or whatever vLLM raises; the
         old version is still in use then.
         """
         version = _checked_version(update.version)
+        try:
+            await self._load(version, update, is_active=is_active)
+        except Exception as error:
+            self.problems[version.run_id] = f"{update.version}: {error}"
+            raise
+        self.problems.pop(version.run_id, None)
+        return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+    async def load_kept(self) -> None:
+        """Loads what was kept while the engine was inactive. What fails is told as a problem of its run, and
+        the subscriber, which no longer finds the version in the status, delivers it again."""
+        while self._kept:
+            run_id, kept = self._kept.popitem()
+            name, version = kept.request.lora_name, kept.update.version
+            try:
+                await self._begin(run_id, kept)
+                self.problems.pop(run_id, None)
+            except Exception as error:  # whatever fails in vLLM: the engine is activated without it
+                logger.exception("kept adapter not loaded: name=%s", name)
+                self.problems[run_id] = f"{version}: {error}"
+                shutil.rmtree(kept.folder, ignore_errors=True)
+
+    async def _load(self, version: WeightVersion, update: AdapterUpdate, *, is_active: bool) -> None:
         name, run_id = lora_name(version), version.run_id
-        loaded = self._loaded.get(name)
-        if loaded is not None and loaded.update.state_hash != update.state_hash:
+        kept = self._kept.get(run_id)
+        held = kept if kept is not None and kept.request.lora_name == name else self._loaded.get(name)
+        if held is not None and held.update.state_hash != update.state_hash:
             raise ConfigError(
-                f"{update.version} is loaded with state hash {loaded.update.state_hash}, this one has "
+                f"{update.version} is loaded with state hash {held.update.state_hash}, this one has "
                 f"{update.state_hash}: a version never changes; begin a run of another id"
             )
-        if loaded is None:
+        if held is None:
             self._check_name(run_id)
-            self._check_room(run_id, update.version)
-            loaded = await self._load_beside(name, update)
+            if is_active:
+                self._check_room(run_id, update.version)
+            held = await self._take(name, update)
+        if is_active:
+            await self._begin(run_id, held)
+            return
+        self._kept[run_id] = held
+        if kept is not None and kept is not held and kept.request.lora_name not in self._loaded:
+            shutil.rmtree(kept.folder, ignore_errors=True)
+
+    async def _begin(self, run_id: str, held: _Loaded) -> None:
+        """Lets new turns of the run have a version, which is loaded if it is not yet."""
+        name = held.request.lora_name
+        if name not in self._loaded:
+            self._check_room(run_id, held.update.version)
+            try:
+                await self._client.add_lora(held.request)
+            except BaseException:
+                await self._forget(held)
+                raise
+            self._loaded[name] = held
         before = self._names.newest.get(run_id)
+        self._names[name] = held.request
         self._names.newest[run_id] = name  # from here on, new turns
         self._old.pop(name, None)
-        logger.info("adapter in use: version=%s before=%s", update.version, before)
+        logger.info("adapter in use: version=%s before=%s", held.update.version, before)
         if before is not None and before != name:
             self._retire(before)
-        return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
     def _check_name(self, run_id: str) -> None:
         is_taken = run_id in self._names and run_id not in self._names.newest
@@ -142,7 +193,7 @@ class EngineAdapters:
             )
 
     def _check_room(self, run_id: str, version: str) -> None:
-        num_loaded = len(self._names) + len(self._nameless)
+        num_loaded = len({*self._names, *self._loaded}) + len(self._nameless)
         if num_loaded < self.room:
             return
         config = self._client.vllm_config.lora_config
@@ -151,34 +202,32 @@ class EngineAdapters:
         spare = 1 if current_platform.is_cpu() else 0
         wanted = max(2 * len({*self._names.newest, run_id}) + spare, config.max_loras + 1)
         raise NoRoom(
-            f"no room for {version}: {num_loaded} adapters are loaded ({', '.join(self._names)}), and the "
+            f"no room for {version}: {num_loaded} adapters are loaded ({', '.join(self._names)}), and this "
             f"engine holds {max(self.room, 0)}{old}; each run needs two places while it changes versions, "
             f"and more if its turns outlast a version: use --max-loras {wanted}"
         )
 
-    async def _load_beside(self, name: str, update: AdapterUpdate) -> _Loaded:
+    async def _take(self, name: str, update: AdapterUpdate) -> _Loaded:
+        """Copies a version's files, and has each rank check that it fits."""
         number = self._models.lora_id_counter.inc(1)
-        folder = self._folder / f"{name}-{number}"  # the files of an earlier one may still be there
-        request = LoRARequest(name, number, str(folder))
+        copy = f"{name}-{number}"  # the files of an earlier one may still be there
+        folder = self._copies.folder / copy
         try:
-            await asyncio.to_thread(_take_files, Path(update.path), folder, update.state_hash)
+            await asyncio.to_thread(self._copies.take, update, copy)
             problems = await self._client.collective_rpc("adapter_problem", args=(str(folder),))
             if problem := next((each for each in problems if each is not None), None):
                 raise ConfigError(f"adapter {update.version}: {problem}")
-            await self._client.add_lora(request)
         except BaseException:
-            await self._forget(request, folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        loaded = _Loaded(update, request, folder)
-        self._loaded[name], self._names[name] = loaded, request
-        return loaded
+        return _Loaded(update, LoRARequest(name, number, str(folder)), folder)
 
-    async def _forget(self, request: LoRARequest, folder: Path) -> None:
+    async def _forget(self, held: _Loaded) -> None:
         """Leaves nothing of a version on any rank, nor of its files."""
         try:
-            await self._client.remove_lora(request.lora_int_id)
+            await self._client.remove_lora(held.request.lora_int_id)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(held.folder, ignore_errors=True)
 
     def _retire(self, name: str) -> None:
         self._old[name] = self._loaded[name]
@@ -237,19 +286,3 @@ def _checked_version(text: str) -> WeightVersion:
     if str(version) != text:
         raise ConfigError(f"adapter {text!r}: write its version as {version}")
     return version
-
-
-def _take_files(source: Path, folder: Path, state_hash: str) -> None:
-    """Makes the engine's own copy of an adapter's files, and checks it. Raises: ConfigError, FrameError."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    for name in (CONFIG_FILE, TENSORS_FILE):
-        if not (source / name).is_file():
-            raise ConfigError(f"{source} has no {name}: an adapter is a folder as PEFT saves it")
-        try:
-            os.link(source / name, folder / name)
-        except OSError:  # on another file system
-            shutil.copyfile(source / name, folder / name)
-    found = str(checkpoint_state_hash(folder / TENSORS_FILE))
-    if found != state_hash:
-        raise FrameError(f"{source}: state hash {found}, expected {state_hash}; adapter not loaded")

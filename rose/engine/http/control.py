@@ -72,7 +72,8 @@ class EngineControl:
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
         self.adapters: EngineAdapters | None = None
-        """None on an engine without --enable-lora, and where several API servers share the engine."""
+        """None on an engine without --enable-lora, under pipeline parallelism, and where several API servers
+        share the engine."""
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
         size = describe_pool(settings.pool) if settings.pool is not None else None
@@ -171,6 +172,7 @@ class EngineControl:
             is_updating=self._is_updating,
             continues_grammars=self.role is Role.ROLLOUT,
             adapters=self.adapters.versions() if self.adapters is not None else None,
+            adapter_problems=list(self.adapters.problems.values()) if self.adapters is not None else [],
             activated_at_s=self._activation.activated_at_s,
             device_weights_bytes=self._activation.weights_bytes,
             device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
@@ -218,20 +220,23 @@ class EngineControl:
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
     async def load_adapter(self, update: AdapterUpdate) -> WeightUpdated:
-        """Loads a version of a LoRA adapter beside those in use.
+        """Loads a version of a LoRA adapter beside those in use, and returns when the routers know it. An
+        inactive engine loads it when it is activated.
 
-        Raises: ConfigError on an engine without adapters, WorkerError while it is inactive; as
-        EngineAdapters.load() does. The old version stays in use then.
+        Raises: ConfigError on an engine without adapters; as EngineAdapters.load() does. The old version
+        stays in use then.
         """
         if self.adapters is None:
             raise ConfigError(
                 "this engine takes no LoRA adapters: start it with --enable-lora --max-loras N "
-                "--max-lora-rank R, and with one API server"
+                "--max-lora-rank R, with one API server and without --pipeline-parallel-size"
             )
         async with self._exclusive:
-            if not self.is_active:
-                raise WorkerError(INACTIVE)
-            return await self.adapters.load(update)
+            is_active = self.is_active
+            updated = await self.adapters.load(update, is_active=is_active)
+        if is_active:
+            await self.followers.until_told(update.version)
+        return updated
 
     async def _prepare(self, update: WeightUpdate) -> str | None:
         """Has all ranks prepare the changes; returns why the checkpoint has to be loaded whole, or None."""
@@ -281,14 +286,18 @@ class EngineControl:
         await self._client.finish_weight_update(update.version)
 
     async def activate(self) -> ActivationChange:
-        """Restores the newest weights. Returns when turns may come."""
+        """Restores the newest weights and adapters. Returns when turns may come."""
         async with self._exclusive:
-            change = await self._activation.activate()
+            change = await self._activation.activate(self._load_kept_adapters)
             if change.took_s > 0:
                 # The mirror may have moved on since the last update that the engine was told of.
                 loaded, _ = (await self._client.collective_rpc("loaded_weights"))[0]
                 self._weight_version = loaded if loaded is not None else self._weight_version
             return change
+
+    async def _load_kept_adapters(self) -> None:
+        if self.adapters is not None:
+            await self.adapters.load_kept()
 
     async def deactivate(self) -> ActivationChange:
         """Ends all requests with ``rose_deactivated``, then frees KV and weights."""

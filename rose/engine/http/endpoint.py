@@ -18,6 +18,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from rose.config import Settings
+from rose.engine.adapter_copies import AdapterCopies
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
@@ -25,7 +26,6 @@ from rose.engine.http.control import EngineControl
 from rose.engine.http.front_door import FrontDoor
 from rose.engine.http.leases import Ask
 from rose.engine.settings import EngineSettings
-from rose.engine.status import adapters_folder
 from rose.errors import ConfigError, FrameError, WorkerError
 from rose.messages import (
     ActivationChange,
@@ -66,7 +66,7 @@ router = APIRouter(prefix="/rose/v1")
 async def get_status(
     request: Request,
     follower: str | None = None,
-    knows: str | None = None,
+    knows: Annotated[list[str] | None, Query()] = None,
     every_s: Annotated[float, Query(gt=0)] = 0.5,
     cap: Annotated[int | None, Query(ge=1)] = None,
     wants: Annotated[int, Query(ge=0)] = 0,
@@ -74,15 +74,16 @@ async def get_status(
     needs: bool = False,
     gone: str | None = None,
 ) -> WorkerStatus:
-    """Returns the engine's status. A router names itself as ``follower``, with the weight version it
-    ``knows`` and the interval of its questions: no token of new weights leaves before it knows their
-    version. With a ``cap``, the answer has its lease: the turns that it may have of what it ``wants``, and
-    the job that the GPU is lent to, which is the one that it ``lends`` to, or another router's."""
+    """Returns the engine's status. A router names itself as ``follower``, with the versions of weights and
+    adapters that it ``knows`` and the interval of its questions: no token of new weights leaves before it
+    knows their version, and no new version of an adapter is acknowledged. With a ``cap``, the answer has its
+    lease: the turns that it may have of what it ``wants``, and the job that the GPU is lent to, which is the
+    one that it ``lends`` to, or another router's."""
     control = _control(request)
     status = control.status()
     if follower is None:
         return status
-    control.followers.asked(follower, knows, every_s)
+    control.followers.asked(follower, knows if knows is not None else (), every_s)
     if cap is not None and control.leases is not None:
         ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone)
         status.lease = control.leases.asked(ask, time.monotonic())
@@ -142,7 +143,7 @@ async def post_adapters(body: AdapterUpdate, request: Request) -> WeightUpdated:
         )
     try:
         return await control.load_adapter(body)
-    except WorkerError as error:  # no room yet, or inactive: the subscriber tries again
+    except WorkerError as error:  # no room yet: the subscriber tries again
         raise HTTPException(503, str(error)) from error
     except (ConfigError, FrameError) as error:
         raise HTTPException(422, str(error)) from error
@@ -221,9 +222,10 @@ class RoseEndpoint:
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
             models = getattr(state, "openai_serving_models", None)
-            if config.lora_config is not None and models is not None and control.leases is not None:
-                folder = adapters_folder(Settings.from_environment().staging_root, settings.engine_id)
-                control.adapters = EngineAdapters(engine_client, models, folder)
+            is_alone = control.leases is not None and config.parallel_config.pipeline_parallel_size == 1
+            if config.lora_config is not None and models is not None and is_alone:
+                copies = AdapterCopies(Settings.from_environment().staging_root, settings.engine_id)
+                control.adapters = EngineAdapters(engine_client, models, copies)
             await control.start()
             control.listens_at(_own_url(args))
             state.rose = control

@@ -1,4 +1,4 @@
-"""The routers that follow an engine's status, and the weight version that each of them knows.
+"""The routers that follow an engine's status, and the versions of weights and adapters that each knows.
 
 Promises that a wait for them ends, even if one has gone or never learns of a version. Never reads the status
 itself. Runs on the API server's event loop.
@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 GONE_AFTER_INTERVALS = 2.0
 """A follower is gone after this many of its intervals without a question."""
 MOST_S = 5.0
-"""Longest wait for followers. No step runs during it."""
+"""Longest wait for followers. No step runs during it if they wait for whole weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    knows: str | None
+    knows: frozenset[str]
     asked_at_s: float
     every_s: float
 
@@ -35,11 +36,11 @@ class Followers:
         self._followers: dict[str, _Follower] = {}
         self._has_asked = asyncio.Event()
 
-    def asked(self, name: str, knows: str | None, every_s: float) -> None:
+    def asked(self, name: str, knows: Iterable[str], every_s: float) -> None:
         """Notes a follower's question. It asks every ``every_s`` seconds, and was last told of ``knows``."""
         now = time.monotonic()
         self._followers = {key: each for key, each in self._followers.items() if not each.is_gone(now)}
-        self._followers[name] = _Follower(knows, now, every_s)
+        self._followers[name] = _Follower(frozenset(knows), now, every_s)
         self._has_asked.set()
 
     async def until_told(self, version: str) -> None:
@@ -56,7 +57,7 @@ class Followers:
         know."""
         now = time.monotonic()
         behind = [
-            each for each in self._followers.values() if each.knows != version and not each.is_gone(now)
+            each for each in self._followers.values() if version not in each.knows and not each.is_gone(now)
         ]
         left = [each.asked_at_s + GONE_AFTER_INTERVALS * each.every_s - now for each in behind]
         return min(left, default=None)

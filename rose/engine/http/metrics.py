@@ -71,6 +71,10 @@ def _engine_metrics(status: WorkerStatus, labels: tuple[str, str]) -> Iterator[M
         "rose_busy_seconds": ("Time in engine steps", status.busy_s),
     }
     gauges = {
+        "rose_adapter_problems": (
+            "LoRA adapters whose newest version is not loaded; the status has the reasons",
+            len(status.adapter_problems),
+        ),
         "rose_kv_slabs_owned": ("KV slabs held", status.kv_slabs_owned),
         "rose_kv_slabs_budget": ("KV slabs that rollouts may hold", status.kv_slabs_budget),
     }

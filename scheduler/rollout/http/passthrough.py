@@ -20,7 +20,7 @@ from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
 from rose.scheduler.rollout.turn.attempt.progress import probed
-from rose.scheduler.rollout.turn.attempt.stream import adapter_name
+from rose.scheduler.rollout.turn.attempt.receive import adapter_name
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey, Route
@@ -103,6 +103,8 @@ class _WholeAttempt:
         """The answer, once a part of it has been sent to the client."""
         self._num_events = 0
         self._num_used: int | None = None
+        self._line = b""
+        """The beginning of a line of the stream, whose end has not come yet."""
 
     @property
     def num_tokens(self) -> int:
@@ -157,7 +159,7 @@ class _WholeAttempt:
 
     def _plain(self, response: aiohttp.ClientResponse, body: bytes) -> web.Response | Ending:
         if response.status == HTTPStatus.NOT_FOUND and self._adapter is not None:
-            return Ending(kind=EndKind.OUTDATED, detail=f"{self._worker.id} has unloaded {self._adapter}")
+            return Ending(kind=EndKind.UNLOADED, detail=f"{self._worker.id} does not hold {self._adapter}")
         if response.status != 200:
             return error_ending(response.status, body.decode(errors="replace"))
         answer = json.loads(body)
@@ -181,12 +183,22 @@ class _WholeAttempt:
             watch.allow(2 * self._plane.config.first_token_s)
             self._num_events += data.count(_EVENT)
             tail = (tail + data)[-_TAIL_BYTES:]
-            await answer.write(data)
+            await answer.write(self._as_named(data) if self._adapter is not None else data)
             data = await upstream.content.readany()
         if used := _USAGE.findall(tail):
             self._num_used = int(used[-1])
+        await answer.write(self._line)
         await answer.write_eof()
         return answer
+
+    def _as_named(self, data: bytes) -> bytes:
+        """Returns the whole lines of a stream that have come, with the model as the client named it."""
+        assert self._adapter is not None
+        ended, newline, self._line = (self._line + data).rpartition(b"\n")
+        asked = b'"model":' + json.dumps(self._adapter.run_id).encode()
+        served = json.dumps(adapter_name(self._adapter)).encode()
+        # Quotes within a JSON string are escaped, so this finds nothing in a text.
+        return re.sub(rb'"model": ?' + re.escape(served), lambda _: asked, ended + newline)
 
     def _origin(self) -> dict[str, str]:
         """Returns the headers that say where an answer comes from, as its body can't."""

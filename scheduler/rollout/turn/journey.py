@@ -48,6 +48,8 @@ class Journey:
     max_tokens: int | None = None
     avoid_until: dict[str, float] = field(default_factory=dict)
     num_failures: int = 0
+    unloaded_since: float | None = None
+    """Since when workers have said that they don't hold the adapter; None: the last one did not say so."""
     num_attempts: int = 0
     span: TurnSpan | None = None
     """Set where turns are traced."""

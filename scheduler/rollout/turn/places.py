@@ -259,9 +259,11 @@ def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -
     needed = f"weights of run {wants.run_id}" if wants.run_id else "weights"
     if wants.run_id == NO_RUN:
         needed = "base weights, all that a job without a run may use"
+    is_adapter = wants.model is not None and wants.model == wants.run_id
+    flag, named = ("--adapter", "model") if is_adapter else ("--run", "job's run")
     return (
         f"for {weights_s:g} s no worker{model} has had {needed} that are new enough; workers: {shown}; let a"
-        " worker follow the run (rose serve --run), or correct the job's run"
+        f" worker follow the run (rose serve {flag}), or correct the {named}"
     )
 
 

@@ -9,7 +9,7 @@ Never does: choose the next worker (placing/policy.py).
 import logging
 import time
 
-from rose.errors import WorkerError
+from rose.errors import NoWorkerError, WorkerError
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind
 from rose.scheduler.rollout.turn.counters import Counters
@@ -36,6 +36,7 @@ class Rerouting:
         Raises:
             Refused: the worker says that the request itself is wrong.
             WorkerError: workers have failed this request `max_failures` times.
+            NoWorkerError: for `weights_s` each worker has said that it lacks the request's adapter.
         """
         if ending.kind is EndKind.REFUSED:
             raise Refused(ending.status, ending.detail)
@@ -45,6 +46,7 @@ class Rerouting:
             worker.unleased()
             return
         now = time.monotonic()
+        self._check_adapter(ending, worker, journey, now)
         journey.avoid_until[worker.id] = now + self._config.avoid_s
         # Steps that serving lets through one by one may make tokens too seldom for the router's own clock.
         is_held = ending.kind is EndKind.STALLED and worker.is_held_by_serving
@@ -58,3 +60,19 @@ class Rerouting:
             journey.num_failures += 1
             if journey.num_failures >= self._config.max_failures:
                 raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")
+
+    def _check_adapter(self, ending: Ending, worker: Worker, journey: Journey, now: float) -> None:
+        """Asks a worker at once which adapters it holds, if it lacks that of the request. Raises:
+        NoWorkerError."""
+        if ending.kind is not EndKind.UNLOADED:
+            journey.unloaded_since = None
+            return
+        worker.is_due.set()
+        if journey.unloaded_since is None:
+            journey.unloaded_since = now
+        elif now - journey.unloaded_since >= self._config.weights_s:
+            raise NoWorkerError(
+                f"for {self._config.weights_s:g} s workers have answered 404 for model "
+                f"{journey.route.model}, a LoRA adapter that their status names; the last: {ending.detail}. "
+                "Publish a version of the run, or restart the worker"
+            )

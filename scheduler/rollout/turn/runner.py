@@ -20,7 +20,7 @@ from rose.scheduler.rollout.turn.dispatch import Dispatcher
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.rerouting import Rerouting
-from rose.scheduler.rollout.turn.trajectories import about_tokens
+from rose.scheduler.rollout.turn.trajectories import about_tokens, version_of
 from rose.scheduler.rollout.workers.worker import Worker
 
 _CANT_RESUME = (
@@ -92,7 +92,8 @@ class TurnRunner:
                 self._dispatcher.keep_to_takers(journey)
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)
-            version = place.worker.weight_version if self._dispatcher.pins_versions else None
+            is_pinned, model = self._dispatcher.pins_versions, journey.route.model
+            version = version_of(place.worker, model) if is_pinned else None
             try:
                 if generation.token_ids:
                     self._resume_on(place.worker, single, is_streamed=sink is not None)

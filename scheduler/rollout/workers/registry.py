@@ -260,8 +260,8 @@ class Registry:
     def _question(self, worker: Worker) -> dict[str, Any]:
         """Returns what a worker is told with the question for its status (Lease, Followers)."""
         told: dict[str, Any] = {"follower": self.name, "every_s": str(self._config.heartbeat_s)}
-        if worker.weight_version is not None:
-            told["knows"] = str(worker.weight_version)
+        known = [worker.weight_version] if worker.weight_version is not None else []
+        told["knows"] = [str(version) for version in (*known, *worker.adapters.values())]
         told |= {"cap": worker.cap, "wants": worker.in_flight + self._num_waiting()}
         if owner := worker.owner:
             is_needed = worker.tenants[owner] > 0 or self._is_waited_for(worker, owner)

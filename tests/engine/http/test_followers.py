@@ -19,7 +19,7 @@ from rose.engine.http.endpoint import RoseEndpoint
 from rose.engine.http.followers import Followers
 from rose.engine.settings import EngineSettings
 from rose.engine.status import StatusPage, page_path
-from rose.messages import WeightUpdate
+from rose.messages import AdapterUpdate, WeightUpdate, WeightUpdated
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.types import Role
@@ -90,10 +90,44 @@ async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
         assert engine.known_at_resume == versions
 
 
+class Adapters:
+    """An engine's adapters, without the engine."""
+
+    def __init__(self) -> None:
+        self.newest: list[str] = []
+        self.problems: dict[str, str] = {}
+
+    def versions(self) -> list[str]:
+        return self.newest
+
+    async def load(self, update: AdapterUpdate, *, is_active: bool) -> WeightUpdated:
+        assert is_active
+        self.newest = [update.version]
+        return WeightUpdated(version=update.version, state_hash=update.state_hash)
+
+
+async def test_a_new_version_of_an_adapter_is_acknowledged_only_when_the_router_sends_turns_to_it(
+    served: tuple[str, Engine, EngineControl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers_module, "MOST_S", 600.0)
+    monkeypatch.setattr(followers_module, "GONE_AFTER_INTERVALS", 1000.0)
+    url, _, control = served
+    adapters: Any = Adapters()
+    control.adapters = adapters
+    config = RouterConfig(port=0, workers=(WorkerSpec(url=url),), heartbeat_s=0.5, lost_after_s=600)
+    async with RunningRouter(config) as router:
+        (worker,) = router.plane.registry.workers()
+        while not worker.is_alive:
+            await asyncio.sleep(0.01)
+        for number in range(1, 4):
+            await control.load_adapter(AdapterUpdate(version=f"math/{number}", path="unused", state_hash="0"))
+            assert str(worker.adapters["math"]) == f"math/{number}"
+
+
 async def test_only_followers_that_still_ask_are_waited_for() -> None:
     followers = Followers()
     await followers.until_told("run/1")
-    followers.asked("gone", None, 1e-9)
+    followers.asked("gone", (), 1e-9)
     await followers.until_told("run/1")
-    followers.asked("knows", "run/1", 3600)
+    followers.asked("knows", ("other/7", "run/1"), 3600)
     await followers.until_told("run/1")

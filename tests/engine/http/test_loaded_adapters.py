@@ -10,6 +10,7 @@ from tiny_adapters import adapter_config, adapter_tensors, adapter_update, save_
 from vllm.lora.request import LoRARequest
 from vllm.utils.counter import AtomicCounter
 
+from rose.engine.adapter_copies import AdapterCopies
 from rose.engine.http import adapters
 from rose.engine.http.adapters import EngineAdapters, NoRoom
 from rose.errors import ConfigError, FrameError
@@ -59,21 +60,23 @@ class Engine:
             lora_requests={}, lora_id_counter=AtomicCounter(0), is_base_model=lambda name: name == "tiny"
         )
         client: Any = self.core
-        self.adapters = EngineAdapters(client, self.models, folder / "own")
+        copies = AdapterCopies(folder / "root", "own")
+        self._own = copies.folder
+        self.adapters = EngineAdapters(client, self.models, copies)
 
     def update(self, version: str) -> AdapterUpdate:
         path = self.folder / "staged" / version
         saved = save_adapter(path, adapter_tensors(len(version)), adapter_config("tiny"))
         return adapter_update(saved, version)
 
-    async def load(self, version: str) -> AdapterUpdate:
+    async def load(self, version: str, *, is_active: bool = True) -> AdapterUpdate:
         update = self.update(version)
-        await self.adapters.load(update)
+        await self.adapters.load(update, is_active=is_active)
         return update
 
     @property
     def files(self) -> set[str]:
-        return {path.name.rpartition("-")[0] for path in (self.folder / "own").glob("*")}
+        return {path.name.rpartition("-")[0] for path in self._own.glob("*")}
 
 
 async def settled(condition: Any) -> None:
@@ -119,10 +122,54 @@ async def test_a_version_waits_for_a_place_and_on_a_cpu_one_place_stays_empty(ma
     ):
         await engine.adapters.load(update)
     assert engine.adapters.versions() == ["math/1"]
+    (problem,) = engine.adapters.problems.values()
+    assert problem.startswith("math/2: no room for math/2")
     engine.core.end("turn")
     await settled(lambda: len(engine.core.held) == 1)
     await engine.adapters.load(update)
-    assert engine.adapters.versions() == ["math/2"]
+    assert (engine.adapters.versions(), engine.adapters.problems) == (["math/2"], {})
+
+
+async def test_an_inactive_engine_keeps_the_newest_version_of_each_run_until_it_is_activated(
+    make: Any,
+) -> None:
+    engine = make(6)
+    await engine.load("math/0")
+    for version in ("math/1", "math/2", "code/7"):
+        await engine.load(version, is_active=False)
+    assert (engine.core.num_added, engine.files) == (1, {"math@0", "math@2", "code@7"})
+    assert sorted(engine.adapters.versions()) == ["code/7", "math/2"]
+    assert engine.models.lora_requests["math"].lora_name == "math@0"
+    engine.core.problem = "it has rank 9"
+    with pytest.raises(ConfigError, match="adapter math/33: it has rank 9"):
+        await engine.load("math/33", is_active=False)
+    await engine.adapters.load_kept()
+    assert (engine.core.num_added, sorted(engine.adapters.versions())) == (3, ["code/7", "math/2"])
+    names = engine.models.lora_requests
+    assert [names[run].lora_name for run in ("math", "code")] == ["math@2", "code@7"]
+    await settled(lambda: engine.files == {"math@2", "code@7"})
+
+
+async def test_a_kept_version_that_has_no_place_is_told_and_can_be_delivered_again(make: Any) -> None:
+    engine = make(2)
+    await engine.load("math/0")
+    update = await engine.load("code/7", is_active=False)
+    await engine.adapters.load_kept()
+    assert (engine.adapters.versions(), engine.files) == (["math/0"], {"math@0"})
+    assert "code/7: no room for code/7" in engine.adapters.problems["code"]
+    with pytest.raises(NoRoom):
+        await engine.adapters.load(update)
+
+
+async def test_a_version_that_vllms_own_route_unloads_is_told_as_gone_and_comes_back(make: Any) -> None:
+    engine = make(4)
+    update = await engine.load("math/0")
+    names = engine.models.lora_requests
+    del names["math@0"]
+    assert engine.adapters.versions() == [] and "math" not in names
+    await engine.adapters.load(update)
+    assert engine.adapters.versions() == ["math/0"] and names["math"].lora_name == "math@0"
+    assert engine.core.num_added == 1
 
 
 async def test_what_fails_leaves_the_old_version_and_nothing_of_the_new_one(make: Any) -> None:

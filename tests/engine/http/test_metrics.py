@@ -46,6 +46,7 @@ STATUS = WorkerStatus(
     device_weights_bytes=0,
     device_kv_bytes=0,
     device_fixed_bytes=0,
+    adapter_problems=["math/4: no room"],
 )
 
 
@@ -60,6 +61,7 @@ def test_an_engine_without_a_pool_shows_the_numbers_of_its_status() -> None:
     found = scrape(None)
     assert found['rose_generated_tokens_total{engine_id="e",role="serving"}'] == 11
     assert found['rose_kv_slabs_budget{engine_id="e",role="serving"}'] == 9
+    assert found['rose_adapter_problems{engine_id="e",role="serving"}'] == 1
     assert found['rose_deployment{deployment="decode",engine_id="e",role="serving"}'] == 1
     assert not any("slack" in name for name in found)
 

@@ -213,9 +213,15 @@ class ScriptedWorker:
         return body
 
     def _check_model(self, body: dict[str, Any]) -> None:
-        if (model := body.get("model")) is not None and model not in self.models:
+        if body.get("model") is not None and (model := self._served(body)) not in self.models:
             error = {"message": f"The model `{model}` does not exist.", "code": 404}
             raise web.HTTPNotFound(text=json.dumps({"error": error}), content_type="application/json")
+
+    def _served(self, body: dict[str, Any]) -> str:
+        """The model that answers: the name of a run means its newest version."""
+        newest = {each.rpartition("/")[0]: each.replace("/", "@") for each in self.adapters or ()}
+        model = body.get("model")
+        return newest.get(model, model) if model is not None else self.models[0]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._take(request)
@@ -241,14 +247,17 @@ class ScriptedWorker:
             )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(b'data: {"choices": []}\n\n')
+        await _send(response, {"model": body.get("model"), "choices": []})
         if fault is not None and fault.kind == "slow":
             await self._slow_is_over.wait()
         if fault is not None and request.transport is not None:
             request.transport.abort()
         else:
             usage = {"completion_tokens": body.get("max_tokens", 1)}
-            await _send(response, {"choices": [], "usage": usage})
+            last = json.dumps({"model": body.get("model"), "choices": [], "usage": usage}).encode()
+            for piece in (b"data: " + last[:15], last[15:] + b"\n\n"):  # events come in any pieces
+                await response.write(piece)
+                await asyncio.sleep(0.01)
             await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -274,10 +283,11 @@ class ScriptedWorker:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        body = {**body, "model": self._served(body)}
         prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
         tokens, total = list(prompt), body.get("max_tokens", 16)
         if "messages" in body:
-            await _send(response, self._speaker(prompt))
+            await _send(response, self._speaker(body))
         for position in range(total):
             is_due = fault is not None and position == fault.after_tokens
             if is_due and not await self._fail(request, response, fault):
@@ -298,17 +308,18 @@ class ScriptedWorker:
             await self._fail(request, response, fault)
             return response
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
-        await _send(response, {"choices": [], "usage": usage, "model": self.models[0]})
+        await _send(response, {"choices": [], "usage": usage, "model": body["model"]})
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _speaker(self, prompt: list[int]) -> dict[str, Any]:
+    def _speaker(self, body: dict[str, Any]) -> dict[str, Any]:
         """The first event of a chat."""
+        prompt: list[int] = body["prompt"]
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         usage: dict[str, Any] = {"prompt_tokens": len(prompt)}
         if self.parses_chat:
             usage["completion_tokens_details"] = {"reasoning_tokens": 0}
-        return {"model": self.models[0], "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+        return {"model": body["model"], "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
 
     def _chunk(
         self, body: dict[str, Any], echo: list[int] | None, token: int, position: int, finish: str | None
@@ -324,7 +335,7 @@ class ScriptedWorker:
             choice["delta"] = {"content": choice.pop("text")}
             if body.get("logprobs"):
                 choice["logprobs"] = {"content": [{"token": f"<{token}>", "logprob": -token / 1000}]}
-            return {"model": self.models[0], "choices": [choice]}
+            return {"model": body["model"], "choices": [choice]}
         if position == 0:
             choice["prompt_token_ids"] = echo
         if body.get("logprobs") is not None:
@@ -335,7 +346,7 @@ class ScriptedWorker:
                 "top_logprobs": [{name: -token / 1000}],
                 "text_offset": [0],
             }
-        return {"id": "cmpl-x", "object": "text_completion", "model": self.models[0], "choices": [choice]}
+        return {"id": "cmpl-x", "object": "text_completion", "model": body["model"], "choices": [choice]}
 
     async def _fail(self, request: web.Request, response: web.StreamResponse, fault: Fault | None) -> bool:
         """True: carry on with the stream."""

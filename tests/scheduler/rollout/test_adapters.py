@@ -1,6 +1,8 @@
 """Turns for LoRA adapters: a turn names the run as its model, and one version makes the whole answer."""
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,19 +36,14 @@ async def knows(client: Client, worker: ScriptedWorker, *adapters: str) -> None:
     await until(lambda: {str(each) for each in client.known(worker).adapters.values()} == set(adapters))
 
 
-async def test_turns_name_the_run_and_get_its_newest_version_by_the_versions_own_name(
+async def test_turns_name_the_run_and_get_its_newest_version(
     start_router: StartRouter,
 ) -> None:
     async with engine("math/3", "code/1", version="base/9") as worker, start_router(worker) as client:
-        for model, version, name in (
-            ("math", "math/3", "math@3"),
-            ("code", "code/1", "code@1"),
-            ("scripted", "base/9", "scripted"),
-        ):
+        for model, version in (("math", "math/3"), ("code", "code/1"), ("scripted", "base/9")):
             answer = await client.complete({**MATH, "model": model})
             assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 5)
             assert (answer["model"], versions(answer)) == (model, [version])
-            assert worker.requests[-1]["model"] == name
             assert worker.requests[-1]["cache_salt"] == "base:9"
         _, listed = await client.get("/v1/models")
         assert [card["id"] for card in listed["data"]] == ["scripted", "math", "code"]
@@ -63,6 +60,21 @@ async def test_a_chat_that_goes_whole_names_the_version_too(start_router: StartR
         status, answer = await client.post("/v1/chat/completions", body)
         assert (status, worker.requests[-1]["model"]) == (200, "math@3")
         assert answer["model"] == "math", "as the client named it"
+
+
+async def test_each_event_of_a_chat_that_goes_whole_has_the_model_as_the_client_named_it(
+    start_router: StartRouter,
+) -> None:
+    async with engine("math/3") as worker, start_router(worker) as client:
+        question = {"role": "user", "content": '"model": "math@3"'}
+        body = {"model": "math", "messages": [question], "tools": [], "n": 2, "stream": True}
+        async with client.http.post(f"{client.router.url}/v1/chat/completions", json=body) as response:
+            lines = (await response.text()).split("\n\n")
+        assert worker.requests[-1]["model"] == "math@3"
+        assert lines[2:] == ["data: [DONE]", ""]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:2]]
+        assert [event["model"] for event in events] == ["math", "math"]
+        assert events[1]["usage"] == {"completion_tokens": 1}
 
 
 async def test_turns_run_on_workers_whose_version_of_that_adapter_is_new_enough(
@@ -100,7 +112,19 @@ async def test_a_turn_keeps_its_version_to_its_end_and_the_next_one_gets_the_new
         worker.let_pass()
         assert versions(await turn) == ["math/3"]
         assert versions(await client.complete(MATH, X_Session_ID="s")) == ["math/4"]
-        assert [each["model"] for each in worker.requests] == ["math@3", "math@4"]
+
+
+async def test_a_version_answers_before_the_router_has_heard_of_it_unless_the_session_is_pinned(
+    start_router: StartRouter,
+) -> None:
+    for mode, wanted in (("latest", "math/4"), ("max-lag", "math/4"), ("pinned", "math/3")):
+        async with (
+            engine("math/3") as worker,
+            start_router(worker, version_mode=mode, heartbeat_s=3600) as client,
+        ):
+            assert versions(await client.complete(MATH, X_Session_ID="s")) == ["math/3"]
+            worker.adapters, worker.models = ["math/4"], ["scripted", "math@3", "math@4"]
+            assert versions(await client.complete(MATH, X_Session_ID="s")) == [wanted]
 
 
 async def test_a_turn_whose_version_was_just_unloaded_is_placed_again(start_router: StartRouter) -> None:
@@ -108,9 +132,55 @@ async def test_a_turn_whose_version_was_just_unloaded_is_placed_again(start_rout
         await knows(client, worker, "math/3")
         worker.models = ["scripted", "math@4"]
         turn = asyncio.create_task(client.complete(MATH))
-        await until(lambda: client.counters()["reroutes"].get("outdated", 0) > 0)
+        await until(lambda: client.counters()["reroutes"].get("unloaded", 0) > 0)
         worker.adapters = ["math/4"]
         assert versions(await turn) == ["math/4"]
+
+
+async def test_a_turn_whose_version_stays_unloaded_ends_with_an_error_that_names_it(
+    start_router: StartRouter,
+) -> None:
+    async with engine("math/3") as worker, start_router(worker, weights_s=0.3) as client:
+        await knows(client, worker, "math/3")
+        worker.models = ["scripted"]
+        chat = {"model": "math", "messages": [{"role": "user", "content": "?"}], "tools": [], "n": 2}
+        for path, body in (("/v1/completions", MATH), ("/v1/chat/completions", chat)):
+            status, answer = await client.post(path, body)
+            assert (status, f"{worker.id} does not hold math/3" in str(answer)) == (503, True), answer
+        worker.models.append("math@3")
+        assert versions(await client.complete(MATH)) == ["math/3"]
+
+
+async def test_a_turn_for_an_adapter_that_all_workers_have_lost_ends_with_an_error_that_names_the_flag(
+    start_router: StartRouter,
+) -> None:
+    async with engine("math/3") as worker, start_router(worker, weights_s=0.3) as client:
+        await knows(client, worker, "math/3")
+        worker.models, worker.adapters = ["scripted"], []
+        await knows(client, worker)
+        status, answer = await client.post("/v1/completions", MATH)
+        assert (status, "rose serve --adapter" in str(answer)) == (503, True), answer
+
+
+async def test_a_router_that_was_restarted_with_its_state_knows_which_runs_are_adapters(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    state = tmp_path / "router.json"
+    async with engine("math/3", version="base/9") as worker:
+        async with start_router(worker, state=state) as client:
+            await knows(client, worker, "math/3")
+            await until(lambda: "math/3" in state.read_text())
+        worker.models, worker.adapters = ["scripted"], []
+        async with start_router(worker, state=state) as client:
+            newest = client.router.plane.registry.newest
+            assert newest.is_adapter("math") and dict(newest.of(None)) == {"base": 9}
+            turn = asyncio.create_task(client.complete(MATH))
+            await until(lambda: client.router.plane.dispatcher.num_queued == 1)
+            worker.models, worker.adapters = ["scripted", "math@2"], ["math/2"]
+            await knows(client, worker, "math/2")
+            assert client.router.plane.dispatcher.num_queued == 1, "math/2 is older than what turns have had"
+            worker.models, worker.adapters = ["scripted", "math@4"], ["math/4"]
+            assert versions(await turn) == ["math/4"]
 
 
 async def test_a_turn_right_after_the_first_version_and_one_after_a_restart_find_the_adapter(

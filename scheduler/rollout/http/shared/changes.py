@@ -59,10 +59,14 @@ class Changes:
         ConfigError."""
         entries = self.entries.all()
         self._apply(entries, sorted(entries, key=lambda key: entries[key].rank))
-        now = time.monotonic()
+        newest, now = self._plane.registry.newest, time.monotonic()
         for heard in self.entries.heard:
-            if (version := parse_version(heard.version)) is not None:
-                self._plane.registry.newest.heard(version, heard.models, now=now)
+            version = parse_version(heard.version)
+            assert version is not None
+            if heard.is_adapter:
+                newest.heard_adapter(version, now=now)
+            else:
+                newest.heard(version, heard.models, now=now)
         try:
             await self.entries.save()
         except OSError as error:
@@ -77,7 +81,11 @@ class Changes:
             return
         newest = self._plane.registry.newest
         by_model = [
-            Heard(version=f"{run_id}/{number}", models=[model] if model is not None else None)
+            Heard(
+                version=f"{run_id}/{number}",
+                models=[model] if model is not None else None,
+                is_adapter=run_id == model and newest.is_adapter(model),
+            )
             for model, numbers in newest.by_model()
             for run_id, number in numbers.items()
         ]

@@ -49,6 +49,8 @@ class Heard(BaseModel):
 
     version: str
     models: list[str] | None = None
+    is_adapter: bool = False
+    """Whether the run is a LoRA adapter, which is a model of its own."""
 
 
 class _Kept(BaseModel):

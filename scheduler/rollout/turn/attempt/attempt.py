@@ -50,7 +50,8 @@ class Attempt:
         sink: Sink | None,
         version: WeightVersion | None,
     ) -> None:
-        """`version`: the attempt ends when the worker receives other weights; None: it goes on with any."""
+        """`version`: the attempt keeps to this one, and ends when the worker receives other weights; None: it
+        goes on with any."""
         self._parts = parts
         self._single = single
         self._generation = single.generation
@@ -59,7 +60,8 @@ class Attempt:
         self._journey = journey
         self._sink = sink
         self._adapter = place.worker.adapters.get(journey.route.model or "")
-        """The version of the LoRA adapter that makes all of the attempt's tokens, if its model is one."""
+        """The version of the LoRA adapter that makes all of the attempt's tokens, if its model is one, as far
+        as the router knows. The worker may have a newer one already, and the stream then says so."""
         self._version = version
         self._receiver = Receiver(single, place, journey, sink, parts.records.counters, self._adapter)
 
@@ -134,14 +136,20 @@ class Attempt:
             self._parts.wire,
             worker.turn_urls[generation.path],
             headers,
-            request_body(generation, worker.weight_version, worker.stream_interval(config), self._adapter),
+            # An engine gives the run's name its newest version, of which it tells the router later.
+            request_body(
+                generation,
+                worker.weight_version,
+                worker.stream_interval(config),
+                self._version if self._adapter is not None else None,
+            ),
             self._receiver,
             watch,
             config.first_token_s,
             worker.stall_allowance_s(config),
         )
         if status == HTTPStatus.NOT_FOUND and self._adapter is not None:
-            return Ending(kind=EndKind.OUTDATED, detail=f"{worker.id} has unloaded {self._adapter}")
+            return Ending(kind=EndKind.UNLOADED, detail=f"{worker.id} does not hold {self._adapter}")
         return self._ending() if status == 200 else error_ending(status, text)
 
     def _ending(self) -> Ending:

@@ -31,6 +31,8 @@ class EndKind(StrEnum):
     """The engine aborted the request because its weights leave the GPU until the next rollout phase."""
     OUTDATED = "outdated"
     """The worker received weights of another run, or other weights than the turn is pinned to."""
+    UNLOADED = "unloaded"
+    """The worker does not hold the version of the LoRA adapter that its status names."""
     STALLED = "stalled"
     """The router saw no token for too long."""
     LOST = "lost"

@@ -19,6 +19,19 @@ from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
 
+def adapter_name(version: WeightVersion) -> str:
+    """Returns the model name by which an engine knows one version of an adapter."""
+    return f"{version.run_id}@{version.number}"
+
+
+def named_version(model: str, known: WeightVersion | None) -> WeightVersion | None:
+    """Returns the version of the adapter that a stream says it has; the one that is known if it says none."""
+    run_id, _, number = model.rpartition("@")
+    if known is None or run_id != known.run_id or not number.isdigit():
+        return known
+    return WeightVersion(run_id=run_id, number=int(number))
+
+
 class Receiver:
     """Receives one attempt's stream. Lives on the router's event loop."""
 
@@ -31,7 +44,8 @@ class Receiver:
         counters: Counters,
         adapter: WeightVersion | None = None,
     ) -> None:
-        """`adapter`: the version of the LoRA adapter that makes the tokens; None: they are the weights'."""
+        """`adapter`: the version of the LoRA adapter that makes the tokens, unless the stream names another;
+        None: they are the weights'."""
         self._adapter = adapter
         self._single = single
         self._epoch = single.generation.epoch
@@ -75,6 +89,7 @@ class Receiver:
         if event.model is not None:
             # By the name that was asked for: the version stands in the answer's spans.
             self._journey.served_model = event.model if self._adapter is None else self._adapter.run_id
+            self._adapter = named_version(event.model, self._adapter)
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             if event.usage.prompt_tokens_details is not None:

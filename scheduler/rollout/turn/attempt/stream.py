@@ -11,7 +11,7 @@ from rose.http import NO_PROMPT_IDS_HEADER
 from rose.scheduler.rollout.formats.bodies import Json, encode_apart
 from rose.scheduler.rollout.formats.events import CHAT_PATH, read_events
 from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt
-from rose.scheduler.rollout.turn.attempt.receive import Receiver
+from rose.scheduler.rollout.turn.attempt.receive import Receiver, adapter_name
 from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
@@ -29,7 +29,7 @@ def request_body(
     """Returns the body for the generation's next attempt, on a worker with weights of `version`.
 
     `interval`: the most tokens per event; the client may have asked for fewer. `adapter`: the version of the
-    LoRA adapter that its model means there.
+    LoRA adapter that the attempt needs; None: the worker's newest.
     """
     if (asked := generation.request.get("stream_interval")) is not None:
         interval = min(interval, asked)
@@ -43,11 +43,6 @@ def request_body(
         "return_token_ids": True,
         "stream_interval": interval,
     }
-
-
-def adapter_name(version: WeightVersion) -> str:
-    """Returns the model name by which an engine knows one version of an adapter."""
-    return f"{version.run_id}@{version.number}"
 
 
 async def stream(
