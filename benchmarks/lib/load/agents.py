@@ -22,7 +22,7 @@ _PARAMETERS = {
     "required": ["a", "b"],
 }
 TOOL = {"type": "function", "function": {"name": "add", "parameters": _PARAMETERS}}
-_NOTE = {"type": "string", "minLength": LONG, "maxLength": LONG, "pattern": "^[a-z]*$"}
+_NOTE = {"type": "string", "pattern": f"^[a-z]{{{LONG}}}$"}
 _SCHEMA = {
     "type": "object",
     "properties": {"note": _NOTE},

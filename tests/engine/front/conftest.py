@@ -20,7 +20,8 @@ def scripted_model(engines_dir: Path) -> Path:
 def scripted_engine(engines_dir: Path, scripted_model: Path) -> Iterator[RealEngine]:
     folder = engines_dir / "front"
     folder.mkdir()
-    engine = RealEngine(scripted_model, Role.ROLLOUT, folder, *PARSERS)
+    others = ("--middleware", "front.other_parsers.OtherParsers")
+    engine = RealEngine(scripted_model, Role.ROLLOUT, folder, *PARSERS, *others)
     try:
         yield engine
     finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+from forked_server import ForkedServer
 
 from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
@@ -77,6 +78,20 @@ def front_router(
         url = f"http://127.0.0.1:{port}"
         wait_worker()
         router.wait_until(lambda: _num_fronts(url) == 1, "a front answers", READY_S)
+        yield url
+
+
+@contextlib.contextmanager
+def front_alone(folder: Path, setup: Setup, tools: str, reasoning: str) -> Iterator[str]:
+    """A front of its own before the same router, with other parsers."""
+    port, log = free_port(), folder / f"front-{tools}.log"
+    argv = [sys.executable, "-m", "rose.engine.front.command", "--router", setup.router_url]
+    argv += ["--model", str(setup.model), "--port", str(port), *PARSERS]
+    argv += ["--tool-call-parser", tools, "--reasoning-parser", reasoning]  # the last of a flag counts
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with ForkedServer(ServerProcess(argv, "front", log, environment)) as front:
+        url = f"http://127.0.0.1:{port}"
+        front.wait_ready(f"{url}/health", READY_S)
         yield url
 
 

@@ -62,6 +62,6 @@ async def test_what_can_not_go_on_elsewhere_is_an_error() -> None:
         CuttingProxy(router.url, 3) as dying,
     ):
         with pytest.raises(GracefulHTTPError):
-            await answer([dying.url, router.url], presence_penalty=1.0)
+            await answer([dying.url, router.url], extra_args={"others": 1})
     with pytest.raises(GracefulHTTPError, match="does not answer"):
         await answer([NOWHERE])
