@@ -47,6 +47,8 @@ class Found:
     agents: list[Agent] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
     lost_per_turn: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    """What the router counted."""
 
     def asked(self) -> list[Asked]:
         return [turn for agent in self.agents for turn in agent.turns]
@@ -112,6 +114,8 @@ async def _play(args: argparse.Namespace, url: str, workers: _Workers, found: Fo
         await asyncio.sleep(BETWEEN_S[0])
         is_over.set()
         await asyncio.gather(*playing)
+        counters = (await client.status())["counters"]
+        found.counters = {name: float(counters[name]) for name in ("resumed", "restarted")}
         await _compare(http, workers.engines[0].control.url, found)
 
 
@@ -172,7 +176,7 @@ def _figures(found: Found) -> list[Figure]:
             value=float(len(failed)),
             unit="turns",
             target="<= 0",
-            peers={"turns": float(len(turns)), "kills": float(len(found.lost_per_turn))},
+            peers={"turns": len(turns), "kills": len(found.lost_per_turn), **found.counters},
         ),
         Figure(
             name="agent_lost_tokens",
@@ -186,7 +190,7 @@ def _figures(found: Found) -> list[Figure]:
             value=sum(found.equal) / len(found.equal),
             unit="of turns",
             target=">= 1",
-            peers={"turns": float(len(found.equal))},
+            peers={"turns": len(found.equal)},
         ),
     ]
 
