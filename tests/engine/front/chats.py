@@ -85,12 +85,12 @@ CHATS: dict[str, Json] = {
 }
 
 OTHERS_CHATS = {
-    "llama3_json": _calls("[json]"),
-    "pythonic": _calls("[python]"),
-    "deepseek_r1": {"reasoning": _thinks("[think]")},
-    "granite": {"reasoning": _thinks("[granite]")},
+    "llama3_json/qwen3": _calls("[json]"),
+    "pythonic/qwen3": _calls("[python]"),
+    "hermes/deepseek_r1": {"reasoning": _thinks("[think]")},
+    "hermes/granite": {"reasoning": _thinks("[granite]")},
 }
-"""Chats for other parsers than those of the engine's flags: the model says what each of them reads."""
+"""Chats by other tool and reasoning parsers than the engine's flags name. The model says what each reads."""
 
 
 def whole(url: str, body: Json, **headers: str) -> list[Json]:
