@@ -10,6 +10,8 @@ from front.other_parsers import PREFIX
 from front.running import Setup, front_alone
 
 pytestmark = pytest.mark.vllm
+READ = {"reasoning": "reasoning", "tools auto": "tool_calls"}
+"""What the parser finds in an answer that no grammar forces."""
 CASES = [(parsers, kind) for parsers, chats in OTHERS_CHATS.items() for kind in chats]
 
 
@@ -27,14 +29,21 @@ def test_a_chat_is_answered_as_by_the_engine_also_when_it_is_cut(
 ) -> None:
     chat, ask = OTHERS_CHATS[parsers][kind], streamed if is_streamed else whole
     own_url, url = (f"{each}/{PREFIX}/{parsers}" for each in (front.engine_url, front_url))
-    own = whole(own_url, chat)
-    assert own[0]["reasoning" if kind == "reasoning" else "tool_calls"], own
-    # An engine that is held up merges deltas, which some parsers misread.
-    while is_streamed and streamed(own_url, chat) != own:
-        pass
+    own = said_twice(lambda: ask(own_url, chat))
+    if (part := READ.get(kind)) is not None:
+        assert own[0][part], own
     assert ask(url, chat) == own
     for after in (1, 4):
         assert_equal_when_cut(front, lambda: ask(url, chat), own, after)
+
+
+def said_twice(ask: Callable[[], Any]) -> Any:
+    """Returns an answer that came twice in a row: an engine that is held up merges deltas, which some parsers
+    misread."""
+    last, said = None, ask()
+    while said != last:
+        last, said = said, ask()
+    return said
 
 
 def assert_equal_when_cut(front: Setup, ask: Callable[[], Any], expected: Any, after: int) -> None:
