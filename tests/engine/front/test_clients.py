@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.clients]
 ADDED = {"a": 1, "b": 22}
 NUM_TURNS = 10
 CUT_AFTER = 3
+SAID_AT_LAST = "\n\nDone, then!"
 KEY = "any"
 BENCH_SERVE = """
 from vllm.benchmarks import serve
@@ -40,9 +41,9 @@ def test_openai_chats_with_tools_and_responses(front: Setup) -> None:
         )
         (call,) = said.choices[0].message.tool_calls or ()
         assert call.type == "function" and json.loads(call.function.arguments) == ADDED
-        with client.responses.stream(model="tiny", input="[plain]", temperature=0.0) as stream:
+        with client.responses.stream(model="tiny", input="[think]", temperature=0.0) as stream:
             answer = stream.until_done().get_final_response()
-        assert answer.status == "completed" and answer.output_text == " The answer is naïve, of course."
+        assert answer.status == "completed" and answer.output_text == SAID_AT_LAST
 
 
 def test_anthropic_messages_with_tools_whole_and_streamed(front: Setup) -> None:
@@ -52,7 +53,7 @@ def test_anthropic_messages_with_tools_whole_and_streamed(front: Setup) -> None:
         "max_tokens": 60,
         "tools": [tool],
         "messages": [{"role": "user", "content": "[call]"}],
-        "temperature": 0.0,
+        "extra_body": {"temperature": 0.0},
     }
     with anthropic.Anthropic(base_url=front.router_url, api_key=KEY) as client:
         whole = client.messages.create(**asked)
@@ -93,7 +94,7 @@ async def test_an_openai_agent_plays_a_game_of_ten_turns_through_cuts(front: Set
         """Adds two numbers."""
         played.append((a, b))
         front.proxy.arm(CUT_AFTER)
-        return "[call]" if len(played) < NUM_TURNS - 1 else "[plain]"
+        return "[call]" if len(played) < NUM_TURNS - 1 else "[think]"
 
     async with openai.AsyncOpenAI(base_url=f"{front.router_url}/v1", api_key=KEY) as client:
         model = agents.OpenAIChatCompletionsModel("tiny", client)
@@ -105,7 +106,7 @@ async def test_an_openai_agent_plays_a_game_of_ten_turns_through_cuts(front: Set
         )
         result = await agents.Runner.run(agent, "[call]", max_turns=NUM_TURNS)
     assert played == [(1, 22)] * (NUM_TURNS - 1)
-    assert result.final_output == " The answer is naïve, of course."
+    assert result.final_output == SAID_AT_LAST
 
 
 def test_vllm_bench_serve_finishes_all_its_requests(front: Setup, tmp_path: Path) -> None:
