@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 Json = dict[str, Any]
-ADD = {
+ADD: Json = {
     "type": "function",
     "function": {
         "name": "add",

@@ -39,7 +39,8 @@ def test_openai_chats_with_tools_and_responses(front: Setup) -> None:
         said = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "[call]"}], tools=tools(), temperature=0.0
         )
-        (call,) = said.choices[0].message.tool_calls or ()
+        calls: Any = said.choices[0].message.tool_calls
+        (call,) = calls
         assert call.type == "function" and json.loads(call.function.arguments) == ADDED
         with client.responses.stream(model="tiny", input="[think]", temperature=0.0) as stream:
             answer = stream.until_done().get_final_response()
@@ -61,7 +62,8 @@ def test_anthropic_messages_with_tools_whole_and_streamed(front: Setup) -> None:
         with client.messages.stream(**asked) as stream:
             streamed = stream.get_final_message()
     for message in (whole, streamed):
-        (block,) = [block for block in message.content if block.type == "tool_use"]
+        blocks: list[Any] = [block for block in message.content if block.type == "tool_use"]
+        (block,) = blocks
         assert (message.stop_reason, block.name, block.input) == ("tool_use", "add", ADDED)
 
 
