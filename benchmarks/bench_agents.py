@@ -1,7 +1,8 @@
 """Tool-using agents finish their turns while workers are killed and stopped: on two real engines.
 
 Two rollout engines with the same weights in float32 stand behind `rose router --front 1`. Agents talk to it
-in conversations of ten turns: tools (auto and required), reasoning, an expression, a schema, stop strings.
+in conversations of ten turns: tools (auto and required), reasoning, an expression, a schema, stop strings,
+penalties. Half of the agents stream their answers.
 Meanwhile one engine or the other, by chance, gets SIGSTOP for some seconds, or SIGKILL, after which a new one
 takes its place. Afterwards an undisturbed engine is asked every turn again.
 
@@ -47,6 +48,8 @@ class Found:
     agents: list[Agent] = field(default_factory=list)
     equal: list[bool] = field(default_factory=list)
     lost_per_turn: list[float] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    """What the router counted."""
 
     def asked(self) -> list[Asked]:
         return [turn for agent in self.agents for turn in agent.turns]
@@ -54,7 +57,7 @@ class Found:
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Plays all agents through all faults."""
-    found = Found([Agent(f"agent-{number}") for number in range(NUM_AGENTS)])
+    found = Found([Agent(f"agent-{at}", is_streaming=at % 2 == 1) for at in range(NUM_AGENTS)])
     with Rig() as rig:
         model = rig.folder / "scripted"
         made = rig.run(["-m", "rose.measure.scripted", str(model)], "model")
@@ -100,18 +103,21 @@ async def _play(args: argparse.Namespace, url: str, workers: _Workers, found: Fo
             await until_so(lambda e=engine: is_idle(client, e), f"{engine.id} is there")  # type: ignore[misc]
         await until_so(lambda: _has_front(http, url), "the front answers", at_most_s=FRONT_S)
         is_over = asyncio.Event()
-        playing = [asyncio.create_task(agent.play(http, url, MODEL, is_over)) for agent in found.agents]
-        for number, fault in enumerate(faults):
-            await asyncio.sleep(by_chance.uniform(*BETWEEN_S))
-            victim = by_chance.choice(workers.engines)
-            if fault == "stop":
-                with stopped(victim.pid):
-                    await asyncio.sleep(STOPPED_S)
-            else:
-                await _kill(client, workers, victim, f"k{number}", found)
-        await asyncio.sleep(BETWEEN_S[0])
-        is_over.set()
-        await asyncio.gather(*playing)
+        async with asyncio.TaskGroup() as group:
+            for agent in found.agents:
+                group.create_task(agent.play(http, url, MODEL, is_over))
+            for number, fault in enumerate(faults):
+                await asyncio.sleep(by_chance.uniform(*BETWEEN_S))
+                victim = by_chance.choice(workers.engines)
+                if fault == "stop":
+                    with stopped(victim.pid):
+                        await asyncio.sleep(STOPPED_S)
+                else:
+                    await _kill(client, workers, victim, f"k{number}", found)
+            await asyncio.sleep(BETWEEN_S[0])
+            is_over.set()
+        counters = (await client.status())["counters"]
+        found.counters = {name: float(counters[name]) for name in ("resumed", "restarted")}
         await _compare(http, workers.engines[0].control.url, found)
 
 
@@ -122,12 +128,12 @@ async def _has_front(http: aiohttp.ClientSession, url: str) -> bool:
 
 async def _kill(client: RouterClient, workers: _Workers, victim: Engine, name: str, found: Found) -> None:
     """Kills an engine in the midst of turns; a new one takes its place."""
-    await until_so(lambda: _is_busy(client, victim), f"{victim.id} runs turns")
-    running = (await client.worker(victim.id))["in_flight"]
+    running: list[int] = []
+    await until_so(lambda: _is_busy(client, victim, running), f"{victim.id} runs turns")
     kill(victim.pid)
     await until_so(lambda: _is_lost(client, victim), f"{victim.id} is lost")
     num_lost = victim.generated_tokens() - (await client.worker(victim.id))["tokens"]
-    found.lost_per_turn.append(max(0, num_lost) / running)
+    found.lost_per_turn.append(max(0, num_lost) / running[-1])
     await client.remove(victim.id)
     workers.engines.remove(victim)
     workers.start(name)
@@ -135,8 +141,10 @@ async def _kill(client: RouterClient, workers: _Workers, victim: Engine, name: s
     await client.add(engine.control.url)
 
 
-async def _is_busy(client: RouterClient, engine: Engine) -> bool:
+async def _is_busy(client: RouterClient, engine: Engine, running: list[int]) -> bool:
+    """Whether turns run on an engine; adds how many to ``running``."""
     worker = await client.worker(engine.id)
+    running.append(worker["in_flight"])
     return bool(worker["alive"]) and worker["in_flight"] > 0
 
 
@@ -172,7 +180,7 @@ def _figures(found: Found) -> list[Figure]:
             value=float(len(failed)),
             unit="turns",
             target="<= 0",
-            peers={"turns": float(len(turns)), "kills": float(len(found.lost_per_turn))},
+            peers={"turns": len(turns), "kills": len(found.lost_per_turn), **found.counters},
         ),
         Figure(
             name="agent_lost_tokens",
@@ -186,7 +194,7 @@ def _figures(found: Found) -> list[Figure]:
             value=sum(found.equal) / len(found.equal),
             unit="of turns",
             target=">= 1",
-            peers={"turns": float(len(found.equal))},
+            peers={"turns": len(found.equal)},
         ),
     ]
 

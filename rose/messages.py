@@ -150,8 +150,9 @@ class RoutingStatus(BaseModel):
     """Whether the weights are on the device; an inactive engine refuses turns with 503."""
     is_updating: bool = False
     """Whether the weights are being changed. No step runs meanwhile, and that does not count as a stall."""
-    continues_grammars: bool = False
-    """Whether the engine can continue structured output after tokens that another engine generated."""
+    continues_state: bool = False
+    """Whether the engine counts tokens that another one generated as its own, so that grammars, penalties and
+    bad words go on over them."""
     serving_busy_s: float | None = None
     """Seconds that serving's steps have taken on the shared GPU since the pool began; of several engines,
     those of the busiest. None without a pool."""

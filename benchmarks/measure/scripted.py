@@ -21,6 +21,12 @@ SCRIPTS = {
         *(CALL, '\n{"name": ', '"add"', ', "arguments": ', '{"a": ', "1", ', "b": ', "22", "}}\n"),
         *(CALLED, END),
     ],
+    "[json]": ["<|python_tag|>", '{"name": "add"', ', "parameters": ', '{"a": 1', ', "b": 2', "2}}", END],
+    "[python]": ["[add", "(a=", "1,", " b", "=22", ")]", END],
+    "[granite]": [
+        *("Here is", " my thought", " process:", " first", " things", " go first."),
+        *("\nHere is", " my response:", " Finally", " settled", END),
+    ],
     "[count]": [*(" one", " two", " three", " four", " five", " six", " seven", " eight", " nine"), END],
 }
 """What is said after each word. A single character that isn't ASCII stands for a byte, as in GPT-2."""

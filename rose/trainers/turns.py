@@ -20,7 +20,7 @@ import msgspec
 
 from rose.errors import WorkerError
 from rose.http import JOB_HEADER, RUN_HEADER, SO_FAR, WATCHED, urls_of
-from rose.scheduler.rollout.formats.resume import has_grammar, must_restart
+from rose.scheduler.rollout.formats.resume import has_state, must_restart
 
 _PATH = "/inference/v1/generate"
 _CONNECT_TIMEOUT_S = 10.0
@@ -199,9 +199,9 @@ class RouterTurns:
 
 
 def _begins_anew(sampling: Mapping[str, Any]) -> bool:
-    """Whether a cut turn may not go on behind its tokens; with a grammar, stock workers can't."""
+    """Whether a cut turn may not go on behind its tokens; stock workers can't with a grammar or penalties."""
     completion = {**sampling, "vllm_xargs": sampling.get("extra_args")}
-    return must_restart(completion) or has_grammar(completion)
+    return must_restart(completion) or has_state(completion)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -124,8 +124,11 @@ class Driver:
             self.core.input_queue = queue.Queue()  # an engine core in its caller's thread has none
             bind(self.core)  # starts the thread that notices leases and cuts in an idle engine
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int] = ()) -> list[str]:
-        """Adds requests, each with its stop token if there are any; returns their names."""
+    def ask(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int] = (), **more: Any
+    ) -> list[str]:
+        """Adds requests, each with its stop token if there are any; returns their names. ``more``: further
+        sampling parameters."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -138,6 +141,7 @@ class Driver:
                 ignore_eos=True,
                 detokenize=False,
                 stop_token_ids=[stops[index]] if stops else None,
+                **more,
             )
             self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), params)
         return names

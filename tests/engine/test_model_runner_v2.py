@@ -25,7 +25,9 @@ TOKENS = 16
 TIMEOUT_S = 1200.0
 
 
-def test_v2_warms_up_on_block_0_and_answers_as_stock_over_a_cut(engines_dir: Path, models: ModelDirs) -> None:
+def test_v2_warms_up_on_block_0_and_answers_as_stock_over_a_cut_and_counts_what_others_generated(
+    engines_dir: Path, models: ModelDirs
+) -> None:
     folder = engines_dir / "v2"
     folder.mkdir()
     model = models.untied[0]
@@ -46,6 +48,7 @@ def test_v2_warms_up_on_block_0_and_answers_as_stock_over_a_cut(engines_dir: Pat
     assert done.returncode == 0, (folder / "v2.log").read_text()[-3000:]
     found = json.loads(answers.read_text())
     assert found["written"] == [0]
+    assert found["told"] == found["whole"] != found["not told"]
     ends = [end for _, end in found["replies"]]
     assert set(ends) == {"length", "abort"}
     try:

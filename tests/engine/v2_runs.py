@@ -27,12 +27,28 @@ def main(arguments: Path, answers: Path) -> None:
     found: dict[str, Any] = {"written": warm_up(worker)}
     from engine_runs import _cut, _wait_for_tokens, tenant_of
 
+    found |= penalized(driver, given["prompts"][0], given["max_tokens"])
     names = driver.ask(given["prompts"], given["max_tokens"])
     _wait_for_tokens(driver, names)
     _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
     found["replies"] = [(reply.tokens, reply.finish_reason) for reply in driver.wait(names)]
     tenant_of(driver).pool.check_integrity()
     answers.write_text(json.dumps(found))
+
+
+def penalized(driver: Any, prompt: list[int], max_tokens: int) -> dict[str, list[int]]:
+    """Answers with penalties: in one piece, and going on behind the first half, which the engine is told was
+    generated, or is not told. A token wins until it has been said about ten times."""
+
+    def answer(so_far: list[int], **told: Any) -> list[int]:
+        rest = max_tokens - len(so_far)
+        names = driver.ask([[*prompt, *so_far]], rest, logit_bias={5: 20.0}, frequency_penalty=2.0, **told)
+        return [*so_far, *driver.wait(names)[0].tokens]
+
+    whole = answer([])
+    half = whole[: max_tokens // 2]
+    told = answer(half, extra_args={"rose_generated": len(half)})
+    return {"whole": whole, "told": told, "not told": answer(half)}
 
 
 def warm_up(worker: Any) -> list[int]:

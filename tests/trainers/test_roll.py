@@ -22,6 +22,7 @@ pytest.importorskip(
     reason="ROLL is on no package index (CONTRIBUTING.md)",
 )
 
+pytestmark = pytest.mark.clients
 EOS, PAD = 998, 999
 
 

@@ -12,7 +12,7 @@ from rose.errors import WorkerError
 from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.clients]
 
 ANSWER = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[[-1.0]]]}
 ARGS = SimpleNamespace(

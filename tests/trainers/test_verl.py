@@ -11,6 +11,8 @@ from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expec
 pytest.importorskip("verl.workers.rollout.llm_server", reason="verl is not installed (CONTRIBUTING.md)")
 pytest.importorskip("verl.experimental.agent_loop", reason="verl's agent loops can't be loaded here")
 
+pytestmark = pytest.mark.clients
+
 
 def verl_config(rose: dict[str, str] | None) -> Any:
     from omegaconf import OmegaConf

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 Json = dict[str, Any]
+_EVENT = b"data: {"
 CHAT_PATH = "/v1/chat/completions"
 NUM_TURNS = 10
 LONG = 80
@@ -22,7 +23,7 @@ _PARAMETERS = {
     "required": ["a", "b"],
 }
 TOOL = {"type": "function", "function": {"name": "add", "parameters": _PARAMETERS}}
-_NOTE = {"type": "string", "minLength": LONG, "maxLength": LONG, "pattern": "^[a-z]*$"}
+_NOTE = {"type": "string", "pattern": f"^[a-z]{{{LONG}}}$"}
 _SCHEMA = {
     "type": "object",
     "properties": {"note": _NOTE},
@@ -35,6 +36,7 @@ KINDS: tuple[tuple[str, Json], ...] = (
     ("[count]", {"structured_outputs": {"regex": f"[a-f]{{{LONG}}}-[0-9]{{4}}"}, "max_tokens": 2 * LONG}),
     ("[call]", {"tools": [TOOL], "tool_choice": "required", "max_tokens": LONG}),
     ("[plain]", {"stop": ["never said"], "logprobs": True}),
+    ("[count]", {"frequency_penalty": 0.5, "logit_bias": {"65": 28.0}, "max_tokens": LONG // 2}),
     (
         "[count]",
         {
@@ -59,6 +61,7 @@ class Agent:
     """One conversation after the other, each of NUM_TURNS turns."""
 
     name: str
+    is_streaming: bool = False
     turns: list[Asked] = field(default_factory=list)
 
     async def play(self, http: aiohttp.ClientSession, url: str, model: str, is_over: asyncio.Event) -> None:
@@ -73,24 +76,63 @@ class Agent:
                 messages = [*messages, {"role": "user", "content": word}]
                 asked = Asked({"model": model, "messages": messages, "temperature": 0.0, **more})
                 self.turns.append(asked)
-                await ask(http, url, asked, {"X-Session-ID": f"{self.name}-{number}", "X-Rose-Job": "agents"})
+                headers = {"X-Session-ID": f"{self.name}-{number}", "X-Rose-Job": "agents"}
+                await ask(http, url, asked, headers, is_streamed=self.is_streaming)
                 if asked.said is None:
                     break  # an agent that got no answer begins anew
                 messages = [*messages, {"role": "assistant", "content": _text(asked.said)}]
             number += 1
 
 
-async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, headers: dict[str, str]) -> None:
+async def ask(
+    http: aiohttp.ClientSession,
+    url: str,
+    asked: Asked,
+    headers: dict[str, str],
+    *,
+    is_streamed: bool = False,
+) -> None:
     """Sends a turn and notes what was said, or why nothing was."""
+    body = {**asked.body, "stream": is_streamed}
     try:
-        async with http.post(f"{url}{CHAT_PATH}", json=asked.body, headers=headers) as response:
-            answer = await response.json()
-            if response.status == 200:
-                asked.said = said(answer["choices"][0])
+        async with http.post(f"{url}{CHAT_PATH}", json=body, headers=headers) as response:
+            if response.status != 200:
+                asked.error = f"{response.status} {await response.text()}"
+            elif is_streamed:
+                asked.said = said(await _joined(response.content))
             else:
-                asked.error = f"{response.status} {answer}"
+                asked.said = said((await response.json())["choices"][0])
     except (aiohttp.ClientError, ValueError) as error:
         asked.error = f"{type(error).__name__}: {error}"
+
+
+async def _joined(lines: aiohttp.StreamReader) -> Json:
+    """Returns the choice that the events of a stream add up to.
+
+    Raises: ValueError for an error event, and for a stream that ends without a finish.
+    """
+    calls: list[Json] = []
+    message: Json = {"content": "", "reasoning": "", "tool_calls": calls}
+    choice: Json = {"message": message, "finish_reason": None}
+    async for line in lines:
+        if not line.startswith(_EVENT):
+            continue
+        event = json.loads(line.removeprefix(_EVENT[:-1]))
+        if "error" in event:
+            raise ValueError(event["error"])
+        for part in event["choices"]:
+            delta = part["delta"]
+            for name in ("content", "reasoning"):
+                message[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls") or ():
+                if call["index"] == len(calls):
+                    calls.append({"function": {"name": "", "arguments": ""}})
+                for name, text in call["function"].items():
+                    calls[call["index"]]["function"][name] += text or ""
+            choice |= {name: part[name] for name in ("finish_reason", "stop_reason") if part.get(name)}
+    if choice["finish_reason"] is None:
+        raise ValueError("the stream ended without a finish")
+    return choice
 
 
 def said(choice: Json) -> Json:

@@ -57,7 +57,7 @@ def call_body(request: EngineCoreRequest, model: str) -> Json:
     }
     if is_streamed and params.output_kind is RequestOutputKind.DELTA:
         # A client of the worker itself would get its deltas so; parsers are best tried with these.
-        body["sampling_params"]["stream_interval"] = params.stream_interval or 1
+        body["sampling_params"]["stream_interval"] = _interval(params)
     names = ["cache_salt", "session_id"]
     if params.structured_outputs is not None:
         names += ["reasoning_ended", "reasoning_parser_kwargs"]  # they say where the grammar begins
@@ -73,6 +73,16 @@ def wants_stream(params: SamplingParams) -> bool:
     """Returns whether the front has to see the tokens as they come: to hand them on, or to find a stop
     string. A whole answer can start again where a cut one can't be continued."""
     return params.output_kind is not RequestOutputKind.FINAL_ONLY or bool(params.stop)
+
+
+def streams_single_tokens(params: SamplingParams) -> bool:
+    """Whether a client gets a delta for each token, as parsers of vLLM expect them: some misread a delta in
+    which a mark and text come together."""
+    return params.output_kind is RequestOutputKind.DELTA and _interval(params) == 1
+
+
+def _interval(params: SamplingParams) -> int:
+    return int(params.stream_interval or 1)
 
 
 def has_state(body: Json) -> bool:
@@ -119,6 +129,7 @@ class Outputs:
         self._id = request.request_id
         self._stops = {*params.all_stop_token_ids, params.eos_token_id}
         self._num_logprobs = params.num_logprobs
+        self._splits = streams_single_tokens(params)
         self._tokens: list[int] = []
         self._rows: list[Json] = []
         self.so_far: list[int] = []
@@ -143,11 +154,16 @@ class Outputs:
             if (reason := choice.get("finish_reason")) in _UNFINISHED:
                 message = f"the worker ended the answer unfinished ({reason}); send the request again"
                 raise GracefulHTTPError(message, HTTPStatus.BAD_GATEWAY)
+            num_ready = self._num_ready() if reason is None else len(self._tokens) - 1
+            if self._splits:  # a busy engine or router puts several tokens into one event
+                for _ in range(num_ready):
+                    yield self._output(1)
+                num_ready = 0
             if reason is not None:
                 self.is_finished = True
                 yield self._output(len(self._tokens), reason, choice.get("stop_reason"))
-            elif ready := self._num_ready():
-                yield self._output(ready)
+            elif num_ready:
+                yield self._output(num_ready)
 
     def _num_ready(self) -> int:
         """Returns how many tokens can't be the one that ends the answer."""

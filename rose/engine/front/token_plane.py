@@ -25,7 +25,14 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rose.engine.front.caller import caller_headers
-from rose.engine.front.calls import Outputs, call_body, error_of, has_state, wants_stream
+from rose.engine.front.calls import (
+    Outputs,
+    call_body,
+    error_of,
+    has_state,
+    streams_single_tokens,
+    wants_stream,
+)
 from rose.errors import RoseError
 from rose.http import FRONT_SECRET_HEADER, SO_FAR, WATCHED
 
@@ -36,6 +43,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 """The router itself watches every turn, and the kernel its host."""
 _DATA = b"data: "
 _DONE = b"[DONE]"
+_PAUSE_S = 0.001
+"""The first wait for a token to be taken; the next ones are longer."""
+_PATIENCE_S = 5.0
+"""How long a request's tokens wait in all for a client that takes them slowly. Its deltas are merged then."""
 _LINE_BYTES = 2**24
 """A line of a stream holds one event, with the log-probabilities of a few tokens."""
 
@@ -66,6 +77,8 @@ class TokenPlane(EngineCoreClient):
         self.processor: OutputProcessor | None = None
         """Where errors are put: engine cores have no way to send them."""
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._unread: set[str] = set()
+        """The requests that have outputs in that queue."""
         self._turns: dict[str, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,7 +99,9 @@ class TokenPlane(EngineCoreClient):
                 turn.cancel()
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        return await self._outputs.get()
+        outputs = await self._outputs.get()
+        self._unread.difference_update(output.request_id for output in outputs.outputs)
+        return outputs
 
     async def reset_mm_cache_async(self) -> None:
         """Does nothing: a front takes text alone."""
@@ -105,14 +120,28 @@ class TokenPlane(EngineCoreClient):
     # A turn -----------------------------------------------------------------------------------------------
 
     async def _run(self, request: EngineCoreRequest, headers: Mapping[str, str]) -> None:
+        patience_s = _PATIENCE_S if streams_single_tokens(request.sampling_params) else 0.0
         try:
             async for output in self._answer(request, headers):
+                pause_s = _PAUSE_S
+                while patience_s > 0 and self._is_behind(request.request_id):
+                    await asyncio.sleep(pause_s)
+                    patience_s -= pause_s
+                    pause_s *= 2
+                self._unread.add(request.request_id)
                 self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
         except VLLMError as error:
             self._fail(request.request_id, error)
         except Exception:
             logger.exception("turn failed request=%s", request.request_id)
             self._fail(request.request_id, _http_error(500, "the front failed; its log holds the reason"))
+
+    def _is_behind(self, request_id: str) -> bool:
+        """Whether vLLM would merge a request's next output with one that its handler has not taken yet."""
+        assert self.processor is not None
+        state = self.processor.request_states.get(request_id)
+        queue = state.queue if state is not None else None
+        return request_id in self._unread or (queue is not None and queue.output is not None)
 
     async def _answer(
         self, request: EngineCoreRequest, headers: Mapping[str, str]

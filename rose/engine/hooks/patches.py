@@ -95,6 +95,24 @@ def write_cpu_latents_between_layers() -> None:
     CPUMLAImpl.do_kv_cache_update = update
 
 
+def continue_from_generated_tokens() -> None:
+    """Lets a rank count the tokens at the end of a new request's prompt that were generated before as output.
+
+    Why: Model Runner V1 makes each new request without output, and penalties and bad words go by the output.
+    rose/engine/scheduling/continuation.py has the scheduler's side. vLLM 0.30-0.33.
+    """
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    from rose.engine.scheduling.continuation import num_generated
+
+    def before(state: Any) -> None:
+        tokens = state.prompt_token_ids
+        if count := num_generated(state.sampling_params, tokens):
+            state.prompt_token_ids, state.output_token_ids = tokens[:-count], tokens[-count:]
+
+    _wrap(CachedRequestState, "__post_init__", before=before)
+
+
 @contextmanager
 def _ends_commands() -> Iterator[None]:
     """Ends vLLM's own commands with one line and exit status 2 on bad input, like ROSE's commands. Code that

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from rose.engine.hooks.patches import write_cpu_latents_between_layers
+from rose.engine.hooks.patches import continue_from_generated_tokens, write_cpu_latents_between_layers
 from rose.engine.memory.kv_layout import block_layouts
 from rose.engine.memory.kv_range import KVRange, SlabOps
 from rose.engine.scheduling.interrupt import make_interruptible
@@ -103,6 +103,8 @@ class EngineRank:
         self.settings = settings
         self._worker = worker
         self._kv: KVRange | None = None
+        if settings.role is Role.ROLLOUT:
+            continue_from_generated_tokens()
 
     def make_interruptible(self) -> None:
         """Lets a rollout step be paused between its layers, where the scheduler is in this process."""

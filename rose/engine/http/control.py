@@ -170,7 +170,7 @@ class EngineControl:
             serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
             is_active=self._activation.is_active,
             is_updating=self._is_updating,
-            continues_grammars=self.role is Role.ROLLOUT,
+            continues_state=self.role is Role.ROLLOUT,
             adapters=self.adapters.versions() if self.adapters is not None else None,
             adapter_problems=list(self.adapters.problems.values()) if self.adapters is not None else [],
             activated_at_s=self._activation.activated_at_s,

@@ -1,21 +1,26 @@
-"""Answers that go on where another engine was cut: what the last tokens of a prompt did to the grammar.
+"""Answers that go on where another engine was cut: the last tokens of a prompt count as generated.
 
 A router continues a cut answer from its prompt and the tokens generated so far, and says with
-``rose_generated`` how many those are. vLLM takes them all for a prompt and would begin the grammar anew.
+``rose_generated`` how many those are. vLLM takes them all for a prompt: it would begin a grammar anew, and
+penalties, bad words and the detection of repetitions would not see them.
 Promises that a request waits, as for any grammar, until its own has been advanced over those tokens, and that
-a request whose tokens the grammar refuses, or whose arguments the reasoning parser refuses, fails alone.
-Never runs in the step loop: the threads that compile grammars advance them, too.
+a request whose tokens the grammar refuses, or whose arguments the reasoning parser refuses, fails alone. Once
+scheduled, the request is in every respect like a preempted one that goes on in its own engine.
+Grammars are never advanced in the step loop: the threads that compile them do it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -28,26 +33,58 @@ TEMPLATE_KWARGS_KEY = "rose_chat_template_kwargs"
 """In ``vllm_xargs``: JSON of what the chat template was given, which the reasoning parser goes by."""
 
 
+def num_generated(params: SamplingParams | None, tokens: Sequence[int] | None) -> int:
+    """Returns how many tokens at the end of a prompt were generated before; 0 unless that is a part of it."""
+    extra = params.extra_args if params is not None else None
+    given = extra.get(GENERATED_KEY, 0) if extra is not None and tokens is not None else 0
+    return given if type(given) is int and tokens is not None and 0 < given < len(tokens) else 0
+
+
+def count_as_output(request: Request, data: NewRequestData) -> None:
+    """Moves the generated tokens of a request from its prompt to its output, here and in what its worker is
+    sent. Call once it has been scheduled for the first time.
+
+    Why so late: vLLM asserts that no more than the prompt of a new request is cached. Model Runner V1 takes
+    no output with a new request: its rank splits the tokens itself (continue_from_generated_tokens() in
+    hooks/patches.py).
+    """
+    params, tokens = request.sampling_params, request.prompt_token_ids
+    count = num_generated(params, tokens)
+    if not count or request.num_output_tokens:
+        return  # the latter has been here, and was preempted
+    request.prompt_token_ids = tokens[:-count]
+    request.num_prompt_tokens -= count
+    request._output_token_ids.extend(tokens[-count:])
+    request.max_tokens += count
+    params.max_tokens = request.max_tokens
+    if params.min_tokens:
+        params.min_tokens += count
+    if data.prefill_token_ids is not None:  # Model Runner V2
+        data.prompt_token_ids = request.prompt_token_ids
+
+
 def take_over(request: Request, manager: Any) -> None:
-    """Makes a request with a grammar go on from its generated tokens. Call before it is queued.
+    """Makes a request go on from its generated tokens, with its grammar if it has one. Call before it is
+    queued.
 
     ``manager``: vLLM's StructuredOutputManager, which has begun to compile the grammar.
     """
     structured, tokens = request.structured_output_request, request.prompt_token_ids
+    extra = (request.sampling_params.extra_args if request.sampling_params is not None else None) or {}
+    if request.resumable or request.prompt_embeds is not None:
+        extra.pop(GENERATED_KEY, None)  # their prompts grow, or hold no tokens
     if structured is None or tokens is None or not isinstance(compiled := structured._grammar, Future):
         return
-    extra = request.sampling_params.extra_args or {}
     if REASONING_ENDED_KEY in extra:
         structured.reasoning_ended = bool(extra[REASONING_ENDED_KEY])
     if (kwargs := _object(extra.get(TEMPLATE_KWARGS_KEY))) is not None:
         structured.reasoning_parser_kwargs = {"chat_template_kwargs": kwargs}
-    given = extra.get(GENERATED_KEY, 0)
-    num_generated = given if isinstance(given, int) and 0 < given < len(tokens) else 0
-    if num_generated or kwargs is not None:
-        structured.grammar = manager.executor.submit(_ready, request, num_generated, compiled, manager)
+    count = num_generated(request.sampling_params, tokens)
+    if count or kwargs is not None:
+        structured.grammar = manager.executor.submit(_ready, request, count, compiled, manager)
 
 
-def _ready(request: Request, num_generated: int, compiled: Future[Any], manager: Any) -> Any:
+def _ready(request: Request, count: int, compiled: Future[Any], manager: Any) -> Any:
     """Returns the grammar as the request needs it. Runs in the thread that compiled it, or in another one:
     the grammar was put into their queue first, so that waiting for it can't stop them all.
 
@@ -56,7 +93,7 @@ def _ready(request: Request, num_generated: int, compiled: Future[Any], manager:
     grammar = compiled.result()
     try:
         manager._get_reasoner(request)  # in a step its errors would end the engine
-        return _advanced(request, num_generated, grammar, manager) if num_generated else grammar
+        return _advanced(request, count, grammar, manager) if count else grammar
     except Exception as error:
         logger.warning("grammar not continued request=%s error=%s", request.request_id, error)
         raise
@@ -71,20 +108,18 @@ def _object(text: object) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _advanced(request: Request, num_generated: int, grammar: Any, manager: Any) -> Any:
+def _advanced(request: Request, count: int, grammar: Any, manager: Any) -> Any:
     """Returns the grammar, advanced as if the request had generated the tokens itself."""
     tokens, structured = list(request.prompt_token_ids), request.structured_output_request
     alone = replace(structured, _grammar=grammar)
     before = SimpleNamespace(
         request_id=request.request_id,
         use_structured_output=True,
-        prompt_token_ids=tokens[:-num_generated],
+        prompt_token_ids=tokens[:-count],
         all_token_ids=tokens,
         structured_output_request=alone,
     )
-    if not manager.accept_tokens(before, tokens[-num_generated:]):
-        raise ValueError(
-            f"the grammar allows not all of the {num_generated} tokens that were generated before"
-        )
+    if not manager.accept_tokens(before, tokens[-count:]):
+        raise ValueError(f"the grammar allows not all of the {count} tokens that were generated before")
     structured.reasoning_ended, structured.reasoner = alone.reasoning_ended, alone.reasoner
     return grammar

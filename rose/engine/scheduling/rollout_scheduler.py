@@ -28,7 +28,7 @@ from rose.admission.gate import (
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.stall import StallTracker
 from rose.engine.memory.rollout_memory import RolloutMemory
-from rose.engine.scheduling.continuation import take_over
+from rose.engine.scheduling.continuation import count_as_output, take_over
 from rose.engine.scheduling.interrupt import StepInterrupt, install
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.status import Field
@@ -170,6 +170,8 @@ class RolloutScheduler(RoseScheduler):
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
+        for data in output.scheduled_new_reqs:
+            count_as_output(self.requests[data.req_id], data)
         if self._memory is not None:
             has_tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
             self._refused = self._refused_by_memory(has_tokens_left)

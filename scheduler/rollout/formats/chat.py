@@ -42,6 +42,10 @@ _SAMPLING = frozenset(
         "top_k",
         "min_p",
         "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "bad_words",
+        "repetition_detection",
         "logit_bias",
         "allowed_token_ids",
         "stop_token_ids",
@@ -72,7 +76,7 @@ _ANSWERING = frozenset(
 )
 _KEPT = _RENDERING | _SAMPLING | _ANSWERING
 """Fields that mean the same to a continuation. A chat with any other field goes to one worker whole: a cut
-loses the state of tools, stop strings, structured output and penalties, and the ids don't hold images."""
+loses the state of tools, stop strings and structured output, and the ids don't hold images."""
 _SAYS_NOTHING: tuple[object, ...] = ("none", {"type": "text"})
 """Values of tool_choice and response_format that change nothing."""
 

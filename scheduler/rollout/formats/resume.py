@@ -20,17 +20,12 @@ _DEFAULT_MAX_TOKENS = 16
 """The default of vLLM's /v1/completions, where max_tokens is absent or null."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 63) - 1
-_STATEFUL = (
-    # Their state spans all generated tokens, but a continuation takes the first part for a prompt.
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words",
-    "thinking_token_budget",
-    "repetition_detection",
-)
+_STATEFUL = ("stop", "thinking_token_budget")
+"""Their state spans all generated tokens, but a continuation takes the first part for a prompt."""
 _GRAMMARS = ("structured_outputs", "response_format")
-"""Their state spans all tokens, too, and ROSE's engines advance it over those that a continuation brings."""
+_COUNTING = ("presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
+"""The state of these and of grammars spans all tokens, too, and ROSE's engines count those that a
+continuation brings as generated."""
 _OWN_ARGUMENTS = "rose_"
 """How those of the `vllm_xargs` begin that ROSE itself reads. Others may have a state in the engine."""
 _GENERATED = "rose_generated"
@@ -55,8 +50,13 @@ def must_restart(body: Mapping[str, Any]) -> bool:
 
 
 def has_grammar(body: Mapping[str, Any]) -> bool:
-    """Whether only an engine that takes over grammars can continue the generation."""
+    """Whether the answer is bound to a grammar."""
     return any(body.get(name) and body[name] != _TEXT for name in _GRAMMARS)
+
+
+def has_state(body: Mapping[str, Any]) -> bool:
+    """Whether only an engine that takes over the state of a cut generation can continue it."""
+    return has_grammar(body) or any(body.get(name) for name in _COUNTING)
 
 
 def known_prompt(body: Mapping[str, Any]) -> TokenIds | None:
@@ -116,8 +116,10 @@ class Accumulated:
     cached_tokens: int | None = None
     needs_text: bool = True
     """Whether the client wants text beside the ids. If not, a cut may come within a character."""
+    extends_last_turn: bool | None = None
+    """Whether the prompt begins with all tokens of the trajectory's last turn; None if that can't be told."""
     is_told_reasoning: bool = False
-    """Whether only an engine that takes over grammars knows where the grammar begins."""
+    """Whether only an engine that takes over state knows where the grammar begins."""
 
     @property
     def max_tokens(self) -> int:
@@ -155,9 +157,9 @@ class Accumulated:
         return self.epoch
 
     @property
-    def continues_grammar(self) -> bool:
-        """Whether the next attempt needs an engine that takes over the state of a grammar."""
-        return bool(self.token_ids) and has_grammar(self.request)
+    def continues_state(self) -> bool:
+        """Whether the next attempt needs an engine that takes over the state of a cut generation."""
+        return bool(self.token_ids) and has_state(self.request)
 
     def restart(self) -> None:
         """Starts the attempt that was begun as a resume from the prompt alone."""
@@ -228,7 +230,7 @@ class Accumulated:
             return body
         body |= self._continued(self.so_far())
         body["max_tokens"] = self.max_tokens - self.num_tokens
-        if has_grammar(body):
+        if has_state(body):
             body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), _GENERATED: self.num_tokens}
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - self.num_tokens)
@@ -261,4 +263,5 @@ class Accumulated:
             "resumes": self.num_resumes,
             "restarts": self.num_restarts,
             "cached_tokens": self.cached_tokens,
+            "extends_last_turn": self.extends_last_turn,
         }

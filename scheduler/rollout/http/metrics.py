@@ -42,10 +42,17 @@ class _RouterCollector(Collector):
     def _by_job(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("rose_router_job_tokens", "Tokens generated.", labels=["job"])
         in_flight = GaugeMetricFamily("rose_router_job_in_flight", "Turns on workers.", labels=["job"])
+        following = CounterMetricFamily(
+            "rose_router_next_turns",
+            "Later turns of trajectories, by whether their prompts begin with all tokens of the last turn.",
+            labels=["job", "tokens"],
+        )
         for job in self._plane.jobs:
+            for tokens_are, count in job.next_turns.items():
+                following.add_metric([job.name, tokens_are], count)
             tokens.add_metric([job.name], job.num_tokens)
             in_flight.add_metric([job.name], job.in_flight)
-        yield from (tokens, in_flight)
+        yield from (tokens, in_flight, following)
 
     def _workers(self) -> Iterable[Metric]:
         workers = self._plane.registry.workers()

@@ -50,6 +50,15 @@ class Session:
     first_version: WeightVersion | None
     holders: OrderedDict[str, Held] = field(default_factory=OrderedDict)
     """Worker -> the KV that it holds, for the last few workers."""
+    said: tuple[int, int] | None = None
+    """Length and digest of the bytes of the last turn's prompt and sampled tokens; None for texts."""
+
+    def is_extended_by(self, prefix: bytes) -> bool | None:
+        """Whether a next turn's prompt begins with all tokens of the last turn, as they were sampled; None
+        if that can't be told."""
+        if self.said is None:
+            return None
+        return self.said == length_and_digest(prefix[: self.said[0]])
 
     def cached_tokens(self, worker: str, version: KvWeights, now: float) -> int:
         """Returns the prompt tokens whose KV, made by weights of `version`, the worker should still hold."""
@@ -79,13 +88,16 @@ class SessionTable:
         version: WeightVersion | None,
         held: Held | None = None,
         scope: str | None = None,
+        said: bytes | None = None,
     ) -> None:
-        """Remember that this session's turn ran on `worker`; the version of its first turn is kept."""
+        """Remember that this session's turn ran on `worker`; the version of its first turn is kept. `said`:
+        the bytes of its prompt and its sampled tokens."""
         entry = (key, scope)
         session = self._sessions.get(entry)
         if session is None:
             session = self._sessions[entry] = Session(worker=worker, first_version=version)
         session.worker = worker
+        session.said = length_and_digest(said) if said is not None else None
         if held is not None:
             session.holders[worker] = held
             session.holders.move_to_end(worker)
@@ -186,6 +198,10 @@ class Fingerprints:
         assert self._strides == sorted(self._by_stride)
         filed = {(length, digest) for length, digests in by_length for digest in digests}
         assert filed == set(self._entries)
+
+
+def length_and_digest(prefix: bytes) -> tuple[int, int]:
+    return len(prefix), xxhash.xxh3_64_intdigest(prefix)
 
 
 def _seed(scope: str | None) -> int:

@@ -20,6 +20,7 @@ from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, contradi
 _DEFAULTS = JobSpec()
 _MAX_WANTS = 64
 """Clients may name any run while nothing is published; what is in use is soon noted again."""
+EXTENDED, DIVERGED = "extended", "diverged"
 _SMOOTHING = 0.1
 _FIRST_GUESS_TOKENS = 256.0
 """The expected tokens of a turn before any turn has ended."""
@@ -49,6 +50,8 @@ class JobAccount:
         self.in_flight = 0
         self.num_turns = 0
         self.num_tokens = 0
+        self.next_turns = {EXTENDED: 0, DIVERGED: 0}
+        """Later turns of trajectories, by whether their prompts begin with all tokens of the turn before."""
         self.mean_tokens = _FIRST_GUESS_TOKENS
         self.last_active = now
         self.wants: set[Wants] = set()
@@ -89,6 +92,7 @@ class JobAccount:
             "queued": num_queued,
             "turns": self.num_turns,
             "tokens": self.num_tokens,
+            "next_turns": dict(self.next_turns),
         }
 
 

@@ -83,15 +83,15 @@ class Dispatcher:
         return place
 
     def have_takers(self, model: str | None) -> bool:
-        """Whether a live worker of the model takes over the state of grammars."""
+        """Whether a live worker of the model takes over the state of cut turns."""
         able = of_model(model, list(self._members.values()))
-        return any(worker.is_alive and worker.continues_grammars for worker in able)
+        return any(worker.is_alive and worker.continues_state for worker in able)
 
     def keep_to_takers(self, journey: Journey) -> None:
-        """Keeps the journey to engines that take over grammars, as long as there are any."""
+        """Keeps the journey to engines that take over state, as long as there are any."""
         avoid_until = journey.avoid_until
         if self.have_takers(journey.route.model):
-            others = [worker.id for worker in self._members.values() if not worker.continues_grammars]
+            others = [worker.id for worker in self._members.values() if not worker.continues_state]
             avoid_until.update(dict.fromkeys(others, math.inf))
         else:
             for worker_id in [name for name, until in avoid_until.items() if until == math.inf]:

@@ -9,7 +9,7 @@ import time
 
 from rose.scheduler.rollout.formats.completions import Single
 from rose.scheduler.rollout.router_config import RouterConfig
-from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.accounts import DIVERGED, EXTENDED, JobAccounts
 from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.latencies import Latencies
@@ -44,6 +44,10 @@ class TurnRecords:
             prompt_tokens=about_tokens(single.prompt) + single.generation.num_tokens,
             max_tokens=single.generation.max_tokens,
         )
+        is_extended = single.generation.extends_last_turn = self._trajectories.is_extended(single, journey)
+        if is_extended is not None:
+            account = self._jobs.get(route.job, time.monotonic())
+            account.next_turns[EXTENDED if is_extended else DIVERGED] += 1
         return self._traced(journey)
 
     def begin_whole(self, route: Route) -> Journey:

@@ -24,8 +24,8 @@ from rose.scheduler.rollout.turn.trajectories import about_tokens, version_of
 from rose.scheduler.rollout.workers.worker import Worker
 
 _CANT_RESUME = (
-    "the worker was lost after tokens were streamed; the state of stop strings, penalties and parsers can't"
-    " be carried to another worker, and that of structured output only to an engine of ROSE's, so send"
+    "the worker was lost after tokens were streamed; the state of stop strings and parsers can't be carried"
+    " to another worker, and that of structured output and penalties only to an engine of ROSE's, so send"
     " the request again"
 )
 
@@ -88,7 +88,7 @@ class TurnRunner:
             if journey.num_attempts:
                 self._begin_next(single, journey, is_streamed=sink is not None)
             is_begun_stream = sink is not None and generation.token_ids
-            if generation.is_told_reasoning or (is_begun_stream and generation.continues_grammar):
+            if generation.is_told_reasoning or (is_begun_stream and generation.continues_state):
                 self._dispatcher.keep_to_takers(journey)
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)
@@ -121,13 +121,13 @@ class TurnRunner:
         journey.prompt_tokens = about_tokens(single.prompt) + generation.num_tokens
 
     def _resume_on(self, worker: Worker, single: Single, *, is_streamed: bool) -> None:
-        """Makes sure that the worker can take over the turn's grammar; if it can't, the turn starts again.
+        """Makes sure that the worker can take over the turn's state; if it can't, the turn starts again.
 
         Raises:
             WorkerError: the turn has to start again, but its client has been sent tokens.
         """
         generation, num_tokens = single.generation, single.generation.num_tokens
-        if generation.continues_grammar and not worker.continues_grammars:
+        if generation.continues_state and not worker.continues_state:
             if is_streamed:
                 raise WorkerError(_CANT_RESUME)
             generation.restart()

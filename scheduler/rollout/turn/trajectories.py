@@ -82,14 +82,22 @@ class Trajectories:
             weights = (weights[0], last) if last is not None else weights
         held = Held(num_tokens=num_tokens, version=weights, until=until_s)
         scope = scope_of(route.job, route.model)
-        self.sessions.record(journey.session, worker.id, first, held, scope)
-        if route.explicit_session is not None:
-            return
         if isinstance(single.prompt, str):
-            whole = prefix_of(single.prompt + generation.text)
+            said, whole = None, prefix_of(single.prompt + generation.text)
         else:
-            whole = single.prompt.plus(generation.token_ids).prefix()
-        self._keys.fingerprints.record(whole, journey.session, scope)
+            said = whole = single.prompt.plus(generation.token_ids).prefix()
+        self.sessions.record(journey.session, worker.id, first, held, scope, said)
+        if route.explicit_session is None:
+            self._keys.fingerprints.record(whole, journey.session, scope)
+
+    def is_extended(self, single: Single, journey: Journey) -> bool | None:
+        """Whether the turn's prompt begins with all tokens of the trajectory's last turn, as they were
+        sampled; None for a first turn, and for prompts that are texts."""
+        scope = scope_of(journey.route.job, journey.route.model)
+        session = self.sessions.get(journey.session, scope)
+        if session is None or isinstance(single.prompt, str):
+            return None
+        return session.is_extended_by(single.prompt.prefix())
 
     def answered_whole(self, journey: Journey, worker: Worker) -> None:
         """Notes that a request that was forwarded whole finished on this worker."""

@@ -193,9 +193,9 @@ class Worker:
         return (status.pressure or "").lower() != "pressure" and status.num_waiting == 0
 
     @property
-    def continues_grammars(self) -> bool:
-        """Whether structured output goes on here over tokens that another worker has made."""
-        return self.status is not None and self.status.continues_grammars
+    def continues_state(self) -> bool:
+        """Whether grammars, penalties and bad words go on here over tokens that another worker has made."""
+        return self.status is not None and self.status.continues_state
 
     def view(self) -> WorkerView:
         if self._view is None:

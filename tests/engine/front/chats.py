@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 Json = dict[str, Any]
-ADD = {
+ADD: Json = {
     "type": "function",
     "function": {
         "name": "add",
@@ -38,15 +38,28 @@ def _asks(word: str, **more: Any) -> Json:
     return _thinks(word, chat_template_kwargs={"enable_thinking": False}, **more)
 
 
+def _calls(word: str) -> dict[str, Json]:
+    named = {"type": "function", "function": {"name": "add"}}
+    return {
+        "tools auto": _asks(word, tools=[ADD], tool_choice="auto"),
+        "tools required": _asks(word, tools=[ADD], tool_choice="required", max_tokens=60),
+        "tool named": _asks(word, tools=[ADD], tool_choice=named, max_tokens=60),
+    }
+
+
+_OFTEN: Json = {"logit_bias": {"65": 28.0}}
+"""A token that wins until it has been said a few times."""
+_ALWAYS: Json = {"logit_bias": {"65": 100.0}}
 _CALLED = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "fruit", "schema": SCHEMA}}
 CHATS: dict[str, Json] = {
     "plain": _asks("[plain]"),
     "reasoning": _thinks("[think]"),
-    "tools auto": _asks("[call]", tools=[ADD], tool_choice="auto"),
-    "tools required": _asks("[call]", tools=[ADD], tool_choice="required", max_tokens=60),
-    "tool named": _asks(
-        "[call]", tools=[ADD], tool_choice={"type": "function", "function": {"name": "add"}}, max_tokens=60
+    **_calls("[call]"),
+    "penalties": _asks("[count]", presence_penalty=1.0, frequency_penalty=0.5, max_tokens=24, **_OFTEN),
+    "bad words": _asks("[count]", bad_words=[" four five"], max_tokens=24),
+    "repetition": _asks(
+        "[count]", repetition_detection={"max_pattern_size": 1, "min_count": 6}, max_tokens=24, **_ALWAYS
     ),
     "schema": _asks("[count]", response_format=_FORMAT, max_tokens=60),
     "regex": _asks("[count]", structured_outputs={"regex": "[a-f]{6}-[0-9]{4}"}, max_tokens=60),
@@ -70,7 +83,14 @@ CHATS: dict[str, Json] = {
         "temperature": 0.0,
     },
 }
-PENALTIES = _asks("[count]", presence_penalty=1.0, frequency_penalty=0.5, max_tokens=24)
+
+OTHERS_CHATS = {
+    "llama3_json/qwen3": _calls("[json]"),
+    "pythonic/qwen3": _calls("[python]"),
+    "hermes/deepseek_r1": {"reasoning": _thinks("[think]")},
+    "hermes/granite": {"reasoning": _thinks("[granite]")},
+}
+"""Chats by other tool and reasoning parsers than the engine's flags name. The model says what each reads."""
 
 
 def whole(url: str, body: Json, **headers: str) -> list[Json]:

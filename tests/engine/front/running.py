@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+from forked_server import ForkedServer
 
 from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
@@ -20,6 +21,8 @@ PARSERS = (
     *("--dtype", "float32"),
 )
 """The same at the worker and at the front."""
+OTHERS = ("--middleware", "front.other_parsers.OtherParsers")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 READY_S = 600.0
 ROUTER = """
 port: {port}
@@ -72,11 +75,22 @@ def front_router(
     flags = ", ".join(f'"{flag}"' for flag in ("--model", str(model), *PARSERS))
     file.write_text(ROUTER.format(port=port, url=worker_url, flags=flags))
     argv = [sys.executable, "-m", "rose.cli", "router", str(file)]
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with ServerProcess(argv, "router", log, environment) as router:
+    with ServerProcess(argv, "router", log, ENVIRONMENT) as router:
         url = f"http://127.0.0.1:{port}"
         wait_worker()
         router.wait_until(lambda: _num_fronts(url) == 1, "a front answers", READY_S)
+        yield url
+
+
+@contextlib.contextmanager
+def front_alone(folder: Path, setup: Setup) -> Iterator[str]:
+    """A front of its own before the same router, with all parsers."""
+    port, log = free_port(), folder / "front.log"
+    argv = [sys.executable, "-m", "rose.engine.front.command", "--router", setup.router_url]
+    argv += ["--model", str(setup.model), "--port", str(port), *PARSERS, *OTHERS]
+    with ForkedServer(ServerProcess(argv, "front", log, ENVIRONMENT)) as front:
+        url = f"http://127.0.0.1:{port}"
+        front.wait_ready(f"{url}/health", READY_S)
         yield url
 
 

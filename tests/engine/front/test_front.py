@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from front.chats import CHATS, PENALTIES, streamed, whole
+from front.chats import CHATS, streamed, whole
 from front.running import Setup
 
 pytestmark = pytest.mark.vllm
@@ -39,14 +39,6 @@ def test_a_cut_chat_goes_on_as_if_it_had_not_been_cut(front: Setup, kind: str, h
             front.proxy.arm(after)
         assert ASK[how](front.router_url, CHATS[kind]) == uncut
     assert counters(front)["restarted"] == before["restarted"]
-
-
-def test_a_cut_chat_with_penalties_starts_again_if_nothing_of_it_was_sent(front: Setup) -> None:
-    uncut, before = whole(front.engine_url, PENALTIES), counters(front)
-    front.proxy.arm(4)
-    while not front.proxy.has_cut:
-        assert whole(front.router_url, PENALTIES) == uncut
-    assert counters(front)["restarted"] == before["restarted"] + 1
 
 
 def test_responses_and_messages_are_answered_and_resumed(front: Setup) -> None:

@@ -65,7 +65,7 @@ class ScriptedWorker:
     pressure: str = "normal"
     is_active: bool = True
     is_updating: bool = False
-    continues_grammars: bool = False
+    continues_state: bool = False
     stops_after: int | None = None
     """The number of tokens after which an answer ends by itself."""
     has_rose_routes: bool = True
@@ -183,7 +183,7 @@ class ScriptedWorker:
         status = {"weight_version": self.version, "pressure": self.pressure, "gate": gate}
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
         weights = {"is_active": self.is_active, "is_updating": self.is_updating}
-        grammars = {"continues_grammars": self.continues_grammars, "adapters": self.adapters}
+        grammars = {"continues_state": self.continues_state, "adapters": self.adapters}
         return web.json_response({**status, **serving, **weights, **grammars, **self._lease(request.query)})
 
     async def _rl_step(self, request: web.Request) -> web.Response:

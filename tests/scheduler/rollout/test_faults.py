@@ -97,19 +97,22 @@ async def test_an_answer_that_ended_before_its_stream_broke_off_is_whole(start_r
 GRAMMAR = {**BODY, "structured_outputs": {"regex": "x*"}}
 
 
-async def test_a_grammar_goes_on_where_engines_take_it_over(start_router: StartRouter) -> None:
-    async with ScriptedWorker(continues_grammars=True) as worker:
+@pytest.mark.parametrize("state", [{"structured_outputs": {"regex": "x*"}}, {"presence_penalty": 0.5}])
+async def test_a_state_goes_on_where_engines_take_it_over(
+    start_router: StartRouter, state: dict[str, Any]
+) -> None:
+    async with ScriptedWorker(continues_state=True) as worker:
         worker.faults.append(Fault(kind="abort_reclaimed", after_tokens=3))
         async with start_router(worker) as client:
             known = client.known(worker)
-            await until(lambda: known.continues_grammars)
-            assert_whole((await client.complete(GRAMMAR))["choices"][0])
+            await until(lambda: known.continues_state)
+            assert_whole((await client.complete({**BODY, **state}))["choices"][0])
             assert worker.requests[1]["vllm_xargs"] == {"rose_generated": 3}
             assert (client.counters()["resumed"], client.counters()["restarted"]) == (1, 0)
 
 
 async def test_a_grammar_starts_again_on_a_worker_that_cant_take_it_over(start_router: StartRouter) -> None:
-    async with ScriptedWorker(continues_grammars=True) as bad, ScriptedWorker(has_rose_routes=False) as good:
+    async with ScriptedWorker(continues_state=True) as bad, ScriptedWorker(has_rose_routes=False) as good:
         bad.faults.append(Fault(kind="disconnect", after_tokens=3))
         async with start_router(bad, (good, "serving"), avoid_s=60) as client:
             choice = (await client.complete(GRAMMAR))["choices"][0]
@@ -120,14 +123,12 @@ async def test_a_grammar_starts_again_on_a_worker_that_cant_take_it_over(start_r
 
 
 async def test_a_streamed_grammar_goes_on_at_the_worker_that_takes_it_over(start_router: StartRouter) -> None:
-    async with ScriptedWorker(continues_grammars=True) as bad, ScriptedWorker() as a, ScriptedWorker() as b:
+    async with ScriptedWorker(continues_state=True) as bad, ScriptedWorker() as a, ScriptedWorker() as b:
         other, able = sorted([a, b], key=lambda worker: worker.id)  # the first by name would be preferred
-        able.continues_grammars = True
+        able.continues_state = True
         bad.faults.append(Fault(kind="disconnect", after_tokens=3))
         async with start_router(bad, (other, "serving"), (able, "serving"), avoid_s=60) as client:
-            await until(
-                lambda: client.known(bad).continues_grammars and client.known(able).continues_grammars
-            )
+            await until(lambda: client.known(bad).continues_state and client.known(able).continues_state)
             events = await read_stream(client.http, client.router.url, {**GRAMMAR, "stream": True})
     assert "error" not in events[-1]
     assert (len(able.requests), len(other.requests)) == (1, 0)
@@ -142,9 +143,9 @@ async def test_a_grammar_whose_beginning_is_told_goes_to_an_engine_that_understa
         "sampling_params": {"max_tokens": 3, "structured_outputs": {"regex": "x*"}},
         **facts,
     }
-    async with ScriptedWorker() as stock, ScriptedWorker(continues_grammars=True) as able:
+    async with ScriptedWorker() as stock, ScriptedWorker(continues_state=True) as able:
         async with start_router(stock, (able, "serving")) as client:
-            await until(lambda: client.known(able).continues_grammars)
+            await until(lambda: client.known(able).continues_state)
             assert (await client.post("/inference/v1/generate", turn))[0] == 200
             assert (len(able.requests), len(stock.requests)) == (1, 0)
         async with start_router(stock) as client:

@@ -13,6 +13,7 @@ from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tok
 from tests.scheduler.rollout.stock_worker import SERVED_MODEL
 from tests.scheduler.rollout.waiting import until
 
+pytestmark = pytest.mark.clients
 KEY = "a key of the router's own"
 MESSAGES: Any = [{"role": "user", "content": "w9 w10"}]
 

@@ -12,7 +12,7 @@ remote: Any = pytest.importorskip(
     reason="SkyRL is not installed (CONTRIBUTING.md)",
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.clients]
 
 
 async def test_the_skyrl_client_gets_ids_logprobs_and_text_for_each_session(engine_url: str) -> None:

@@ -14,7 +14,7 @@ from tests.scheduler.rollout.stock_worker import ENGINE_ENVIRONMENT, StockWorker
 from tests.scheduler.rollout.trl_program import MAX_TOKENS, NUM_STEPS
 from tests.transfer.relay_process import RelayProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.clients]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ clients: Any = pytest.importorskip(
     "verifiers.v1.clients", reason="verifiers is not installed (CONTRIBUTING.md)"
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.clients]
 
 BODY = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "w9 w10"}], "ignore_eos": True}
 SESSION = "trajectory-1"

@@ -122,7 +122,7 @@ async def test_a_chat_without_a_key_stays_on_its_worker(start_router: StartRoute
         ({"tools": [{"type": "function"}]}, False),
         ({"response_format": {"type": "json_object"}}, False),
         ({"stop": ["x"]}, False),
-        ({"presence_penalty": 0.5}, False),
+        ({"presence_penalty": 0.5, "bad_words": ["x"]}, True),
         ({"add_generation_prompt": False}, False),
         ({"echo": True}, False),
         ({"a field of tomorrow": 1}, False),

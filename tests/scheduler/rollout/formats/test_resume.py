@@ -115,8 +115,8 @@ def test_max_tokens_defaults_to_vllms_16() -> None:
         ({"vllm_xargs": {"rose_tenant": "a"}}, False),
         ({"vllm_xargs": {"others": 1}}, True),
         ({"response_format": {"type": "text"}}, False),
-        ({"presence_penalty": 0.5}, True),
-        ({"presence_penalty": 0.0}, False),
+        ({"thinking_token_budget": 5}, True),
+        ({"presence_penalty": 0.5}, False),
         ({"repetition_penalty": 1.1}, False),
     ],
 )
@@ -129,11 +129,20 @@ def test_constraints_that_span_the_cut_force_a_restart(request_part: dict[str, A
     assert generation.num_restarts == int(restarts)
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "response_format"])
-def test_a_continuation_with_a_grammar_says_how_many_tokens_were_generated(name: str) -> None:
-    """An engine takes the whole prompt for the client's otherwise, and begins the grammar anew."""
-    constraint = {"regex": "a+", "type": "json_object"}
-    request = {"prompt": PROMPT, "max_tokens": 9, name: constraint, "vllm_xargs": {"rose_tenant": "a"}}
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("structured_outputs", {"regex": "a+"}),
+        ("response_format", {"type": "json_object"}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("bad_words", ["a b"]),
+        ("repetition_detection", {"max_pattern_size": 1, "min_count": 2}),
+    ],
+)
+def test_a_continuation_with_a_state_says_how_many_tokens_were_generated(name: str, value: Any) -> None:
+    """An engine takes the whole prompt for the client's otherwise, and begins the state anew."""
+    request = {"prompt": PROMPT, "max_tokens": 9, name: value, "vllm_xargs": {"rose_tenant": "a"}}
     generation = Accumulated(request=request)
     generation.begin()
     assert generation.next_body()["vllm_xargs"] == {"rose_tenant": "a"}

@@ -239,11 +239,11 @@ async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_b
 ) -> None:
     monkeypatch.setattr(fronts, "_LATER_S", 0.1)
     chat = {"messages": SAID, "tools": [{}], "tool_choice": "required"}
-    async with ScriptedWorker(continues_grammars=takes_over) as worker, StandIn(tmp_path) as stand_in:
+    async with ScriptedWorker(continues_state=takes_over) as worker, StandIn(tmp_path) as stand_in:
         await stand_in.until_ready()
         stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
         async with start_router(worker, fronts=STARTING) as client:
-            await until(lambda: client.known(worker).continues_grammars is takes_over)
+            await until(lambda: client.known(worker).continues_state is takes_over)
             client.router._service.fronts._fronts.append(stand_in.front)
             status, _ = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="1")
             assert status == (504 if takes_over else 200)  # the stand-in never answers
