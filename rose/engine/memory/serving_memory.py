@@ -75,9 +75,12 @@ class ServingMemory:
         tenant.ledger.want(tenant.client.slot, tenant.num_owned + lacking if self.is_short else 0)
         # The next steps also take free blocks that it has, and the pinned slab can't be given.
         kept = used + shortage.from_uncached + int(tenant.pool.num_used[PINNED_POSITION] == 0)
-        if self._give(kept, shortage.hit_positions, now):
+        holds = tenant.holds
+        held = holds.positions(now) if holds is not None else frozenset()
+        if self._give(kept, shortage.hit_positions | held, now):
             return now
-        next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now))
+        held_until_s = holds.next_end_s if holds is not None else None
+        next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now), held_until_s)
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
 
     def _grow(self, shortage: Shortage) -> int:
