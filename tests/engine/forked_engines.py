@@ -109,6 +109,8 @@ class Reply:
     finish_reason: str | None
     stop_reason: str | None
     num_cached_tokens: int
+    kv_transfer: dict[str, Any] | None
+    """What a prefiller tells the decoder."""
 
 
 class Driver:
@@ -124,7 +126,13 @@ class Driver:
             self.core.input_queue = queue.Queue()  # an engine core in its caller's thread has none
             bind(self.core)  # starts the thread that notices leases and cuts in an idle engine
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int] = ()) -> list[str]:
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        stops: Sequence[int] = (),
+        kv_transfer: dict[str, Any] | None = None,
+    ) -> list[str]:
         """Adds requests, each with its stop token if there are any; returns their names."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -138,6 +146,7 @@ class Driver:
                 ignore_eos=True,
                 detokenize=False,
                 stop_token_ids=[stops[index]] if stops else None,
+                extra_args={"kv_transfer_params": kv_transfer} if kv_transfer is not None else None,
             )
             self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), params)
         return names
@@ -150,6 +159,7 @@ class Driver:
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 num_cached_tokens=output.num_cached_tokens or 0,
+                kv_transfer=getattr(output, "kv_transfer_params", None),
             )
 
     def step_until(self, condition: Callable[[], object], what: str, at_most_s: float = 600.0) -> None:

@@ -7,7 +7,7 @@ here are transfers that outlive their request's hold on its blocks:
 - An offloading connector holds no blocks. It waits for a copy only where vLLM gives the block to another
   request, and it plans the copies of an ended request in the scheduling pass after the end.
 - A connector gives a request up when its peer has not answered for as long as its own lease. The peer may
-  read or write late, so the slabs stay in *quarantine*, for as long again. The engine itself may use them.
+  read or write late, so the slabs stay for as long again. The engine itself may use them.
 
 This module never decides which slabs leave. Its calls come from the engine core's thread.
 """
@@ -54,7 +54,8 @@ class ConnectorHolds:
 
     @property
     def next_end_s(self) -> float | None:
-        """When the next quarantine ends, or None. Everything else ends in a step, which looks anyway."""
+        """When the next slabs of a given-up transfer may leave, or None. Everything else ends in a step, which
+        looks anyway."""
         return min(self._until.values(), default=None)
 
     def fell_idle(self, positions: Iterable[int]) -> None:
@@ -75,7 +76,8 @@ class ConnectorHolds:
         since = self._since.pop(request_id, None)
         return since is not None and now - since >= self._lease_s
 
-    def quarantine(self, positions: Iterable[int], now: float) -> None:
+    def hold(self, positions: Iterable[int], now: float) -> None:
+        """Keeps the slabs of a transfer that was given up and may go on."""
         self._until.update(dict.fromkeys(positions, now + self._lease_s))
 
 

@@ -280,7 +280,7 @@ class RoseScheduler(Scheduler):
     def _free_blocks(self, request: Request) -> None:
         tenant, now = self.tenant, time.monotonic()
         if tenant is not None and (holds := tenant.holds) and holds.gives_up(request.request_id, now):
-            holds.quarantine(tenant.positions_of(request.request_id), now)
+            holds.hold(tenant.positions_of(request.request_id), now)
         super()._free_blocks(request)
 
     # Small parts ------------------------------------------------------------------------------------

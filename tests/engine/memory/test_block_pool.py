@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_consumer import CacheView, really_cached
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
+from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, position_of
 from rose.memory.policy.spread import Spread
 
 
@@ -128,6 +128,14 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestAnyOrderOfCalls = PoolMachine.TestCase
 TestAnyOrderOfCalls.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("pinned_slab", range(4))
+def test_every_slab_has_a_position_of_its_own_and_the_pinned_one_has_that_of_block_0(
+    pinned_slab: int,
+) -> None:
+    assert sorted(position_of(slab, pinned_slab) for slab in range(4)) == list(range(4))
+    assert position_of(pinned_slab, pinned_slab) == PINNED_POSITION
 
 
 def test_only_the_pinned_position_is_backed_at_first() -> None:
