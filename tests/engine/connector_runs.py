@@ -81,7 +81,7 @@ def answer_again_from_the_host(
     copies. Returns the second answers."""
     from vllm.config import KVTransferConfig
 
-    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S}
+    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S, "floor_slabs": 0}
     connector = KVTransferConfig(
         kv_connector="OffloadingConnector",
         kv_role="kv_both",

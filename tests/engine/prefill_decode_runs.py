@@ -1,7 +1,6 @@
 """A prefiller, a decoder and a rollout engine in one pool, with vLLM's NixlConnector on the stand-in card.
 Each function runs in a process of its own."""
 
-import itertools
 import os
 import time
 from functools import partial
@@ -15,7 +14,6 @@ from engine_runs import LEASE_S, STALL_S, WINDOW_S, Moves, Prompts, begin_rl_ste
 from forked_engines import Driver, Reply, make_engine
 
 from rose.engine.memory.kv_range import KVRange
-from rose.memory.ledger.policy_word import Pressure
 from rose.node.checks import free_port
 
 SEND_LEASE_S = 900
@@ -49,6 +47,8 @@ def decode(
 ) -> list[Reply]:
     """Has each prompt prefilled elsewhere and decodes it. Without ``has_window`` the connector registers the
     memory that the model computes on, as it would without ROSE."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     if not has_window:
         KVRange.over_window = lambda self, kv_caches: kv_caches  # type: ignore[method-assign]
     driver = Driver(_nixl_engine(model, pool, "kv_consumer"))
@@ -58,12 +58,15 @@ def decode(
         driver.step_until(lambda: _pauses() and not told.empty(), "the prompt's blocks", 1200.0)
         names += driver.ask([prompt], max_tokens, kv_transfer=told.get())
     replies = driver.wait(names)
+    card = get_kv_transfer_group().connector_worker.nixl_wrapper
+    assert len(card.transfers) == len(prompts), "every prompt came from the prefiller"
     tenant_of(driver).pool.check_integrity()
     return replies
 
 
 def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Event) -> Moves:
-    """Answers the prompts round after round, until told to stop. RL steps end the freeze after each cut."""
+    """Answers the prompts round after round, until told to stop. RL steps follow each other fast, so that
+    the budget grows again soon after a cut."""
     settings = {
         "role": "rollout",
         "pool": pool,
@@ -73,11 +76,13 @@ def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Ev
     }
     driver = Driver(make_engine(model, settings))
     before, replies = num_changes(tenant_of(driver)), []
-    rl_steps = itertools.count(1)
+    began_s, step = time.monotonic(), 0
 
     def is_over(names: list[str]) -> bool:
-        if tenant_of(driver).ledger.policy.pressure is Pressure.FROZEN:
-            begin_rl_step(driver, next(rl_steps))
+        nonlocal began_s, step
+        if time.monotonic() > began_s + WINDOW_S:
+            began_s, step = time.monotonic(), step + 1
+            begin_rl_step(driver, step)
         return all(name in driver.replies and driver.replies[name].finish_reason for name in names)
 
     while not stop.is_set():
@@ -92,7 +97,13 @@ def _nixl_engine(model: Path, pool: str, role: str) -> Any:
 
     stand_in_card.install()
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-    settings = {"role": "serving", "pool": pool, "engine_id": role, "serving_window_s": WINDOW_S}
+    settings = {
+        "role": "serving",
+        "pool": pool,
+        "engine_id": role,
+        "serving_window_s": WINDOW_S,
+        "floor_slabs": 0,
+    }
     connector = KVTransferConfig(
         kv_connector="NixlConnector",
         kv_role=role,

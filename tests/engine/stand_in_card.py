@@ -76,10 +76,11 @@ def _map(pid: int, run: Run) -> Bytes:
 
 def _runs(start: int, num_bytes: int) -> Iterator[Run]:
     """Yields what is mapped at these addresses of this process now."""
-    fds = {}
-    for fd in os.listdir("/proc/self/fd"):
+    fds: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, as the descriptor of the listing itself
-            fds[os.stat(f"/proc/self/fd/{fd}").st_ino] = int(fd)
+            if "memfd:" in os.readlink(f"/proc/self/fd/{name}"):
+                fds[os.stat(f"/proc/self/fd/{name}").st_ino] = int(name)
     end = start + num_bytes
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -102,7 +103,7 @@ class Card:
         self._pages: dict[str, Pages] = {}
         self._runs: list[Run] = []
         self._lists: list[tuple[str, Any]] = []
-        self._transfers: list[_Transfer] = []
+        self.transfers: list[_Transfer] = []
 
     # Registration ---------------------------------------------------------------------------------
 
@@ -165,8 +166,8 @@ class Card:
             (self._found(mine, to), self._found(theirs, source))
             for to, source in zip(my_ids, their_ids, strict=True)
         ]
-        self._transfers.append(_Transfer(copies, lambda: self.send_notif(peer, notif_msg)))
-        return len(self._transfers) - 1
+        self.transfers.append(_Transfer(copies, lambda: self.send_notif(peer, notif_msg)))
+        return len(self.transfers) - 1
 
     def _found(self, handle: int, index: int) -> Bytes:
         name, blocks = self._lists[handle]
@@ -174,16 +175,16 @@ class Card:
         return self._pages[name].at(address, num_bytes)
 
     def transfer(self, handle: int) -> None:
-        self._transfers[handle].start()
+        self.transfers[handle].start()
 
     def check_xfer_state(self, handle: int) -> str:
-        return "PROC" if self._transfers[handle].is_alive() else "DONE"
+        return "PROC" if self.transfers[handle].is_alive() else "DONE"
 
     def get_xfer_telemetry(self, handle: int) -> Any:
         return SimpleNamespace(xferDuration=1, postDuration=1, totalBytes=1, descCount=1)
 
     def release_xfer_handle(self, handle: int) -> None:
-        self._transfers[handle].join()
+        self.transfers[handle].join()
 
 
 class _Transfer(threading.Thread):

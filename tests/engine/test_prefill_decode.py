@@ -79,10 +79,7 @@ def test_a_card_that_keeps_physical_pages_meets_the_right_bytes_in_the_window_al
         stop.set()
         moves, expected = rollout.result(), reference.result()
         assert prefiller.result() > 0
-    for reply, tokens, given in zip(decoded, expected, PROMPTS, strict=True):
-        assert reply.tokens == tokens
-        assert reply.num_cached_tokens >= len(given) - 1, "it came from the prefiller"
-    assert all(reply.num_cached_tokens > 0 for reply in naive)
+    assert [reply.tokens for reply in decoded] == expected
     assert [reply.tokens for reply in naive] != expected
     assert moves.num_moves > 2 * NUM_SLABS
     answers = stock.of("rollout")

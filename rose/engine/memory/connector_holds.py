@@ -44,19 +44,21 @@ class ConnectorHolds:
 
     def positions(self, now: float) -> frozenset[int]:
         """Returns the positions whose slabs have to stay."""
-        self._until = {position: end for position, end in self._until.items() if end > now}
         pending = {
             self._position_of(block_id)
             for offload in self._offloads
             for block_id in offload._block_id_to_pending_jobs
         }
-        return frozenset(pending | self._fell_idle | self._until.keys())
+        return frozenset(pending | self._fell_idle | self._held(now).keys())
 
-    @property
-    def next_end_s(self) -> float | None:
-        """When the next slabs of a given-up transfer may leave, or None. Everything else ends in a step, which
-        looks anyway."""
-        return min(self._until.values(), default=None)
+    def next_end_s(self, now: float) -> float | None:
+        """Returns when the next slabs of a given-up transfer may leave, or None. Everything else ends in a
+        step, which looks anyway."""
+        return min(self._held(now).values(), default=None)
+
+    def _held(self, now: float) -> dict[int, float]:
+        self._until = {position: end for position, end in self._until.items() if end > now}
+        return self._until
 
     def fell_idle(self, positions: Iterable[int]) -> None:
         """The last blocks of these positions were freed."""

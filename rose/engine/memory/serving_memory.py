@@ -75,11 +75,9 @@ class ServingMemory:
         tenant.ledger.want(tenant.client.slot, tenant.num_owned + lacking if self.is_short else 0)
         # The next steps also take free blocks that it has, and the pinned slab can't be given.
         kept = used + shortage.from_uncached + int(tenant.pool.num_used[PINNED_POSITION] == 0)
-        holds = tenant.holds
-        held = holds.positions(now) if holds is not None else frozenset()
-        if self._give(kept, shortage.hit_positions | held, now):
+        if self._give(kept, shortage.hit_positions, now):
             return now
-        held_until_s = holds.next_end_s if holds is not None else None
+        held_until_s = tenant.holds.next_end_s(now) if tenant.holds is not None else None
         next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now), held_until_s)
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
 
@@ -95,8 +93,8 @@ class ServingMemory:
         return tenant.grow(growth)
 
     def _give(self, used: int, keep: AbstractSet[int], now: float) -> int:
-        """Gives other engines slabs that they lack, those that cost serving least first and none of ``keep``;
-        returns how many."""
+        """Gives other engines slabs that they lack, those that cost serving least first, none of ``keep`` and
+        none that a KV connector may still use; returns how many."""
         tenant, ledger = self._tenant, self._tenant.ledger
         count = self._policy.serving_gift(
             owned=tenant.num_owned,
@@ -105,7 +103,10 @@ class ServingMemory:
             available=ledger.num_free + ledger.num_draining,
             lacking=ledger.others_lack(tenant.client.slot),
         )
-        return tenant.give_back(tenant.least_valuable(count, keep, now)) if count else 0
+        if not count:
+            return 0
+        held = tenant.holds.positions(now) if tenant.holds is not None else frozenset()
+        return tenant.give_back(tenant.least_valuable(count, keep | held, now))
 
     def _lend_headroom(self, now: float) -> float | None:
         """Raises the budget to the whole pool once serving has been idle for long enough. Returns the time at

@@ -48,8 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "exports": (
         "serving",
-        connector("LMCacheMPConnector"),
-        "LMCacheMPConnector: it exports the KV cache to another process by CUDA IPC handles",
+        connector("FlexKVConnectorV1"),
+        "FlexKVConnectorV1: it exports the KV cache to another process by CUDA IPC handles",
     ),
     "rollout connector": ("rollout", connector("ExampleConnector"), "in the serving engine alone"),
     "rollout producer": (
