@@ -10,7 +10,8 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-LATE_POLLS = 8
+LATE_POLLS = 60
+"""More than the steps of an answer, so that copies are pending when their request ends."""
 
 
 class LateOffloadingSpec(CPUOffloadingSpec):
