@@ -214,7 +214,7 @@ def _cut_sequences(shape: _Shape, seed: int, *, is_stock: bool) -> tuple[int, in
                 sequence.length = rng.randint(shape.min_blocks, shape.max_blocks)
             wanted = shape.min_blocks if not sequence.blocks else 1
             while wanted > pool.get_num_free_blocks():
-                pool.back(0)
+                pool.back(0, pool.slab_of.index(None))
             pool.beside = layout.position_of(sequence.blocks[-1].block_id) if sequence.blocks else None
             sequence.blocks += pool.get_new_blocks(wanted)
         for position in pool.backed_positions():

@@ -37,9 +37,7 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     connector = _connector("LingeringConnector", store, "kv_producer", module="lingering_connector")
     driver = Driver(make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=2048))
     tenant, counts = tenant_of(driver), {}
-    other = tenant.client.slot + 1
-    tenant.ledger.set_engine(other, EngineSlot(role=Role.ROLLOUT, pid=0, world_size=1))
-    tenant.ledger.want(other, tenant.client.num_slabs)
+    _want_everything(tenant)
     send = store / SEND
     # Nothing of it is sent, or a slow machine might see slabs go back before it has seen them all.
     driver.answer([[*prompt[at:], *prompt[:at]] for prompt in prompts for at in (1, 2)], 1)
@@ -66,6 +64,49 @@ def prefill_and_send_late(model: Path, pool: str, prompts: Prompts, store: Path)
     assert driver.scheduler.rose.deployment is Deployment.PREFILL
     tenant.pool.check_integrity()
     return counts
+
+
+def _want_everything(tenant: Tenant) -> None:
+    """The ledger says from now on that rollouts want every slab."""
+    other = tenant.client.slot + 1
+    tenant.ledger.set_engine(other, EngineSlot(role=Role.ROLLOUT, pid=0, world_size=1))
+    tenant.ledger.want(other, tenant.client.num_slabs)
+
+
+def answer_again_from_the_host(
+    model: Path, pool: str, rounds: list[Prompts], max_tokens: int
+) -> list[list[Reply]]:
+    """An engine that offloads, whose slabs leave as soon as nobody holds them. In each round it answers
+    prompts, loses every slab and answers them again. In the last round it does not hold the slabs of pending
+    copies. Returns the second answers."""
+    from vllm.config import KVTransferConfig
+
+    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S, "floor_slabs": 0}
+    connector = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "spec_name": "LateOffloadingSpec",
+            "spec_module_path": "late_offloading",
+            "cpu_bytes_to_use": 64 << 20,
+        },
+    )
+    driver = Driver(make_engine(model, settings, kv_transfer_config=connector))
+    tenant = tenant_of(driver)
+    _want_everything(tenant)
+    answers = []
+    for prompts in rounds:
+        if prompts is rounds[-1]:
+            tenant.holds = None
+        driver.answer(prompts, max_tokens)
+        driver.step_until(lambda: _is_offloaded(driver) and tenant.num_owned == 1, "the slabs have gone")
+        answers.append(driver.answer(prompts, max_tokens))
+    tenant.pool.check_integrity()
+    return answers
+
+
+def _is_offloaded(driver: Driver) -> bool:
+    return not driver.scheduler.connector.has_pending_push_work()
 
 
 def decode_from_disk(model: Path, pool: str, prompts: Prompts, max_tokens: int, store: Path) -> list[Reply]:

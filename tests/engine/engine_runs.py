@@ -58,7 +58,7 @@ class Moves:
     """Times that any slab of the pool changed hands."""
 
 
-def _num_changes(tenant: Tenant) -> int:
+def num_changes(tenant: Tenant) -> int:
     return sum(tenant.ledger.entry(slab).epoch for slab in range(tenant.client.num_slabs))
 
 
@@ -67,7 +67,7 @@ def tenant_of(driver: Driver) -> Tenant:
     return tenant
 
 
-def _begin_rl_step(driver: Driver, step: int) -> None:
+def begin_rl_step(driver: Driver, step: int) -> None:
     driver.scheduler.page.put(Field.RL_STEP, step)
 
 
@@ -91,7 +91,7 @@ def answer_over_cuts(
     """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding."""
     settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
     driver = Driver(make_engine(model, settings))
-    before, replies, step = _num_changes(tenant_of(driver)), [], 0
+    before, replies, step = num_changes(tenant_of(driver)), [], 0
     for _ in range(num_rounds):
         answers = []
         for index, batch in enumerate(_batches(prompts, num_at_once)):
@@ -101,11 +101,11 @@ def answer_over_cuts(
                 _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
                 driver.step()
                 step += 1
-                _begin_rl_step(driver, step)
+                begin_rl_step(driver, step)
             answers += driver.wait(names)
         replies.append(answers)
     tenant_of(driver).pool.check_integrity()
-    return Moves(replies=replies, num_moves=_num_changes(tenant_of(driver)) - before)
+    return Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before)
 
 
 def hold_a_paused_session(model: Path, pool: str, prompt: Sequence[int]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def roll_out_beside_serving(
         run = _ConsumedRollout(engine, consumer, prompts, max_tokens)
         driver, tenant = run.driver, run.tenant
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) > 0, "a serving engine", 1200.0)
-        before = _num_changes(tenant)
+        before = num_changes(tenant)
         run.answer_beside_bursts(num_rounds, burst)
         stop.set()
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) == 0, "serving has left")
@@ -203,7 +203,7 @@ def roll_out_beside_serving(
         # Bursts may have ended every answer; these come whole, on slabs that serving has used.
         run.replies.append(driver.answer(prompts, max_tokens))
         run.compare("whole")
-        num_moves = _num_changes(tenant) - before
+        num_moves = num_changes(tenant) - before
         run.lose_the_cache()
         return run.checks(num_moves)
 
@@ -223,7 +223,7 @@ class _ConsumedRollout:
 
     def begin_rl_step(self) -> None:
         self._rl_step += 1
-        _begin_rl_step(self.driver, self._rl_step)
+        begin_rl_step(self.driver, self._rl_step)
 
     def answer_beside_bursts(self, num_rounds: int, burst: Event) -> None:
         """Takes more rounds where the bursts came so late that no rollout had to end."""

@@ -109,6 +109,8 @@ class Reply:
     finish_reason: str | None
     stop_reason: str | None
     num_cached_tokens: int
+    kv_transfer: dict[str, Any] | None
+    """What a prefiller tells the decoder."""
 
 
 class Driver:
@@ -154,6 +156,7 @@ class Driver:
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 num_cached_tokens=output.num_cached_tokens or 0,
+                kv_transfer=getattr(output, "kv_transfer_params", None),
             )
 
     def step_until(self, condition: Callable[[], object], what: str, at_most_s: float = 600.0) -> None:

@@ -33,3 +33,10 @@ class LingeringConnector(ExampleConnector):
         self._unsent.clear()
         sent, self._finished = self._finished, set()
         return sent, None
+
+
+class UnknownConnector(ExampleConnector):
+    """A connector that somebody else has written, and that registers the KV cache."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._kv_caches = kv_caches

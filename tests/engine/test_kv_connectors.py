@@ -1,4 +1,4 @@
-"""Disaggregated serving with a connector that copies through the worker, under ROSE on both sides."""
+"""Connectors that copy through the worker or into host memory, while slabs leave as soon as they may."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +18,7 @@ from rose.memory.daemon.daemon import start_daemon
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [prompt(f"disaggregated-{index}", 280 + 50 * index) for index in range(3)]
+ROUNDS = [[prompt(f"offloaded-{part}-{index}", 300) for index in range(3)] for part in range(3)]
 TOKENS = 24
 NUM_SLABS, HEADROOM_SLABS = 24, 6
 
@@ -59,3 +60,37 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
     for reply, tokens, given in zip(replies, expected, PROMPTS, strict=True):
         assert reply.tokens == tokens
         assert reply.num_cached_tokens == (len(given) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_offloaded_blocks_come_back_right_as_the_slabs_of_pending_copies_stay(
+    engines_dir: Path, models: ModelDirs
+) -> None:
+    folder = engines_dir / "offloading"
+    folder.mkdir()
+    with ExitStack() as undo:
+        daemon = start_daemon(
+            "offloading",
+            num_slabs=NUM_SLABS,
+            slab_bytes=SLAB_BYTES,
+            headroom_slabs=HEADROOM_SLABS,
+            runtime_dir=runtime_dir(folder),
+        )
+        undo.callback(daemon.stop)
+        prompts = [one for part in ROUNDS for one in part]
+        stock = Fork(
+            folder, engine_runs.stock_answers, model=models.serving, prompts=prompts, max_tokens=TOKENS
+        )
+        undo.callback(stock.stop)
+        engine = Fork(
+            folder,
+            connector_runs.answer_again_from_the_host,
+            model=models.serving,
+            pool="offloading",
+            rounds=ROUNDS,
+            max_tokens=TOKENS,
+        )
+        undo.callback(engine.stop)
+        answers, expected = [reply for part in engine.result() for reply in part], stock.result()
+    assert [reply.num_cached_tokens for reply in answers] == [2 * BLOCK_TOKENS] * len(answers)
+    is_right = [reply.tokens == tokens for reply, tokens in zip(answers, expected, strict=True)]
+    assert is_right == [True] * 6 + [False] * 3, "the last round shows what is lost without"

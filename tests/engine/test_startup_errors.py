@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, models: ModelDirs) -> None:
     typo = json.dumps({"rose": {"lease": 3}})
-    nixl = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    exporting = json.dumps({"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"})
     serve = [
         *(sys.executable, "-m", "rose.cli", "serve", str(models.serving), "--role", "serving"),
-        *("--pool", "strict", "--port", str(free_port()), "--kv-transfer-config", nixl),
+        *("--pool", "strict", "--port", str(free_port()), "--kv-transfer-config", exporting),
     ]
     with ExitStack() as undo:
 
@@ -51,7 +51,7 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
                 "--additional-config", typo
             ),
             "pool nobody has no daemon": engine(pool="nobody"),
-            "--kv-transfer-config NixlConnector: it keeps addresses": undo.enter_context(command),
+            "--kv-transfer-config FlexKVConnectorV1: it exports the KV cache": undo.enter_context(command),
         }
         for message, process in cases.items():
             assert process.wait(READY_S) == 2, process.log_tail()

@@ -143,6 +143,26 @@ def test_guarded_positions_read_zeros_and_can_not_be_written(world: World, slabs
     assert (world.read(range_, 0), world.read(range_, 1)) == ({0}, {0})
 
 
+def test_a_second_range_over_all_slabs_shows_them_wherever_the_first_has_them(
+    world: World, slabs: Slabs
+) -> None:
+    """As the transfer window of an engine with a KV connector does."""
+    range_, window = slabs.reserve(NUM_SLABS, poison=True, guard=True), slabs.reserve(NUM_SLABS)
+    range_.map(0, 2)
+    world.write(range_, 0, 1)
+    window.map_many(list(range(NUM_SLABS)), list(range(NUM_SLABS)), zero=False)
+    assert world.read(window, 2) == {1}
+    range_.map(3, 4)
+    world.write(range_, 3, 2)
+    assert world.read(window, 4) == {2}
+    range_.unmap(3)
+    assert (world.read(window, 4), world.read(range_, 3)) == ({0xFF}, {0})
+    world.write(window, 4, 3)
+    range_.map(5, 4, zero=False)
+    assert world.read(range_, 5) == {3}
+    assert world.accesses(window) == ["rw"] * NUM_SLABS
+
+
 def test_a_range_keeps_its_slabs_alive(world: World) -> None:
     range_ = world.backend.create(2, world.slab_bytes, "test").reserve(2)
     range_.map(0, 1)

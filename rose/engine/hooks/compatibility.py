@@ -6,12 +6,12 @@ can't work under ROSE ends before it loads a model. Never changes a setting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rose.admission.profile import load_profile
 from rose.admission.reach import floors_s, unreachable_slo
 from rose.config import Settings
+from rose.engine.hooks.connectors import check_connectors
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
 from rose.types import Deployment, GateMode, Role
@@ -19,9 +19,6 @@ from rose.types import Deployment, GateMode, Role
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
-REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
-"""Methods that a connector overrides to learn the addresses of the KV cache, which it hands to a network
-card or a copy engine. That device would go on reading the old memory after a slab has moved."""
 DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECODE}
 """The deployment for each of vLLM's kv_role. kv_both implies none: such a connector is a cache beside a
 collocated engine, or belongs to a prefiller or a decoder."""
@@ -77,7 +74,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
     if settings.pool is None:
         return
     _check_model(config.model_config)
-    _check_connectors(config, settings.role)
+    check_connectors(config, settings.role)
     _check_scheduling(config, settings)
     if settings.role is Role.SERVING:
         _check_slo(config, settings)
@@ -107,72 +104,6 @@ def _check_model(model: ModelConfig) -> None:
                 f"--model {model.model}: it {kind}, and a slab pool holds only the KV of decoder attention: "
                 f"serve it without --pool"
             )
-
-
-def _check_connectors(config: VllmConfig, role: Role) -> None:
-    if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
-        return
-    if role is Role.ROLLOUT:
-        raise ConfigError(
-            f"--kv-transfer-config {config.kv_transfer_config.kv_connector}: a cut takes a rollout engine's "
-            f"slabs while a connector may still read them: use KV connectors in the serving engine alone"
-        )
-    for one in _connectors(config.kv_transfer_config):
-        connector = _load(one)
-        if config.model_config.use_mla and _flattens_latents(connector):
-            raise ConfigError(
-                f"--kv-transfer-config {one.kv_connector}: it takes a layer's blocks of latent attention for "
-                f"one piece of memory, and in a slab pool every block has all layers: use another connector, "
-                f"or serve without --pool"
-            )
-        if names := _registers(connector):
-            raise ConfigError(
-                f"--kv-transfer-config {one.kv_connector}: it keeps addresses of the KV cache ({names}), and "
-                f"the memory behind them changes when a slab moves: use a connector that copies inside the "
-                f"step, as ExampleConnector does, or serve without --pool"
-            )
-
-
-def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """Yields the connector, or those inside it if it is a MultiConnector."""
-    from vllm.config import KVTransferConfig
-
-    if config.kv_connector != "MultiConnector":
-        yield config
-        return
-    for child in config.kv_connector_extra_config.get("connectors", ()):
-        yield from _connectors(KVTransferConfig(**child))
-
-
-def _load(config: KVTransferConfig) -> type:
-    """Returns the connector's class. Raises: ConfigError if it can't be loaded."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
-        connector: type = KVConnectorFactory.get_connector_class(config)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--kv-transfer-config {config.kv_connector}: can't be loaded: {error}") from error
-    return connector
-
-
-def _flattens_latents(connector: type) -> bool:
-    """Whether the connector is vLLM's example. It reshapes all blocks of a layer, slabs or not, which copies
-    them where they do not lie side by side: that reads memory without a slab, and what it loads is lost."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-
-    return issubclass(connector, ExampleConnector)
-
-
-def _registers(connector: type) -> str:
-    """Returns the names of ``REGISTERING`` that the connector overrides, "" if none."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    own = [
-        name
-        for name in REGISTERING
-        if getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
-    ]
-    return ", ".join(own)
 
 
 def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -24,7 +26,7 @@ from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
 from rose.engine.weights.adapters import check_fits
 from rose.engine.weights.weights import StagedWeightEngine
-from rose.errors import FrameError
+from rose.errors import FrameError, PoolError
 from rose.types import Role
 
 
@@ -49,6 +51,7 @@ class RoseWorker(Worker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._rose.open_pool(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
+        self._rose.check_allocated()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         context = self._rose.kv_context(tag)
@@ -103,6 +106,7 @@ class EngineRank:
         self.settings = settings
         self._worker = worker
         self._kv: KVRange | None = None
+        self._is_allocated = False
         if settings.role is Role.ROLLOUT:
             continue_from_generated_tokens()
 
@@ -142,7 +146,33 @@ class EngineRank:
 
     def kv_context(self, tag: str) -> AbstractContextManager[Any] | None:
         """Returns the context of vLLM's allocation of KV memory; None for other memory or without a pool."""
-        return self._kv.allocation_context() if tag == "kv_cache" and self._kv is not None else None
+        if tag != "kv_cache" or self._kv is None:
+            return None
+        self._is_allocated = True
+        if has_kv_transfer_group():
+            self._register_window(get_kv_transfer_group(), self._kv)
+        return self._kv.allocation_context()
+
+    def _register_window(self, connector: Any, kv: KVRange) -> None:
+        """Lets a KV connector register the transfer window in place of the memory that the model computes on.
+
+        Why: a connector registers the KV cache once, and the memory behind it changes with every slab that
+        moves. vLLM calls the method after the allocation. vLLM 0.30-0.33.
+        """
+        register = connector.register_kv_caches
+        if getattr(register, "__func__", None) is not KVConnectorBase_V1.register_kv_caches:
+            connector.register_kv_caches = lambda kv_caches: register(kv.over_window(kv_caches))
+
+    def check_allocated(self) -> None:
+        """Raises: PoolError if the KV cache lies in other memory than the pool's, as in a memory pool that a
+        KV connector brings."""
+        if self._kv is not None and not self._is_allocated:
+            connector = self._worker.vllm_config.kv_transfer_config.kv_connector
+            raise PoolError(
+                f"--kv-transfer-config {connector}: it allocates the KV cache itself, and in a slab pool its "
+                f"memory is the pool's: choose another protocol (rdma or tcp for Mooncake), or serve without "
+                f"--pool"
+            )
 
     @contextmanager
     def warm_up(self, runner: Any) -> Iterator[None]:

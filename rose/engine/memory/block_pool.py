@@ -25,6 +25,12 @@ PINNED_POSITION = 0
 """The position of block 0. vLLM uses that block for padding, so the position always has a slab."""
 
 
+def position_of(slab: int, pinned_slab: int) -> int:
+    """Returns the one position at which an engine ever maps a slab: that of its own number, but the pinned
+    slab and slab 0 change places. So a block id means the same bytes for as long as the engine lives."""
+    return {pinned_slab: PINNED_POSITION, 0: pinned_slab}.get(slab, slab)
+
+
 class IdleListener(Protocol):
     """Is told when the last block of a position falls idle, when an idle position is used again, when a
     request finds its prefix in the cache, and when a position has no cache any more."""
@@ -98,11 +104,10 @@ class SlabBlockPool(BlockPool):
 
     # Positions ---------------------------------------------------------------------------------
 
-    def back(self, slab: int) -> int:
-        """Puts ``slab`` at the lowest free position, which is returned."""
-        position = self.slab_of.index(None)
+    def back(self, slab: int, position: int) -> None:
+        """Puts ``slab`` at a free position."""
+        assert self.slab_of[position] is None, (position, self.slab_of[position])
         self._unpark(position, slab)
-        return position
 
     def unback(self, position: int) -> int:
         """Takes the blocks of an idle position out of use, with what they cache; returns the slab there."""

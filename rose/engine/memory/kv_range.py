@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from rose.engine.memory.block_pool import PINNED_POSITION
+from rose.engine.memory.block_pool import PINNED_POSITION, position_of
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.errors import PoolError
 from rose.memory.pool.pool import PoolClient
@@ -59,17 +59,41 @@ class KVRange:
         self._device = device
         is_cuda = device.type == "cuda"
         slabs = self._client.open_slabs(device.index if is_cuda else 0)
+        self._slabs = slabs
         self._range = slabs.reserve(self._client.num_slabs, poison=poison, guard=is_cuda)
-        self._range.map(PINNED_POSITION, pinned_slab(self._client, acquire=rank == 0))
+        self._pinned_slab = pinned_slab(self._client, acquire=rank == 0)
+        self._range.map(PINNED_POSITION, self._pinned_slab)
 
     def place(self, config: KVCacheConfig) -> None:
         place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
 
     def allocation_context(self) -> TorchFunctionMode:
         """Returns a context in which vLLM's one allocation of KV memory gets this range."""
+        return _AnswerZeros(self._bytes_of(self._range))
+
+    def over_window(self, kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the KV cache for a connector: the same views of the same blocks, over the transfer window.
+
+        The window is a second address range, in which every slab of the pool is mapped for good, each at its
+        position in the first range. A card or a copy engine that is told its addresses once finds every block
+        there for as long as this engine owns the block's slab. What it holds of other slabs is theirs.
+        """
+        window = self._slabs.reserve(self._client.num_slabs)
+        slabs = list(range(self._client.num_slabs))
+        window.map_many([position_of(slab, self._pinned_slab) for slab in slabs], slabs, zero=False)
+        storage = self._bytes_of(window).untyped_storage()
+        return {
+            layer: torch.empty(0, dtype=cache.dtype, device=cache.device).set_(
+                storage, cache.storage_offset(), cache.size(), cache.stride()
+            )
+            for layer, cache in kv_caches.items()
+        }
+
+    def _bytes_of(self, address_range: Any) -> torch.Tensor:
+        """Returns a range as a tensor, which keeps it alive."""
         if self._device.type == "cuda":
-            return _AnswerZeros(torch.as_tensor(self._range, device=self._device))
-        return _AnswerZeros(torch.frombuffer(self._range, dtype=torch.int8))
+            return torch.as_tensor(address_range, device=self._device)
+        return torch.frombuffer(address_range, dtype=torch.int8)
 
     def apply(self, ops: SlabOps) -> None:
         if ops.unmap:

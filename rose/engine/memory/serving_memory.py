@@ -77,7 +77,8 @@ class ServingMemory:
         kept = used + shortage.from_uncached + int(tenant.pool.num_used[PINNED_POSITION] == 0)
         if self._give(kept, shortage.hit_positions, now):
             return now
-        next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now))
+        held_until_s = tenant.holds.next_end_s(now) if tenant.holds is not None else None
+        next_looks = (self._peak.falls_at_s(now), self._lend_headroom(now), held_until_s)
         return min((at_s for at_s in next_looks if at_s is not None), default=None)
 
     def _grow(self, shortage: Shortage) -> int:
@@ -92,8 +93,8 @@ class ServingMemory:
         return tenant.grow(growth)
 
     def _give(self, used: int, keep: AbstractSet[int], now: float) -> int:
-        """Gives other engines slabs that they lack, those that cost serving least first and none of ``keep``;
-        returns how many."""
+        """Gives other engines slabs that they lack, those that cost serving least first, none of ``keep`` and
+        none that a KV connector may still use; returns how many."""
         tenant, ledger = self._tenant, self._tenant.ledger
         count = self._policy.serving_gift(
             owned=tenant.num_owned,
@@ -102,7 +103,10 @@ class ServingMemory:
             available=ledger.num_free + ledger.num_draining,
             lacking=ledger.others_lack(tenant.client.slot),
         )
-        return tenant.give_back(tenant.least_valuable(count, keep, now)) if count else 0
+        if not count:
+            return 0
+        held = tenant.holds.positions(now) if tenant.holds is not None else frozenset()
+        return tenant.give_back(tenant.least_valuable(count, keep | held, now))
 
     def _lend_headroom(self, now: float) -> float | None:
         """Raises the budget to the whole pool once serving has been idle for long enough. Returns the time at

@@ -18,7 +18,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager
+from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager, position_of
+from rose.engine.memory.connector_holds import ConnectorHolds
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
 from rose.memory.policy.cached import CacheTable
@@ -72,6 +73,8 @@ class Tenant:
         )
         self.leases = LeaseTable(lease_s) if lease_s is not None else None
         self.cache = CacheTable()
+        self.holds: ConnectorHolds | None = None
+        """What a KV connector may still use; None without one."""
         self._world_size = world_size
         self._ops = SlabOps()
         self._pool: SlabBlockPool | None = None
@@ -81,11 +84,12 @@ class Tenant:
         SlabKVCacheManager.adopt(manager)
         self._coordinator = manager.coordinator
         self._groups = manager.coordinator.single_type_managers
+        self._pinned_slab = pinned_slab(self.client, acquire=False)
         self._pool = SlabBlockPool.adopt(
             manager.block_pool,
             self.layout,
             self.client.num_slabs,
-            pinned_slab(self.client, acquire=False),
+            self._pinned_slab,
             Spread.DENSE if self.leases is None else Spread.AFFINE,
         )
         self._pool.listener = self
@@ -189,7 +193,8 @@ class Tenant:
         """Acquires up to ``num_slabs`` slabs from the pool; returns how many it got."""
         slabs = self.ledger.acquire(self.client.slot, num_slabs)
         for slab in slabs:
-            position = self.pool.back(slab)
+            position = position_of(slab, self._pinned_slab)
+            self.pool.back(slab, position)
             self._ops.map.append((position, slab))
             # It may turn out not to be needed, if the prefix was cached, and must then go back as well.
             if self.leases is not None:
@@ -216,9 +221,9 @@ class Tenant:
         return len(given)
 
     def least_valuable(self, count: int, keep: AbstractSet[int], now: float) -> list[int]:
-        """Returns up to ``count`` idle positions whose loss costs least: those that hold nothing, then
-        serving's prefix cache by its value, without ``keep``."""
-        empty = self.pool.empty_positions()[:count]
+        """Returns up to ``count`` idle positions whose loss costs least, without ``keep``: those that hold
+        nothing, then serving's prefix cache by its value."""
+        empty = [position for position in self.pool.empty_positions() if position not in keep][:count]
         return empty + self.cache.draw_least_valuable(
             count - len(empty), self.pool.num_hashed.item, now, keep | {PINNED_POSITION}
         )
@@ -256,6 +261,16 @@ class Tenant:
             for position in self.pool.backed_positions()
         ]
 
+    def positions_of(self, request_id: str) -> set[int]:
+        """Returns the positions with blocks of a request."""
+        held = (group.req_to_blocks.get(request_id, ()) for group in self._groups)
+        return {
+            self.layout.position_of(block.block_id)
+            for blocks in held
+            for block in blocks
+            if not block.is_null
+        }
+
     def _lease_expiry(self, position: int) -> float | None:
         """Returns None for a position without cache, whose slab is the first to go."""
         if self.leases is None or not self.pool.is_caching(position):
@@ -266,6 +281,8 @@ class Tenant:
 
     def positions_idle(self, positions: Sequence[int]) -> None:
         now = time.monotonic()
+        if self.holds is not None:
+            self.holds.fell_idle(positions)
         if self.leases is None:
             self.cache.fell_idle(positions, now)
             return

@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.gate import GateSettings
 from rose.config import Settings
+from rose.engine.memory.connector_holds import ConnectorHolds
 from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
@@ -69,6 +70,12 @@ class RoseScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         if self.tenant is not None:
             self.tenant.adopt(self.kv_cache_manager)
+            if self.connector is not None:
+                self.tenant.holds = ConnectorHolds(
+                    self.connector,
+                    config.kv_transfer_config.kv_connector_extra_config,
+                    self.tenant.layout.position_of,
+                )
         runtime_dir = Settings.from_environment().make_runtime_dir()
         self.page = StatusPage(page_path(runtime_dir, settings.engine_id), create=True)
         self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
@@ -124,6 +131,8 @@ class RoseScheduler(Scheduler):
         self._obey_commands()
         self.before_step(self._began_s)
         output = super().schedule(throttle_prefills)
+        if holds := self._holds():
+            holds.planned()
         if output.total_num_scheduled_tokens > 0:
             self.recorder.started(output, self.requests, self._began_s)
         if self.tenant is not None and self.tenant.has_ops:
@@ -256,6 +265,23 @@ class RoseScheduler(Scheduler):
 
     def _commands(self) -> tuple[int, ...]:
         return tuple(self.page.get(one) for one in COMMANDS)
+
+    # What a KV connector still uses -----------------------------------------------------------------
+
+    def _holds(self) -> ConnectorHolds | None:
+        return self.tenant.holds if self.tenant is not None else None
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        result = super()._free_request(request, *args, **kwargs)
+        if (holds := self._holds()) is not None and request.request_id in self.requests:
+            holds.keeps(request.request_id, time.monotonic())
+        return result
+
+    def _free_blocks(self, request: Request) -> None:
+        tenant, now = self.tenant, time.monotonic()
+        if tenant is not None and (holds := tenant.holds) and holds.gives_up(request.request_id, now):
+            holds.hold(tenant.positions_of(request.request_id), now)
+        super()._free_blocks(request)
 
     # Small parts ------------------------------------------------------------------------------------
 

@@ -17,6 +17,11 @@ pytestmark = pytest.mark.vllm
 POOL = "refusing"
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+UNKNOWN = {
+    "kv_connector": "UnknownConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "lingering_connector",
+}
 
 
 def connector(name: str, **extra: Any) -> dict[str, Any]:
@@ -32,14 +37,20 @@ def connector(name: str, **extra: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "nothing": ("serving", {}, ""),
     "copies inside the step": ("serving", connector("ExampleConnector"), ""),
-    "nixl": ("serving", connector("NixlConnector"), "NixlConnector: it keeps addresses of the KV cache"),
-    "mooncake": ("serving", connector("MooncakeConnector"), "MooncakeConnector: it keeps addresses"),
-    "wrapped": (
+    "nixl": ("serving", connector("NixlConnector"), ""),
+    "mooncake": ("serving", connector("MooncakeConnector"), ""),
+    "lmcache": ("serving", connector("LMCacheConnectorV1"), ""),
+    "offloading flag": ("serving", {"kv_offloading_size": 1}, ""),
+    "unknown": (
         "serving",
-        connector("MultiConnector", connectors=[EXAMPLE, OFFLOADING]),
-        "OffloadingConnector: it keeps addresses of the KV cache (register_kv_caches)",
+        connector("MultiConnector", connectors=[EXAMPLE, OFFLOADING, UNKNOWN]),
+        "UnknownConnector: it keeps addresses of the KV cache (register_kv_caches), and rose does not know",
     ),
-    "offloading flag": ("serving", {"kv_offloading_size": 1}, "OffloadingConnector: it keeps addresses"),
+    "exports": (
+        "serving",
+        connector("FlexKVConnectorV1"),
+        "FlexKVConnectorV1: it exports the KV cache to another process by CUDA IPC handles",
+    ),
     "rollout connector": ("rollout", connector("ExampleConnector"), "in the serving engine alone"),
     "rollout producer": (
         "rollout",

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_consumer import CacheView, really_cached
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool
+from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, position_of
 from rose.memory.policy.spread import Spread
 
 
@@ -53,10 +53,10 @@ class PoolMachine(RuleBasedStateMachine):
         return [p for p in self.pool.backed_positions() if p not in self.busy and p != PINNED_POSITION]
 
     @precondition(lambda self: None in self.pool.slab_of)
-    @rule()
-    def back(self) -> None:
-        free = self.pool.slab_of.index(None)
-        assert self.pool.back(self.next_slab) == free
+    @rule(data=st.data())
+    def back(self, data: st.DataObject) -> None:
+        free = [position for position, slab in enumerate(self.pool.slab_of) if slab is None]
+        self.pool.back(self.next_slab, data.draw(st.sampled_from(free)))
         self.next_slab += 1
 
     @precondition(lambda self: self.idle())
@@ -130,6 +130,14 @@ TestAnyOrderOfCalls = PoolMachine.TestCase
 TestAnyOrderOfCalls.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.parametrize("pinned_slab", range(4))
+def test_every_slab_has_a_position_of_its_own_and_the_pinned_one_has_that_of_block_0(
+    pinned_slab: int,
+) -> None:
+    assert sorted(position_of(slab, pinned_slab) for slab in range(4)) == list(range(4))
+    assert position_of(pinned_slab, pinned_slab) == PINNED_POSITION
+
+
 def test_only_the_pinned_position_is_backed_at_first() -> None:
     pool = adopted_pool()
     assert pool.slab_of == [PINNED_SLAB] + [None] * (NUM_POSITIONS - 1)
@@ -139,7 +147,8 @@ def test_only_the_pinned_position_is_backed_at_first() -> None:
 
 def test_blocks_of_a_returned_slab_are_not_found_in_the_cache() -> None:
     pool = adopted_pool()
-    position = pool.back(7)
+    position = 1
+    pool.back(7, position)
     blocks = pool.get_new_blocks(pool.get_num_free_blocks())
     cache(pool, blocks, seed=0)
     pool.free_blocks(blocks)
@@ -152,7 +161,8 @@ def test_blocks_of_a_returned_slab_are_not_found_in_the_cache() -> None:
 
 def test_a_position_in_use_is_never_taken() -> None:
     pool = adopted_pool()
-    position = pool.back(7)
+    position = 1
+    pool.back(7, position)
     pool.get_new_blocks(pool.get_num_free_blocks())
     with pytest.raises(AssertionError):
         pool.unback(position)
@@ -160,7 +170,7 @@ def test_a_position_in_use_is_never_taken() -> None:
 
 def test_vllms_own_cache_reset_succeeds_with_parked_blocks() -> None:
     pool = adopted_pool()
-    pool.back(7)
+    pool.back(7, 1)
     blocks = pool.get_new_blocks(5)
     cache(pool, blocks, seed=0)
     pool.free_blocks(blocks)
@@ -175,8 +185,8 @@ def positions_of(blocks: list[KVCacheBlock]) -> list[int]:
 
 def test_affine_placement_keeps_two_requests_in_slabs_of_their_own() -> None:
     pool = adopted_pool(Spread.AFFINE)
-    for slab in range(3):
-        pool.back(slab)
+    for position in (1, 2, 3):
+        pool.back(7, position)
     first = pool.get_new_blocks(2)
     second = pool.get_new_blocks(2)
     pool.beside = positions_of(first)[-1]
@@ -189,8 +199,8 @@ def test_affine_placement_keeps_two_requests_in_slabs_of_their_own() -> None:
 
 def test_dense_placement_leaves_whole_slabs_to_give_back() -> None:
     pool = adopted_pool(Spread.DENSE)
-    for slab in range(3):
-        pool.back(slab)
+    for position in (1, 2, 3):
+        pool.back(7, position)
     pool.get_new_blocks(3)  # what the pinned slab has beside block 0
     gone = pool.get_new_blocks(3)
     stays = pool.get_new_blocks(3)
@@ -201,7 +211,7 @@ def test_dense_placement_leaves_whole_slabs_to_give_back() -> None:
 
 def test_prefix_cache_is_evicted_last() -> None:
     pool = adopted_pool(Spread.AFFINE)
-    pool.back(7)
+    pool.back(7, 1)
     cached = pool.get_new_blocks(4)
     cache(pool, cached, seed=0)
     pool.free_blocks(cached)
@@ -215,7 +225,9 @@ def test_prefix_cache_is_evicted_last() -> None:
 
 def test_evicted_cache_goes_by_whole_slabs_in_the_order_given() -> None:
     pool = adopted_pool(Spread.DENSE)
-    positions = [pool.back(slab) for slab in range(3)]
+    positions = [1, 2, 3]
+    for position in positions:
+        pool.back(7 + position, position)
     pool.get_new_blocks(3)  # what the pinned slab has beside block 0
     for seed, position in enumerate(positions):
         blocks = pool.get_new_blocks(4)

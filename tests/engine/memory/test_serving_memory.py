@@ -13,9 +13,10 @@ from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from rose.engine.memory.block_pool import PINNED_POSITION
+from rose.engine.memory.connector_holds import ConnectorHolds
 from rose.engine.memory.serving_memory import ServingMemory
 from rose.engine.memory.tenant import MAX_LOOKUP_BLOCKS, Tenant
 from rose.memory.ledger.ledger import EngineSlot
@@ -80,6 +81,50 @@ def test_serving_gives_others_its_cache_but_for_the_prefix_that_a_waiting_reques
     assert tenant.ledger.serving_used_slabs == 3
     assert tenant.shortage([], waiting).hit_positions == oldest
     tenant.pool.check_integrity()
+
+
+def test_slabs_of_a_transfer_that_was_given_up_stay_for_another_lease_of_the_connector(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    init_none_hash(sha256)
+    with pooled_scheduler(tmp_path, Role.SERVING) as scheduler:
+        tenant: Tenant = scheduler.tenant
+        lease_s = 0.05
+        holds = tenant.holds = ConnectorHolds(None, {"kv_lease_duration": lease_s}, tenant.layout.position_of)
+        tenant.pool.get_new_blocks(tenant.pool.get_num_free_blocks())  # what the pinned slab has
+        assert tenant.grow(NUM_SLABS) == NUM_SLABS - 1
+        positions = {name: _ends_with_blocks_kept(scheduler, name) for name in ("late", "sent")}
+        time.sleep(2 * lease_s)
+        scheduler._free_blocks(scheduler.requests["late"])
+        assert holds.positions(0.0) == positions["late"]
+        holds.keeps("sent", time.monotonic() + 60.0)  # the peer has answered in time
+        scheduler._free_blocks(scheduler.requests["sent"])
+        assert holds.positions(0.0) == positions["late"]
+        tenant.ledger.set_engine(2, EngineSlot(role=Role.ROLLOUT, pid=0, world_size=1))
+        tenant.ledger.want(2, NUM_SLABS)
+        policy = BudgetPolicy(num_slabs=NUM_SLABS, headroom_slabs=1)
+        memory = ServingMemory(tenant, policy, window_s=1e9, lend_idle_s=None, now=0.0)
+        memory.tick(0.0, [], [])
+        assert set(tenant.pool.backed_positions()) == positions["late"] | {PINNED_POSITION}
+        ends_s = holds.next_end_s(0.0)
+        assert ends_s is not None and memory.tick(0.0, [], []) == ends_s
+        memory.tick(ends_s, [], [])
+        assert tenant.pool.backed_positions() == [PINNED_POSITION]
+        tenant.pool.check_integrity()
+
+
+def _ends_with_blocks_kept(scheduler: Any, name: str) -> set[int]:
+    """A request that takes a slab of its own and ends, while its connector keeps the blocks."""
+    tenant: Tenant = scheduler.tenant
+    ended = request(name, prompt(1, 1))
+    scheduler.requests[name] = ended
+    blocks = tenant.pool.get_new_blocks(tenant.layout.blocks_per_slab)
+    (group,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+    group.req_to_blocks[name] = blocks
+    ended.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    scheduler._free_request(ended, delay_free_blocks=True)
+    assert name in scheduler.requests
+    return tenant.positions_of(name)
 
 
 def test_a_long_queue_behind_one_system_prompt_lacks_only_what_differs(tenant: Tenant) -> None:

@@ -1,0 +1,114 @@
+"""Which KV connectors a serving engine in a slab pool may use, by what they do with its memory.
+
+Owns what is known of the connectors. One that copies within a step needs nothing of ROSE. One that registers
+the memory gets the transfer window (kv_range.py), and its slabs stay while it uses them: those of a request
+whose blocks it keeps, and what connector_holds.py knows of. Never changes a setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rose.errors import ConfigError
+from rose.types import Role
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
+"""Methods that a connector overrides to learn the addresses of the KV cache. One that overrides none of them
+sees a layer's cache only while the step computes it."""
+KNOWN = {
+    "DecodeBenchConnector": "writes within the step",
+    "LMCacheConnectorV1": "copies within the step",
+    "MooncakeConnector": "keeps a request's blocks until they are sent or received",
+    "MooncakeStoreConnector": "keeps the blocks that it stores or loads",
+    "NixlBaseConnector": "keeps a request's blocks until they are sent or received, or gives them up",
+    "OffloadingConnector": "keeps no blocks; ROSE holds the slabs of its pending copies",
+    "SimpleCPUOffloadConnector": "keeps the blocks that it stores or loads",
+}
+"""vLLM's connectors that register the KV cache, and why their transfers meet the right bytes while slabs
+move. A connector that is derived from one of them counts as that one."""
+EXPORTING = {"LMCacheMPConnector", "FlexKVConnectorV1"}
+"""Those of vLLM's connectors that hand the memory to another process by handles of CUDA's IPC, which name a
+whole allocation of cudaMalloc."""
+
+
+def check_connectors(config: VllmConfig, role: Role) -> None:
+    """Raises: ConfigError for a connector that can't work in a slab pool, or that nothing is known of."""
+    if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
+        return
+    if role is Role.ROLLOUT:
+        raise ConfigError(
+            f"--kv-transfer-config {config.kv_transfer_config.kv_connector}: a cut takes a rollout engine's "
+            f"slabs while a connector may still read them: use KV connectors in the serving engine alone"
+        )
+    for one in _connectors(config.kv_transfer_config):
+        if problem := _problem(one, has_latents=config.model_config.use_mla):
+            raise ConfigError(f"--kv-transfer-config {one.kv_connector}: {problem}, or serve without --pool")
+
+
+def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
+    """Yields the connector, or those inside it if it is a MultiConnector."""
+    from vllm.config import KVTransferConfig
+
+    if config.kv_connector != "MultiConnector":
+        yield config
+        return
+    for child in config.kv_connector_extra_config.get("connectors", ()):
+        yield from _connectors(KVTransferConfig(**child))
+
+
+def _problem(config: KVTransferConfig, *, has_latents: bool) -> str | None:
+    """Returns why the connector is refused and what to do, or None. Raises: ConfigError if it can't be
+    loaded."""
+    if config.kv_connector in EXPORTING:  # some can't be loaded without packages that are not vLLM's
+        return (
+            "it exports the KV cache to another process by CUDA IPC handles, and slabs have none: use "
+            "LMCacheConnectorV1 or OffloadingConnector"
+        )
+    connector = _load(config)
+    names = {base.__name__ for base in connector.__mro__ if base.__module__.startswith("vllm.")}
+    if has_latents and "ExampleConnector" in names:
+        # It reshapes all blocks of a layer, slabs or not, which copies them where they do not lie side by
+        # side: that reads memory without a slab, and what it loads is lost.
+        return (
+            "it takes a layer's blocks of latent attention for one piece of memory, and in a slab pool every "
+            "block has all layers: use another connector"
+        )
+    registers = _registers(connector)
+    if not registers or names & KNOWN.keys():
+        return None
+    return (
+        f"it keeps addresses of the KV cache ({registers}), and rose does not know whether it keeps a "
+        f"request's blocks as long as it uses them: use one of {', '.join(_names())}, or a connector that "
+        f"copies within the step, as ExampleConnector does"
+    )
+
+
+def _names() -> list[str]:
+    return ["NixlConnector" if name == "NixlBaseConnector" else name for name in KNOWN]
+
+
+def _load(config: KVTransferConfig) -> type:
+    """Returns the connector's class. Raises: ConfigError if it can't be loaded."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        connector: type = KVConnectorFactory.get_connector_class(config)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--kv-transfer-config {config.kv_connector}: can't be loaded: {error}") from error
+    return connector
+
+
+def _registers(connector: type) -> str:
+    """Returns the names of ``REGISTERING`` that the connector overrides, "" if none."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    own = [
+        name
+        for name in REGISTERING
+        if getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
+    ]
+    return ", ".join(own)
