@@ -85,13 +85,14 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
 
 def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:
     """Refuses an SLO that the engine's profile says it can't reach, with what it can."""
-    from rose.engine.scheduling.recorder import profile_key  # imports vllm
+    from rose.engine.scheduling.recorder import num_draft_tokens, profile_key  # imports vllm
 
     stored = load_profile(Settings.from_environment().profile_dir, profile_key(config))
     if stored is None:
         return
     deployment = settings.deployment if settings.deployment is not None else Deployment.COLLOCATED
-    if problem := unreachable_slo(settings.slo(), floors_s(stored[0]), deployment):
+    floors = floors_s(stored[0], 1 + num_draft_tokens(config))
+    if problem := unreachable_slo(settings.slo(), floors, deployment):
         raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
 
 
@@ -176,11 +177,6 @@ def _registers(connector: type) -> str:
 
 
 def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
-    if config.speculative_config is not None:
-        raise ConfigError(
-            "--speculative-config: the slab budget and the predicted step times do not count draft tokens "
-            "so far: leave it out, or serve without --pool"
-        )
     watermark = getattr(config.scheduler_config, "watermark", 0.0)  # not in every supported vLLM
     if watermark > 0:
         raise ConfigError(
