@@ -1,4 +1,4 @@
-"""Speculative decoding in slab pools: stock vLLM's greedy tokens while slabs move, and several tokens a step."""
+"""Speculative decoding in slab pools: the greedy tokens of stock vLLM while slabs move, several in a step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

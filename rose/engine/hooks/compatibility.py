@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 REGISTERING = ("register_kv_caches", "register_cross_layers_kv_cache", "get_mem_pool_context")
 """Methods that a connector overrides to learn the addresses of the KV cache, which it hands to a network
 card or a copy engine. That device would go on reading the old memory after a slab has moved."""
+UNCOUNTED_DRAFTERS = ("custom_class", "extract_hidden_states")
+"""Methods of speculative decoding that keep KV in a way of their own, or keep something else there."""
 DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECODE}
 """The deployment for each of vLLM's kv_role. kv_both implies none: such a connector is a cache beside a
 collocated engine, or belongs to a prefiller or a decoder."""
@@ -78,6 +80,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
         return
     _check_model(config.model_config)
     _check_connectors(config, settings.role)
+    _check_speculation(config)
     _check_scheduling(config, settings)
     if settings.role is Role.SERVING:
         _check_slo(config, settings)
@@ -174,6 +177,26 @@ def _registers(connector: type) -> str:
         if getattr(connector, name, None) is not getattr(KVConnectorBase_V1, name, None)
     ]
     return ", ".join(own)
+
+
+def _check_speculation(config: VllmConfig) -> None:
+    """Refuses drafters that the slab pool can't count, and a draft model of another vocabulary."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method in UNCOUNTED_DRAFTERS:
+        raise ConfigError(
+            f"--speculative-config method {speculative.method}: vLLM does not say which KV it keeps, so a "
+            f"slab pool can't hold it: use ngram, a draft model, EAGLE or MTP, or serve without --pool"
+        )
+    draft, target = speculative.draft_model_config, config.model_config
+    if speculative.method != "draft_model" or draft is None or speculative.use_heterogeneous_vocab:
+        return
+    if draft.get_vocab_size() != target.get_vocab_size():
+        raise ConfigError(
+            f"--speculative-config model {draft.model}: it has a vocabulary of {draft.get_vocab_size()} "
+            f"tokens, and --model {target.model} has {target.get_vocab_size()}: use a draft model of the same family"
+        )
 
 
 def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
