@@ -120,7 +120,11 @@ def make_eagle3_head(folder: Path) -> Path:
     weights = {f"{name}.weight": 0.2 * torch.randn(size, generator=draws) for name, size in rows.items()}
     weights |= {f"{name}.weight": torch.ones(hidden) for name in [*norms, "norm"]}
     config = LlamaConfig(
-        architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=VOCABULARY, **shape
+        architectures=["LlamaForCausalLMEagle3"],
+        num_hidden_layers=1,
+        draft_vocab_size=VOCABULARY,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],  # vLLM's own choice names one of four layers twice
+        **shape,
     )
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors")

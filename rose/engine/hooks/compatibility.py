@@ -195,7 +195,7 @@ def _check_speculation(config: VllmConfig) -> None:
     if draft.get_vocab_size() != target.get_vocab_size():
         raise ConfigError(
             f"--speculative-config model {draft.model}: it has a vocabulary of {draft.get_vocab_size()} "
-            f"tokens, and --model {target.model} has {target.get_vocab_size()}: use a draft model of the same family"
+            f"tokens, and --model {target.model} has {target.get_vocab_size()}: use a drafter of its family"
         )
 
 
