@@ -27,7 +27,6 @@ class Drafted:
     most_in_flight: int
     num_drafts: int
     num_accepted: int
-    num_preempted: int
     num_granted: int = 0
     """Rollout steps that were taken behind the gate."""
 
@@ -75,7 +74,6 @@ def draft_over_cuts(
         most_in_flight=device.most_in_flight if device is not None else 1,
         num_drafts=counts["vllm:spec_decode_num_draft_tokens"],
         num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
-        num_preempted=counts["vllm:num_preemptions"],
         num_granted=tenant_of(driver).client.board_words.load(Word.R_STEPS) if is_gated else 0,
     )
 
@@ -88,6 +86,7 @@ class Served:
     num_tokens: int
     """The output tokens that its books of deadlines counted."""
     tokens_per_step: float
+    num_preempted: int
     is_profiled: bool
     tpot_floor_us: int
     step_us: float
@@ -99,7 +98,8 @@ def serve_drafted(
 ) -> Served:
     """A serving engine under the gate, which makes a profile of its own steps."""
     settings = {"role": "serving", "pool": pool, "stall_s": PATIENT_S, "gate": str(GateMode.DUAL), **SLO}
-    driver = Driver(make_engine(model, settings, speculative_config=speculative))
+    llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False)
+    driver = Driver(llm)
     scheduler, page = driver.scheduler, driver.scheduler.page
     page.put(Field.PROFILE, ProfileCommand.RECORD)
     for count in (1, 2, len(prompts), len(prompts)):
@@ -117,12 +117,16 @@ def serve_drafted(
 
     books.finished = finished
     replies = driver.answer(prompts, max_tokens)
+    tenant_of(driver).pool.check_integrity()
     model_of_steps = scheduler.recorder.observed_model
     scheduler._tell_floors()
     return Served(
         replies=replies,
         num_tokens=counted[0],
         tokens_per_step=books._tokens_per_step,
+        num_preempted=sum(
+            metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+        ),
         is_profiled=scheduler.recorder.is_profiled,
         tpot_floor_us=page.get(Field.TPOT_FLOOR_US),
         step_us=1e6 * model_of_steps.predict_safe(0, 1),

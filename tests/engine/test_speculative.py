@@ -110,7 +110,7 @@ def test_drafts_leave_the_answers_stocks_while_slabs_leave(
 def test_serving_with_drafts_drains_to_offer_a_grant(
     run: Run, pool: str, models: ModelDirs, expected: list[list[int]], drafters: dict[str, dict[str, Any]]
 ) -> None:
-    """Drafts are rejected both in steps that are queued behind others and in steps that have the GPU alone."""
+    """Drafts are rejected in steps that are queued behind others, and in steps that have the GPU alone."""
     turns = run(
         async_runs.offer_turns,
         model=models.untied[0],
@@ -134,5 +134,6 @@ def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, mode
     ).result()
     assert served.num_tokens == len(PROMPTS) * TOKENS
     assert 2 < served.tokens_per_step <= 1 + NUM_DRAFTS
+    assert served.num_preempted == 0, "slabs were free for every draft"
     assert served.is_profiled
     assert served.tpot_floor_us == pytest.approx(served.step_us / (1 + NUM_DRAFTS), abs=1)

@@ -36,17 +36,14 @@ def make_deep_model(folder: Path) -> Path:
     return _write(folder, config, seed=7)
 
 
-def make_rollout_model(
-    folder: Path, *, version: int = 0, is_tied: bool = False, vocabulary: int = VOCABULARY
-) -> Path:
+def make_rollout_model(folder: Path, *, version: int = 0, is_tied: bool = False) -> Path:
     """A Qwen3; in float32 its blocks take 256 KiB: two per slab. Tied: bfloat16, head and embedding shared.
 
     Every version is its own draw of all weights, so no two have a tensor in common.
     """
     from transformers import Qwen3Config
 
-    shape = {**_shape(hidden_size=64), "vocab_size": vocabulary}
-    config = Qwen3Config(num_hidden_layers=4, tie_word_embeddings=is_tied, **shape)
+    config = Qwen3Config(num_hidden_layers=4, tie_word_embeddings=is_tied, **_shape(hidden_size=64))
     return _write(folder, config, seed=100 + version, dtype="bfloat16" if is_tied else "float32")
 
 

@@ -180,22 +180,12 @@ def _registers(connector: type) -> str:
 
 
 def _check_speculation(config: VllmConfig) -> None:
-    """Refuses drafters that the slab pool can't count, and a draft model of another vocabulary."""
+    """Refuses drafters that a slab pool can't count. vLLM refuses a draft model of another vocabulary."""
     speculative = config.speculative_config
-    if speculative is None:
-        return
-    if speculative.method in UNCOUNTED_DRAFTERS:
+    if speculative is not None and speculative.method in UNCOUNTED_DRAFTERS:
         raise ConfigError(
             f"--speculative-config method {speculative.method}: vLLM does not say which KV it keeps, so a "
             f"slab pool can't hold it: use ngram, a draft model, EAGLE or MTP, or serve without --pool"
-        )
-    draft, target = speculative.draft_model_config, config.model_config
-    if speculative.method != "draft_model" or draft is None or speculative.use_heterogeneous_vocab:
-        return
-    if draft.get_vocab_size() != target.get_vocab_size():
-        raise ConfigError(
-            f"--speculative-config model {draft.model}: it has a vocabulary of {draft.get_vocab_size()} "
-            f"tokens, and --model {target.model} has {target.get_vocab_size()}: use a drafter of its family"
         )
 
 

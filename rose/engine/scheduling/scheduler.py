@@ -139,8 +139,8 @@ class RoseScheduler(Scheduler):
     def _drop_stale_drafts(self) -> None:
         """Lets sequences that were left out of the last step go on without draft tokens.
 
-        Why: with async scheduling the drafts stay with the worker, which keeps those of the last step alone
-        (vLLM 0.30-0.33). A step that a grant or a decode's latency limits leaves sequences out.
+        Why: with async scheduling the drafts stay with the worker, and Model Runner V1 keeps those of the
+        last step alone (vLLM 0.32). A step that a grant or an ITL cap limits leaves sequences out.
         """
         if self.num_spec_tokens and self.scheduler_config.async_scheduling:
             for request in self.running:

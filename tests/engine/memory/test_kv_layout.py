@@ -135,7 +135,7 @@ def test_mla_blocks_of_any_size_fit() -> None:
                     LAYERS,
                     UniformTypeKVCacheSpecs(
                         block_size=16,
-                        kv_cache_specs={"model": SPEC, "drafter": replace(SPEC, head_size=16)},
+                        kv_cache_specs={"model": SPEC, "drafter": replace(SPEC, num_kv_heads=1)},
                     ),
                 )
             ],
