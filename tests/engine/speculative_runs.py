@@ -14,6 +14,8 @@ from late_device import use_late_device
 
 from rose.admission.board import Word
 from rose.engine.status import Field, ProfileCommand
+from rose.engine.weights.weights import StagedUpdate
+from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import GateMode
 
 NUM_DRAFTS = 3
@@ -131,3 +133,23 @@ def serve_drafted(
         tpot_floor_us=page.get(Field.TPOT_FLOOR_US),
         step_us=1e6 * model_of_steps.predict_safe(0, 1),
     )
+
+
+def answer_under_new_weights(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, speculative: dict[str, Any], newer: Path
+) -> list[list[list[int]]]:
+    """The answers under the weights of ``model`` and then of ``newer``, with the same drafter."""
+    from vllm.config import set_current_vllm_config
+
+    settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S}
+    llm = make_engine(model, settings, speculative_config=speculative)
+    driver = Driver(llm)
+    answers = [driver.answer(prompts, max_tokens)]
+    worker = driver.core.model_executor.driver_worker.worker
+    (path,) = newer.glob("*.safetensors")
+    update = StagedUpdate(path=str(path), state_hash=str(checkpoint_state_hash(path)))
+    with set_current_vllm_config(worker.vllm_config):
+        worker.weight_transfer_engine.receive_weights(update)
+    assert llm.reset_prefix_cache()
+    answers.append(driver.answer(prompts, max_tokens))
+    return [[reply.tokens for reply in replies] for replies in answers]

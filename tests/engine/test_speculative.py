@@ -50,7 +50,7 @@ def pool(run: Run, engines_dir: Path) -> Iterator[str]:
     name = f"speculative-{next(POOL_NUMBERS)}"
     with start_daemon(
         name,
-        num_slabs=NUM_SLABS,
+        num_slabs=2 * NUM_SLABS,  # a drafter makes blocks larger, and a nearly full pool leaves no slack
         slab_bytes=SLAB_BYTES,
         headroom_slabs=HEADROOM_SLABS,
         runtime_dir=runtime_dir(engines_dir / "speculative"),
@@ -137,3 +137,22 @@ def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, mode
     assert served.num_preempted == 0, "slabs were free for every draft"
     assert served.is_profiled
     assert served.tpot_floor_us == pytest.approx(served.step_us / (1 + NUM_DRAFTS), abs=1)
+
+
+def test_new_weights_count_at_once_and_the_drafter_goes_on_with_its_own(
+    run: Run,
+    pool: str,
+    models: ModelDirs,
+    expected: list[list[int]],
+    drafters: dict[str, dict[str, Any]],
+) -> None:
+    """The EAGLE3 head shares the model's embeddings, and keeps the rest of its weights."""
+    newer = run(engine_runs.stock_answers, model=models.untied[1])
+    answers = run(
+        speculative_runs.answer_under_new_weights,
+        model=models.untied[0],
+        pool=pool,
+        speculative=drafters["eagle3"],
+        newer=models.untied[1],
+    ).result()
+    assert answers == [expected, newer.result()]
