@@ -371,8 +371,7 @@ def test_a_step_with_several_tokens_moves_the_due_time_by_all_of_them() -> None:
     )  # the ITL cap comes first
     serving.produced({"a": 4}, 1.04, {"a": 4})
     serving.finished(["a"])
-    (delay,) = serving.ended
-    assert delay.tpot_s == pytest.approx(0.04 / 7)
+    assert serving.ended[0].tpot_s == pytest.approx(0.04 / 7)
 
 
 def test_accepted_drafts_bring_the_default_target_down() -> None:
