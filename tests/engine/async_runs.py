@@ -69,10 +69,10 @@ class Turns:
     num_overlaps: int
 
 
-def offer_turns(model: Path, pool: str, prompts: Prompts, max_tokens: int, **engine: Any) -> Turns:
+def offer_turns(model: Path, pool: str, prompts: Prompts, max_tokens: int) -> Turns:
     """A serving engine with slack to spend, first alone, then beside an engine that always wants the GPU."""
     device = use_late_device()
-    driver = _gated(model, "serving", pool, prompts, max_tokens, **engine)
+    driver = _gated(model, "serving", pool, prompts, max_tokens)
     device.most_in_flight = 0
     driver.answer(prompts, max_tokens)
     alone = device.most_in_flight
@@ -90,10 +90,9 @@ def offer_turns(model: Path, pool: str, prompts: Prompts, max_tokens: int, **eng
     )
 
 
-def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int, **engine: Any) -> Driver:
+def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int) -> Driver:
     """Returns an engine that has learned how long its steps take, and then shuts its gate."""
-    settings = {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}
-    driver = Driver(make_engine(model, settings, **engine))
+    driver = Driver(make_engine(model, {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}))
     for round_number in range(WARM_UP_ROUNDS):
         driver.answer(prompts[: len(prompts) - round_number], max_tokens)
     scheduler = driver.scheduler

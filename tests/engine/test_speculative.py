@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import async_runs
 import engine_runs
 import pytest
 import speculative_runs
@@ -105,22 +104,6 @@ def test_drafts_leave_the_answers_stocks_while_slabs_leave(
     assert drafted.num_drafts > 0
     assert drafted.most_in_flight == (2 if how == {"is_late": True} else 1)
     assert (drafted.num_granted > 0) == ("is_gated" in how)
-
-
-def test_serving_with_drafts_drains_to_offer_a_grant(
-    run: Run, pool: str, models: ModelDirs, expected: list[list[int]], drafters: dict[str, dict[str, Any]]
-) -> None:
-    """Drafts are rejected in steps that are queued behind others, and in steps that have the GPU alone."""
-    turns = run(
-        async_runs.offer_turns,
-        model=models.untied[0],
-        pool=pool,
-        speculative_config=drafters["draft_model"],
-    ).result()
-    assert [reply.tokens for reply in turns.replies] == expected
-    assert turns.alone_in_flight == 2
-    assert turns.num_overlaps == 0
-    assert turns.num_rollout_steps > 0
 
 
 def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, models: ModelDirs) -> None:
