@@ -44,12 +44,12 @@ def run(engines_dir: Path) -> Iterator[Run]:
         yield start
 
 
-@pytest.fixture
-def pool(run: Run, engines_dir: Path) -> Iterator[str]:
+@pytest.fixture(params=[NUM_SLABS])
+def pool(run: Run, engines_dir: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     name = f"speculative-{next(POOL_NUMBERS)}"
     with start_daemon(
         name,
-        num_slabs=2 * NUM_SLABS,  # a drafter makes blocks larger, and a nearly full pool leaves no slack
+        num_slabs=request.param,
         slab_bytes=SLAB_BYTES,
         headroom_slabs=HEADROOM_SLABS,
         runtime_dir=runtime_dir(engines_dir / "speculative"),
@@ -106,6 +106,7 @@ def test_drafts_leave_the_answers_stocks_while_slabs_leave(
     assert (drafted.num_granted > 0) == ("is_gated" in how)
 
 
+@pytest.mark.parametrize("pool", [2 * NUM_SLABS], indirect=True)
 def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, models: ModelDirs) -> None:
     """The drafter is the model itself, so nearly every draft is accepted."""
     model = models.untied[0]
@@ -122,6 +123,7 @@ def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, mode
     assert served.tpot_floor_us == pytest.approx(served.step_us / (1 + NUM_DRAFTS), abs=1)
 
 
+@pytest.mark.parametrize("pool", [2 * NUM_SLABS], indirect=True)
 def test_new_weights_count_at_once_and_the_drafter_goes_on_with_its_own(
     run: Run,
     pool: str,
