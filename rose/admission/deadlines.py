@@ -5,7 +5,7 @@ a decode's next due time is computed once per token. One thread uses them, the e
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from rose.admission.gate import GateSettings, ServingView
@@ -14,8 +14,8 @@ from rose.admission.slack import (
     BANK_LIMIT_BUDGETS,
     BANK_PACE,
     NEVER,
-    ActiveDecode,
     PendingPrefill,
+    TokenTimes,
     latest_start_ttft,
     literal_latest_start,
     shrunk_target,
@@ -31,6 +31,8 @@ MAX_FRONT_END_WAIT_S = 60.0
 CLASS_MEMORY_S = 300.0
 # The least prefill of a step that is cut short for its decodes: less would cost more in steps than it saves.
 MIN_PREFILL_TOKENS = 64
+# How much a step's accepted drafts count in the mean.
+ACCEPTANCE_SHARE = 0.05
 
 
 def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
@@ -42,49 +44,12 @@ def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float
     return now - waited_s if 0 <= waited_s <= MAX_FRONT_END_WAIT_S else now
 
 
-class _TokenTimes:
-    """One decoding request. It is changed in place: a frozen value per token would cost more than the
-    gate."""
-
-    __slots__ = (
-        "due_s",
-        "first_token_s",
-        "is_measured",
-        "last_token_s",
-        "num_output_tokens",
-        "tenant",
-        "tpot_s",
-        "ttft_s",
-        "ttft_waited_s",
-        "waited_mark_s",
-    )
-
-    def __init__(self, now: float, tpot_s: float | None) -> None:
-        self.is_measured = False
-        self.tenant = ""
-        self.ttft_s = 0.0
-        self.ttft_waited_s = 0.0
-        self.waited_mark_s = 0.0
-        self.first_token_s = now
-        self.last_token_s = now
-        self.num_output_tokens = 0
-        self.tpot_s = tpot_s
-        self.due_s = now
-
-    def as_decode(self) -> ActiveDecode:
-        return ActiveDecode(
-            first_token_s=self.first_token_s,
-            last_token_s=self.last_token_s,
-            num_output_tokens=self.num_output_tokens,
-            tpot_s=self.tpot_s,
-        )
-
-
 class ServingDeadlines:
     """Tracks serving requests and computes what to publish after each step."""
 
-    def __init__(self, settings: GateSettings, *, chunk_tokens: int) -> None:
-        """``chunk_tokens`` is the serving engine's own token budget for a step."""
+    def __init__(self, settings: GateSettings, *, chunk_tokens: int, decode_tokens: int = 1) -> None:
+        """``chunk_tokens`` is the serving engine's own token budget for a step; ``decode_tokens`` is the most
+        that a decode takes of it: one, and its draft tokens."""
         self._settings = settings
         mode, deployment = settings.mode, settings.deployment
         # Looked up once: an enum's members cost as much as the arithmetic that they select.
@@ -95,11 +60,15 @@ class ServingDeadlines:
         self._has_tpot = mode is not GateMode.TTFT_ONLY and deployment is not Deployment.PREFILL
         self._is_decoder = deployment is Deployment.DECODE
         self._decode_s = 0.0  # until a step time is known, nothing is spent
-        """The seconds of serving's decode step at the last publication; the default target follows it."""
+        """The seconds of serving's decode step per token that it gives a decode, at the last publication. The
+        default target follows it."""
         self._chunk_tokens = chunk_tokens
+        self._decode_tokens = decode_tokens
+        self._tokens_per_step = 1.0
+        """How many tokens a step gives a decode, on average over the last steps."""
         self._load = 0.0
         self._pending: dict[str, PendingPrefill] = {}
-        self._decodes: dict[str, _TokenTimes] = {}
+        self._decodes: dict[str, TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
         self._waited_s = 0.0
         """All waits for rollout steps so far; a request's own wait is a difference of two of its values."""
@@ -126,6 +95,11 @@ class ServingDeadlines:
     def num_decodes(self) -> int:
         """Requests between their first and last token."""
         return len(self._decodes)
+
+    @property
+    def tokens_of_decodes(self) -> int:
+        """The most tokens that the decodes take of a step, drafts included."""
+        return self._decode_tokens * len(self._decodes)
 
     def arrived(
         self,
@@ -161,7 +135,7 @@ class ServingDeadlines:
         rollouts wait, as they do for any late token.
         """
         tpot_s = own_slo.tpot_s if own_slo is not None else None
-        times = self._decodes[request_id] = _TokenTimes(now, tpot_s)
+        times = self._decodes[request_id] = TokenTimes(now, tpot_s)
         times.is_measured, times.waited_mark_s, times.tenant = True, self._waited_s, tenant
         times.num_output_tokens = 1  # the prefiller's
         times.due_s = token_due(now, now, 1, *self._target_and_cap(tpot_s))
@@ -199,8 +173,12 @@ class ServingDeadlines:
                 p, remaining_tokens=remaining_tokens, computed_tokens=computed_tokens
             )
 
-    def produced(self, request_ids: Iterable[str], now: float, num_tokens: int = 1) -> None:
-        """Says that these requests produced tokens in the step that ended now."""
+    def produced(
+        self, request_ids: Iterable[str], now: float, num_tokens: Mapping[str, int] | None = None
+    ) -> None:
+        """Says that these requests produced ``num_tokens``, or one token each, in the step that ended now."""
+        if num_tokens is not None:
+            self._observe_acceptance(num_tokens)
         common = self._target_and_cap()
         classes: dict[float, tuple[float, float]] = {}
         decodes = self._decodes
@@ -210,7 +188,7 @@ class ServingDeadlines:
             if times is None:
                 times = decodes[request_id] = self._first_token(request_id, now)
             times.last_token_s = now
-            times.num_output_tokens += num_tokens
+            times.num_output_tokens += 1 if num_tokens is None else num_tokens[request_id]
             own_tpot_s = times.tpot_s
             if own_tpot_s is None:
                 target_s, itl_cap_s = common
@@ -226,9 +204,15 @@ class ServingDeadlines:
         # A decode that was preempted made no token; its older due time may be the least.
         self._due_s = least_s if num_produced == len(decodes) else None
 
-    def _first_token(self, request_id: str, now: float) -> _TokenTimes:
+    def _observe_acceptance(self, num_tokens: Mapping[str, int]) -> None:
+        made = [count for request_id, count in num_tokens.items() if request_id in self._decodes]
+        if made:
+            share = ACCEPTANCE_SHARE * (sum(made) / len(made) - self._tokens_per_step)
+            self._tokens_per_step += share
+
+    def _first_token(self, request_id: str, now: float) -> TokenTimes:
         self._pending.pop(request_id, None)
-        times = _TokenTimes(now, self._own_tpot_s.pop(request_id, None))
+        times = TokenTimes(now, self._own_tpot_s.pop(request_id, None))
         times.is_measured = request_id in self._arrivals
         arrival_s, mark_s, times.tenant = self._arrivals.pop(request_id, (now, self._waited_s, ""))
         times.ttft_s = now - arrival_s
@@ -249,7 +233,7 @@ class ServingDeadlines:
             if times.is_measured:
                 self.ended.append(self._delay(times))
 
-    def _delay(self, times: _TokenTimes) -> RequestDelay:
+    def _delay(self, times: TokenTimes) -> RequestDelay:
         num_gaps = times.num_output_tokens - 1
         span_s = times.last_token_s - times.first_token_s
         return RequestDelay(
@@ -272,7 +256,7 @@ class ServingDeadlines:
         self, now: float, model: StepTimeModel, *, has_work: bool, context_tokens: float = 0
     ) -> ServingView:
         """Returns what to publish under this gate mode."""
-        self._decode_s = model.predict(0, len(self._decodes), context_tokens)
+        self._decode_s = model.predict(0, len(self._decodes), context_tokens) / self._tokens_per_step
         return ServingView(
             has_work=has_work,
             has_pending_prefill=bool(self._pending),
@@ -377,6 +361,7 @@ class ServingDeadlines:
             slo=self._settings.slo,
             model=model,
             chunk_tokens=self._chunk_tokens,
+            decode_tokens=self._decode_tokens,
             context_tokens=context_tokens,
         )
 
@@ -386,7 +371,7 @@ class ServingDeadlines:
         # The next step is mixed: waiting prefill fills what the decodes leave of the budget.
         prefill, pairs = 0, 0.0
         if self._pending:
-            room = max(0, self._chunk_tokens - self.num_decodes)
+            room = max(0, self._chunk_tokens - self.tokens_of_decodes)
             prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
             pairs = attended_pairs(prefill, self._most_computed())
         if self._due_s is None:

@@ -179,13 +179,20 @@ class RolloutCandidate:
     """The most tokens that a prefilling request may have computed before this step."""
     waited_s: float = 0.0
     """Seconds since its last step ended, while it had something to run."""
+    draft_tokens: tuple[int, ...] = ()
+    """How many draft tokens each decoding sequence brings, in the order in which a step takes them; empty if
+    none has any. The predicted time of a decode includes them."""
+
+    def decode_tokens(self, num_decodes: int) -> int:
+        """Returns how many tokens the first ``num_decodes`` sequences have in a step, drafts included."""
+        return num_decodes + sum(self.draft_tokens[:num_decodes])
 
 
 class GateDecision(NamedTuple):
     """A step's limits, or the reason for waiting."""
 
     max_tokens: int
-    """The tokens of the step, decodes first; 0 to wait."""
+    """The tokens of the step, decodes with their drafts first; 0 to wait."""
     max_seqs: int
     """The decoding sequences of the step; fewer than the candidate's if not all of them fit."""
     reason: GateReason
@@ -308,7 +315,8 @@ class GatePolicy:
         if self._is_bounded and view.has_work:
             budget_s = min(longest_s, view.latest_start_s - now)
         num_decodes, context = candidate.num_decodes, float(candidate.context_tokens)
-        most = min(candidate.prefill_tokens_waiting, max(0, self.settings.chunk_tokens - num_decodes))
+        room = max(0, self.settings.chunk_tokens - candidate.decode_tokens(num_decodes))
+        most = min(candidate.prefill_tokens_waiting, room)
         prefill = 0
         if model.predict_safe(0, num_decodes, context) <= budget_s:
             prefill = model.tokens_within(budget_s, num_decodes, most, context, candidate.computed_tokens)
@@ -321,12 +329,13 @@ class GatePolicy:
         is_whole = num_decodes == candidate.num_decodes and prefill >= self._piece(candidate)
         if not is_whole and budget_s < longest_s and budget_s < self._worth_saving_for(candidate, model):
             return _wait(now, GateReason.SAVING)
-        return _admit(now, model, prefill, num_decodes, context, candidate.computed_tokens)
+        return _admit(now, model, candidate, prefill, num_decodes, context)
 
     def _piece(self, candidate: RolloutCandidate) -> int:
         """Returns the prefill tokens of a whole step."""
         chunk = self.settings.chunk_tokens
-        most = min(candidate.prefill_tokens_waiting, max(0, chunk - candidate.num_decodes))
+        room = max(0, chunk - candidate.decode_tokens(candidate.num_decodes))
+        most = min(candidate.prefill_tokens_waiting, room)
         return min(most, chunk // PREFILL_PIECES)
 
     def _worth_saving_for(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
@@ -345,17 +354,23 @@ class GatePolicy:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)
         prefill = 0 if num_decodes else min(candidate.prefill_tokens_waiting, MIN_STEP_TOKENS)
         context = candidate.context_tokens * num_decodes / max(1, candidate.num_decodes)
-        return _admit(now, model, prefill, num_decodes, context, candidate.computed_tokens)
+        return _admit(now, model, candidate, prefill, num_decodes, context)
 
 
 def _admit(
-    now: float, model: StepTimeModel, prefill: int, num_decodes: int, context: float, computed_tokens: int
+    now: float,
+    model: StepTimeModel,
+    candidate: RolloutCandidate,
+    prefill: int,
+    num_decodes: int,
+    context: float,
 ) -> GateDecision:
+    pairs = attended_pairs(prefill, candidate.computed_tokens)
     return GateDecision(
-        max_tokens=prefill + num_decodes,
+        max_tokens=prefill + candidate.decode_tokens(num_decodes),
         max_seqs=num_decodes,
         reason=GateReason.ADMITTED,
-        step_s=model.predict_safe(prefill, num_decodes, context, attended_pairs(prefill, computed_tokens)),
+        step_s=model.predict_safe(prefill, num_decodes, context, pairs),
         retry_at_s=now,
     )
 

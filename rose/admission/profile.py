@@ -34,6 +34,8 @@ class ProfileKey:
     kv_dtype: str
     graphs: str
     """Which steps are captured as CUDA graphs, as vLLM calls it, or "eager"."""
+    speculation: str = "none"
+    """How draft tokens are made, and how many."""
 
     @property
     def file_name(self) -> str:

@@ -12,12 +12,13 @@ from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, Deployment
 
 
-def floors_s(model: StepTimeModel) -> tuple[float, float]:
+def floors_s(model: StepTimeModel, tokens_per_step: int = 1) -> tuple[float, float]:
     """Returns the TTFT and TPOT that 99 of 100 requests stay within on an otherwise idle engine.
 
-    They are the times of a step with a prompt of one token, and of a step with one decode.
+    They are the times of a step with a prompt of one token, and of a step with one decode, for each of the
+    ``tokens_per_step`` that it gives if every draft token is accepted.
     """
-    return model.predict_safe(1, 0), model.predict_safe(0, 1)
+    return model.predict_safe(1, 0), model.predict_safe(0, 1) / tokens_per_step
 
 
 def unreachable_slo(slo: SLO, floors_s: tuple[float, float], deployment: Deployment) -> str | None:
@@ -26,7 +27,7 @@ def unreachable_slo(slo: SLO, floors_s: tuple[float, float], deployment: Deploym
     A prefiller has no TPOT to keep, and a decoder no TTFT.
     """
     problems = []
-    steps = ("the prefill of one token", "one decode step")
+    steps = ("the prefill of one token", "one decoded token")
     for (name, given_s), floor_s, step in zip(_objectives(slo), floors_s, steps, strict=True):
         if given_s < floor_s and is_kept(name, deployment):
             problems.append(

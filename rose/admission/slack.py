@@ -50,6 +50,44 @@ class ActiveDecode:
     """Its own TPOT objective; None for the deployment's."""
 
 
+class TokenTimes:
+    """One decoding request. It is changed in place: a frozen value per token would cost more than the
+    gate."""
+
+    __slots__ = (
+        "due_s",
+        "first_token_s",
+        "is_measured",
+        "last_token_s",
+        "num_output_tokens",
+        "tenant",
+        "tpot_s",
+        "ttft_s",
+        "ttft_waited_s",
+        "waited_mark_s",
+    )
+
+    def __init__(self, now: float, tpot_s: float | None) -> None:
+        self.is_measured = False
+        self.tenant = ""
+        self.ttft_s = 0.0
+        self.ttft_waited_s = 0.0
+        self.waited_mark_s = 0.0
+        self.first_token_s = now
+        self.last_token_s = now
+        self.num_output_tokens = 0
+        self.tpot_s = tpot_s
+        self.due_s = now
+
+    def as_decode(self) -> ActiveDecode:
+        return ActiveDecode(
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            num_output_tokens=self.num_output_tokens,
+            tpot_s=self.tpot_s,
+        )
+
+
 def ttft_slack(now: float, arrival_s: float, ttft_s: float, prefill_s: float) -> float:
     """(arrival + budget) - now - T_prf, as printed. Source: ROSE §4.1 eq. 1."""
     return (arrival_s + ttft_s) - now - prefill_s
@@ -91,17 +129,19 @@ def latest_start_ttft(
     slo: SLO,
     model: StepTimeModel,
     chunk_tokens: int,
+    decode_tokens: int = 1,
     context_tokens: float = 0,
 ) -> float:
     """When the next serving step must start so that every waiting request meets its TTFT.
 
     `pending` is in queue order. A request's first token needs all prefill ahead of it and its own, in
-    steps of `chunk_tokens` (serving's token budget of a step) that the decodes share.
+    steps of `chunk_tokens` (serving's token budget of a step) that the decodes share, each with
+    `decode_tokens`.
     Source: ROSE §4.1 eq. 1, with the queue ahead, the shared steps and the profile's error added.
     """
     latest_s = NEVER
     queued_tokens, queued_pairs = 0, 0.0
-    prefill_chunk = max(1, chunk_tokens - num_decodes)
+    prefill_chunk = max(1, chunk_tokens - num_decodes * decode_tokens)
     for p in pending:
         queued_tokens += p.remaining_tokens
         queued_pairs += p.pairs

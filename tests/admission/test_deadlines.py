@@ -359,3 +359,42 @@ def test_requests_that_are_older_than_the_books_are_not_measured() -> None:
     serving.check_integrity()
     serving.finished(["waiting", "decoding"])
     assert serving.ended == []
+
+
+def test_a_step_with_several_tokens_moves_the_due_time_by_all_of_them() -> None:
+    serving = books(GateMode.TPOT_ONLY)
+    serving.arrived("a", 0.9, 10)
+    serving.produced({"a": 1}, 1.0, {"a": 1})
+    serving.produced({"a": 3}, 1.02, {"a": 3})
+    assert latest(serving) == pytest.approx(
+        min(1.02 + 0.2, 1.0 + 3 * 0.095) - 0.011
+    )  # the ITL cap comes first
+    serving.produced({"a": 4}, 1.04, {"a": 4})
+    serving.finished(["a"])
+    assert serving.ended[0].tpot_s == pytest.approx(0.04 / 7)
+
+
+def test_accepted_drafts_bring_the_default_target_down() -> None:
+    """The target is a number of serving's steps, and of a step with four tokens each token has a fourth."""
+    targets = []
+    for num_tokens in (1, 4):
+        serving = books(GateMode.TPOT_ONLY, tpot_target_s=None)
+        serving.arrived("a", 0.0, 10)
+        for step in range(200):
+            serving.produced({"a": num_tokens}, 0.01 * step, {"a": num_tokens})
+        serving.view(2.0, MODEL, has_work=True)
+        targets.append(serving._target_and_cap()[0])
+    assert targets[1] == pytest.approx(targets[0] / 4, rel=0.01)
+
+
+def test_decodes_with_drafts_leave_less_of_a_step_to_prefill() -> None:
+    gate = GateSettings(slo=SLO_500_200, mode=GateMode.TPOT_ONLY, tpot_target_s=0.1)
+    latest_s = []
+    for decode_tokens in (1, 101):
+        serving = ServingDeadlines(gate, chunk_tokens=200, decode_tokens=decode_tokens)
+        serving.arrived("a", 0.5, 10)
+        serving.produced(["a"], 1.0)
+        serving.arrived("b", 1.0, 1000)
+        assert serving.tokens_of_decodes == decode_tokens
+        latest_s.append(latest(serving))
+    assert latest_s[1] - latest_s[0] == pytest.approx(100 * 1e-4)

@@ -279,3 +279,22 @@ def test_the_default_target_follows_the_decode_step(step_s: float, target_s: flo
 def test_senseless_settings_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         GateSettings(slo=SLO_600_150, **bad)  # type: ignore[arg-type]
+
+
+def test_a_grant_covers_whole_decodes_with_their_drafts() -> None:
+    drafted = RolloutCandidate(
+        prefill_tokens_waiting=0, num_decodes=4, context_tokens=0, draft_tokens=(3, 0, 2, 3), waited_s=9.0
+    )
+    whole = policy().decide(NOW, IDLE, drafted, MODEL)
+    assert (whole.max_seqs, whole.max_tokens) == (4, 4 + 8)
+    some = policy().decide(NOW, busy(0.01201), drafted, MODEL)
+    assert (some.max_seqs, some.max_tokens) == (2, 2 + 3)
+    assert some.step_s == pytest.approx(0.012)
+
+
+def test_drafts_leave_less_of_a_step_to_prefill() -> None:
+    mixed = replace(MIXED, draft_tokens=(4,) * MIXED.num_decodes)
+    gate = GatePolicy(GateSettings(slo=SLO_600_150, chunk_tokens=100))
+    decision = gate.decide(NOW, IDLE, mixed, MODEL)
+    assert (decision.max_seqs, decision.max_tokens) == (10, 100)
+    assert decision.step_s == pytest.approx(0.01 + 50 * 1e-4 + 10 * 1e-3)

@@ -24,7 +24,7 @@ def test_an_slo_at_the_floor_is_reachable() -> None:
     [
         (
             SLO(ttft_s=0.5, tpot_s=0.005),
-            "slo_tpot_ms is 5, but one decode step takes up to 17.5 ms (99th percentile); "
+            "slo_tpot_ms is 5, but one decoded token takes up to 17.5 ms (99th percentile); "
             "set slo_tpot_ms to at least 18",
         ),
         (

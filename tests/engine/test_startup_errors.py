@@ -74,6 +74,6 @@ def test_an_slo_below_the_profile_ends_the_engine_with_one_line(engines_dir: Pat
         undo.callback(engine.stop)
         assert engine.process.wait(READY_S) == 2, engine.process.log_tail()
         log = engine.process.log_tail(200)
-    message = "rose: error: --additional-config: 'rose': slo_tpot_ms is 5, but one decode step takes up to"
+    message = "rose: error: --additional-config: 'rose': slo_tpot_ms is 5, but one decoded token takes up to"
     assert log.count(message) == 1, log
     assert "Traceback" not in log and "EngineCore" not in log and "Loading safetensors" not in log

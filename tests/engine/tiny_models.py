@@ -92,6 +92,42 @@ def make_state_model(folder: Path) -> Path:
     return _write(folder, config, seed=6)
 
 
+def make_eagle3_head(folder: Path) -> Path:
+    """An EAGLE3 head for the Qwen3, with KV heads of the same size and random weights."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    shape = _shape(hidden_size=64)
+    hidden, inner, heads = 64, shape["intermediate_size"], shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * heads, shape["num_key_value_heads"] * heads
+    rows = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (VOCABULARY, hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    norms = [f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    draws = torch.Generator().manual_seed(8)
+    weights = {f"{name}.weight": 0.2 * torch.randn(size, generator=draws) for name, size in rows.items()}
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in [*norms, "norm"]}
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLMEagle3"],
+        num_hidden_layers=1,
+        draft_vocab_size=VOCABULARY,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],  # vLLM's own choice names one of four layers twice
+        **shape,
+    )
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def make_heavy_model(folder: Path, *, version: int = 0) -> Path:
     """A tied Qwen3 whose weights, 50 MiB in bfloat16, show in the memory of its process."""
     from transformers import Qwen3Config

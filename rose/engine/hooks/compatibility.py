@@ -19,6 +19,8 @@ from rose.types import Deployment, GateMode, Role
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
+UNCOUNTED_DRAFTERS = ("custom_class", "extract_hidden_states")
+"""Methods of speculative decoding that keep KV in a way of their own, or keep something else there."""
 DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECODE}
 """The deployment for each of vLLM's kv_role. kv_both implies none: such a connector is a cache beside a
 collocated engine, or belongs to a prefiller or a decoder."""
@@ -75,6 +77,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
         return
     _check_model(config.model_config)
     check_connectors(config, settings.role)
+    _check_speculation(config)
     _check_scheduling(config, settings)
     if settings.role is Role.SERVING:
         _check_slo(config, settings)
@@ -82,13 +85,14 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
 
 def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:
     """Refuses an SLO that the engine's profile says it can't reach, with what it can."""
-    from rose.engine.scheduling.recorder import profile_key  # imports vllm
+    from rose.engine.scheduling.recorder import num_draft_tokens, profile_key  # imports vllm
 
     stored = load_profile(Settings.from_environment().profile_dir, profile_key(config))
     if stored is None:
         return
     deployment = settings.deployment if settings.deployment is not None else Deployment.COLLOCATED
-    if problem := unreachable_slo(settings.slo(), floors_s(stored[0]), deployment):
+    floors = floors_s(stored[0], 1 + num_draft_tokens(config))
+    if problem := unreachable_slo(settings.slo(), floors, deployment):
         raise ConfigError(f"--additional-config: '{CONFIG_KEY}': {problem}")
 
 
@@ -106,12 +110,17 @@ def _check_model(model: ModelConfig) -> None:
             )
 
 
-def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
-    if config.speculative_config is not None:
+def _check_speculation(config: VllmConfig) -> None:
+    """Refuses drafters that a slab pool can't count. vLLM refuses a draft model of another vocabulary."""
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method in UNCOUNTED_DRAFTERS:
         raise ConfigError(
-            "--speculative-config: the slab budget and the predicted step times do not count draft tokens "
-            "so far: leave it out, or serve without --pool"
+            f"--speculative-config method {speculative.method}: vLLM does not say which KV it keeps, so a "
+            f"slab pool can't hold it: use ngram, a draft model, EAGLE or MTP, or serve without --pool"
         )
+
+
+def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
     watermark = getattr(config.scheduler_config, "watermark", 0.0)  # not in every supported vLLM
     if watermark > 0:
         raise ConfigError(

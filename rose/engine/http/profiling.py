@@ -15,6 +15,8 @@ from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
 from vllm.inputs import TokensPrompt
 
+from rose.engine.scheduling.recorder import num_draft_tokens
+
 REPEATS = 3
 DECODE_STEPS = 8
 LONG_DECODES = 16
@@ -40,7 +42,7 @@ def shapes_for(client: EngineClient) -> Shapes:
     """Returns shapes up to the largest steps that the engine's scheduler may form: a prompt that fills a
     whole step, and as many decodes as it runs at once."""
     config = client.vllm_config
-    longest = max(1, config.model_config.max_model_len - DECODE_STEPS - 1)
+    longest = max(1, config.model_config.max_model_len - decode_tokens(client) - 1)
     prompts = [min(config.scheduler_config.max_num_batched_tokens, longest)]
     while prompts[-1] >= 2 * SHORTEST_PROMPT or len(prompts) < MIN_PROMPTS:
         prompts.append(max(1, prompts[-1] // 2))
@@ -55,6 +57,11 @@ def shapes_for(client: EngineClient) -> Shapes:
     return Shapes(prompt_tokens=tuple(prompts), batches=tuple(sorted(batches)))
 
 
+def decode_tokens(client: EngineClient) -> int:
+    """Returns the tokens of an answer with at least DECODE_STEPS decode steps, if every draft is accepted."""
+    return DECODE_STEPS * (1 + num_draft_tokens(client.vllm_config))
+
+
 async def warm_up(client: EngineClient) -> None:
     """Samples one token with its logprob. vLLM compiles for that at the first time, which takes seconds in
     which a rollout step would hold the GPU."""
@@ -64,13 +71,13 @@ async def warm_up(client: EngineClient) -> None:
 async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> None:
     """Sends the traffic in whole rounds, so that a slow second of the machine affects every shape a
     little."""
-    rng = random.Random(seed)
+    rng, num_decoded = random.Random(seed), decode_tokens(client)
     for _ in range(REPEATS):
         for length in shapes.prompt_tokens:
             await _generate(client, rng, length, max_tokens=1)
         for count, context in shapes.batches:
             await asyncio.gather(
-                *(_generate(client, rng, context, max_tokens=DECODE_STEPS) for _ in range(count))
+                *(_generate(client, rng, context, max_tokens=num_decoded) for _ in range(count))
             )
 
 

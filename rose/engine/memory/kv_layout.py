@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from rose.errors import ConfigError
@@ -71,7 +72,7 @@ def _multiples(spec: KVCacheSpec) -> tuple[int, int]:
 
 def _specs(config: KVCacheConfig) -> list[KVCacheSpec]:
     """Returns the specification of each cache group. Raises: ConfigError for one that slabs can't hold."""
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    specs = [spec for group in config.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "none"
     if not specs or not all(isinstance(spec, SUPPORTED) for spec in specs):
         raise ConfigError(
@@ -81,11 +82,16 @@ def _specs(config: KVCacheConfig) -> list[KVCacheSpec]:
     sizes = sorted({spec.page_size_bytes for spec in specs})
     if len(sizes) > 1 or len(config.kv_cache_tensors) != len(specs):
         raise ConfigError(
-            f"a slab pool holds models whose layers have KV blocks of one size; this model ({kinds}) has "
-            f"blocks of {', '.join(map(str, sizes))} bytes in {len(config.kv_cache_tensors)} tensors: serve "
-            f"it without --pool"
+            f"a slab pool holds models whose layers, a drafter's included, have KV blocks of one size; this "
+            f"model ({kinds}) has blocks of {', '.join(map(str, sizes))} bytes in "
+            f"{len(config.kv_cache_tensors)} tensors: serve it without --pool"
         )
     return specs
+
+
+def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Returns a group's specification, or those of its layers where these differ, as a drafter's may."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def _block_bytes(config: KVCacheConfig) -> int:

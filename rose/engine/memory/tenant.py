@@ -79,8 +79,14 @@ class Tenant:
         self._ops = SlabOps()
         self._pool: SlabBlockPool | None = None
 
-    def adopt(self, manager: KVCacheManager) -> None:
-        """Takes over vLLM's block pool. Call once, right after the scheduler was made."""
+    def adopt(self, manager: KVCacheManager, num_draft_slots: int = 0) -> None:
+        """Takes over vLLM's block pool. Call once, right after the scheduler was made.
+
+        ``num_draft_slots``: how far a step may write behind a request's last token: its draft tokens, and the
+        drafter's lookahead.
+        """
+        self._num_slots_ahead = num_draft_slots + 1
+        self._max_model_len = manager.max_model_len
         SlabKVCacheManager.adopt(manager)
         self._coordinator = manager.coordinator
         self._groups = manager.coordinator.single_type_managers
@@ -121,8 +127,8 @@ class Tenant:
         """Returns how many blocks the next steps need beyond those that the requests hold.
 
         That is one more for each running request that is about to fill its last block, with the tokens of
-        steps in flight, and the whole prompt of each waiting one, prefix hits included. Every cache group
-        counts; a sliding window counts as if it kept all its tokens.
+        steps in flight and its drafts, and the whole prompt of each waiting one, prefix hits included. Every
+        cache group counts; a sliding window counts as if it kept all its tokens.
         """
         requests = [*running, *waiting]
         wanted = 0
@@ -130,7 +136,8 @@ class Tenant:
             held = group.req_to_blocks
             for request in requests:
                 have = len(held[request.request_id]) if request.request_id in held else 0
-                num_tokens = request.num_tokens + request.num_output_placeholders + 1
+                num_tokens = request.num_tokens + request.num_output_placeholders + self._num_slots_ahead
+                num_tokens = min(num_tokens, self._max_model_len)
                 wanted += max(0, math.ceil(num_tokens / group.block_size) - have)
         return wanted
 

@@ -119,13 +119,17 @@ class StepRecorder:
 
 
 def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepShape:
-    """Returns the shape of a step that vLLM has just scheduled; its tokens already count as computed."""
+    """Returns the shape of a step that vLLM has just scheduled; its tokens already count as computed.
+
+    A decode counts once, however many draft tokens it brings. The model learns what it costs with them.
+    """
     prefill = decodes = context = 0
     pairs = 0.0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         request = requests[request_id]
         computed_before = request.num_computed_tokens - num_tokens
-        if num_tokens == 1 and computed_before >= request.num_prompt_tokens:
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        if num_tokens - num_drafts == 1 and computed_before >= request.num_prompt_tokens:
             decodes += 1
             context += computed_before
         else:
@@ -142,7 +146,7 @@ def profile_key(config: VllmConfig) -> ProfileKey:
     parallel, model = config.parallel_config, str(config.model_config.model)
     graphs = config.compilation_config.cudagraph_mode
     return ProfileKey(
-        model=str(Path(model).resolve()) if Path(model).is_dir() else model,
+        model=_real_path(model),
         hardware=_cpu_name() if current_platform.is_cpu() else current_platform.get_device_name(),
         vllm_version=__version__,
         parallelism=f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}",
@@ -150,7 +154,27 @@ def profile_key(config: VllmConfig) -> ProfileKey:
         quantization=str(config.model_config.quantization or "none"),
         kv_dtype=str(config.cache_config.cache_dtype),
         graphs="eager" if config.model_config.enforce_eager or graphs is None else graphs.name,
+        speculation=_speculation(config),
     )
+
+
+def num_draft_tokens(config: VllmConfig) -> int:
+    """Returns the most draft tokens of a sequence in one step; 0 without speculative decoding."""
+    speculative = config.speculative_config
+    return (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+
+
+def _speculation(config: VllmConfig) -> str:
+    """Returns the method, the number of draft tokens and the drafter, whose time is a part of each step."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return "none"
+    name = f"{speculative.method} of {num_draft_tokens(config)}"
+    return f"{name} by {_real_path(str(speculative.model))}" if speculative.model else name
+
+
+def _real_path(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _cpu_name() -> str:

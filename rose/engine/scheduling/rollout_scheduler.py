@@ -68,6 +68,11 @@ class RolloutScheduler(RoseScheduler):
         """The memory state when a grant went unused. Asking again before it changes would only use up
         serving's slack."""
         self._starved_until_s = 0.0
+        spec = self.vllm_config.speculative_config
+        self._drafter_slots = spec.max_num_new_slots_for_drafting if spec is not None else 0
+        """The further tokens that vLLM sets aside in a step for each sequence's drafter."""
+        self._has_more_decodes = False
+        """Whether more sequences decode than one step holds with their drafts."""
         self._waits_since_s = time.monotonic()
 
     def set_gate(self, gate: GateSettings) -> None:
@@ -154,7 +159,8 @@ class RolloutScheduler(RoseScheduler):
         if side is None or not self._is_gated:
             return self._schedule(throttle_prefills)
         limit = self._ask_for_grant(side)
-        most, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, limit
+        most = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = min(limit, most)
         try:
             output = self._schedule(throttle_prefills)
         finally:
@@ -225,7 +231,7 @@ class RolloutScheduler(RoseScheduler):
     def _be_fair(self, decision: GateDecision, candidate: RolloutCandidate) -> None:
         """Moves the sequences of this step to the back if not all decodes fit into the slack. vLLM serves its
         running list from the front, so the next step begins with the others."""
-        if decision.max_seqs < candidate.num_decodes:
+        if decision.max_seqs < candidate.num_decodes or self._has_more_decodes:
             self.running = self.running[decision.max_seqs :] + self.running[: decision.max_seqs]
 
     def _decide(self, candidate: RolloutCandidate, view: ServingView) -> GateDecision:
@@ -241,28 +247,37 @@ class RolloutScheduler(RoseScheduler):
     def _candidate(self) -> RolloutCandidate:
         if self._is_starved() or self.pause_state is PauseState.PAUSED_ALL:
             return RolloutCandidate(prefill_tokens_waiting=0, num_decodes=0, context_tokens=0)
-        prefill = decodes = context = computed = 0
+        prefill = context = computed = decode_tokens = 0
+        drafts: list[int] = []
+        self._has_more_decodes = False
         for request in self.running:
             remaining = request.num_tokens - request.num_computed_tokens
             if remaining == 1 and request.num_output_tokens > 0:
-                decodes += 1
+                num_drafts = len(request.spec_token_ids)
+                decode_tokens += 1 + num_drafts + self._drafter_slots
+                if decode_tokens > self.max_num_scheduled_tokens:
+                    self._has_more_decodes = True
+                    continue
+                drafts.append(num_drafts)
                 context += request.num_computed_tokens
             else:
                 prefill += max(0, remaining)
                 computed = max(computed, request.num_computed_tokens)
         for request in self.waiting_requests():
-            prefill += request.num_tokens
+            # vLLM takes a prompt that is cached but for a token together with room for drafts, or not at all.
+            prefill += max(request.num_tokens, 1 + self.num_spec_tokens)
             # vLLM finds out what is cached while it schedules: it may be all but the last token.
             computed = max(computed, request.num_tokens - 1)
         now = time.monotonic()
-        if decodes + prefill == 0:
+        if not drafts and prefill == 0:
             self._waits_since_s = now
         return RolloutCandidate(
             prefill_tokens_waiting=min(prefill, self.max_num_scheduled_tokens),
-            num_decodes=decodes,
+            num_decodes=len(drafts),
             context_tokens=context,
             computed_tokens=computed,
             waited_s=now - self._waits_since_s,
+            draft_tokens=tuple(drafts) if any(drafts) else (),
         )
 
     # After the step -----------------------------------------------------------------------------------------

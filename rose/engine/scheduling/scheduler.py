@@ -69,7 +69,7 @@ class RoseScheduler(Scheduler):
             )
         super().__init__(*args, **kwargs)
         if self.tenant is not None:
-            self.tenant.adopt(self.kv_cache_manager)
+            self.tenant.adopt(self.kv_cache_manager, self.num_spec_tokens + self.num_lookahead_tokens)
             if self.connector is not None:
                 self.tenant.holds = ConnectorHolds(
                     self.connector,
@@ -90,6 +90,7 @@ class RoseScheduler(Scheduler):
         self._ended: list[tuple[Request, StopReason]] = []
         self._in_flight: deque[SchedulerOutput] = deque()
         """What was scheduled and has no output yet, passes without tokens included."""
+        self._last_scheduled: frozenset[str] = frozenset()
         self._must_step = False
         self._next_due_s: float | None = None
         self._core: Any = None
@@ -130,10 +131,12 @@ class RoseScheduler(Scheduler):
         self._began_s = time.monotonic()
         self._obey_commands()
         self.before_step(self._began_s)
+        self._drop_stale_drafts()
         output = super().schedule(throttle_prefills)
         if holds := self._holds():
             holds.planned()
         if output.total_num_scheduled_tokens > 0:
+            self._last_scheduled = frozenset(output.num_scheduled_tokens)
             self.recorder.started(output, self.requests, self._began_s)
         if self.tenant is not None and self.tenant.has_ops:
             output.rose_ops = self.tenant.take_ops()
@@ -141,6 +144,17 @@ class RoseScheduler(Scheduler):
         self._bound_in_flight()
         self._publish_status()
         return output
+
+    def _drop_stale_drafts(self) -> None:
+        """Lets sequences that were left out of the last step go on without draft tokens.
+
+        Why: with async scheduling the drafts stay with the worker, and Model Runner V1 keeps those of the
+        last step alone (vLLM 0.32). A step that a grant or an ITL cap limits leaves sequences out.
+        """
+        if self.num_spec_tokens and self.scheduler_config.async_scheduling:
+            for request in self.running:
+                if request.request_id not in self._last_scheduled:
+                    request.spec_token_ids = []
 
     def _bound_in_flight(self) -> None:
         """Lets vLLM queue a step behind the one just scheduled, or has it wait for that one's output first.

@@ -75,7 +75,7 @@ class ServingScheduler(RoseScheduler):
         engine with a profile did not start then, but one without learns it from its own steps."""
         if not self.recorder.is_profiled:
             return
-        ttft_s, tpot_s = floors_s(self.recorder.observed_model)
+        ttft_s, tpot_s = self._floors_s()
         self.page.put(Field.TTFT_FLOOR_US, round(1e6 * ttft_s))
         self.page.put(Field.TPOT_FLOOR_US, round(1e6 * tpot_s))
         if not self._has_told_floors:
@@ -87,8 +87,10 @@ class ServingScheduler(RoseScheduler):
         if not self.recorder.is_profiled:
             return None
         slo = own_slo if own_slo is not None else self.rose.slo()
-        floors = floors_s(self.recorder.observed_model)
-        return unreachable_slo(slo, floors, self._gate.settings.deployment)
+        return unreachable_slo(slo, self._floors_s(), self._gate.settings.deployment)
+
+    def _floors_s(self) -> tuple[float, float]:
+        return floors_s(self.recorder.observed_model, 1 + self.num_spec_tokens)
 
     def after_profile(self) -> None:
         self._has_told_floors = False
@@ -99,7 +101,9 @@ class ServingScheduler(RoseScheduler):
     def set_gate(self, gate: GateSettings) -> None:
         super().set_gate(gate)
         self._gate = GatePolicy(gate)
-        self._deadlines = ServingDeadlines(gate, chunk_tokens=self.max_num_scheduled_tokens)
+        self._deadlines = ServingDeadlines(
+            gate, chunk_tokens=self.max_num_scheduled_tokens, decode_tokens=1 + self.num_spec_tokens
+        )
         for request in self.requests.values():
             self._track(request, time.monotonic())
         self._deadlines.leave_out_present()
@@ -198,7 +202,9 @@ class ServingScheduler(RoseScheduler):
             if self.is_computing:
                 begins_s = last_token_s = recorder.end_of_steps()
             room = deadlines.prefill_room(begins_s, recorder.model, self._context_tokens, last_token_s)
-            self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, deadlines.num_decodes + room)
+            self.max_num_scheduled_tokens = min(
+                self.max_num_scheduled_tokens, deadlines.tokens_of_decodes + room
+            )
 
     def _may_join(self) -> bool:
         return self._deadlines.may_join(time.monotonic(), self.recorder.model, self._context_tokens)
@@ -249,7 +255,8 @@ class ServingScheduler(RoseScheduler):
     def _stamp(self, step: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
         deadlines = self._deadlines
         produced = [one for many in outputs.values() for one in many.outputs]
-        deadlines.produced((one.request_id for one in produced if one.new_token_ids), now)
+        num_tokens = {one.request_id: len(one.new_token_ids) for one in produced if one.new_token_ids}
+        deadlines.produced(num_tokens, now, num_tokens if self.num_spec_tokens else None)
         deadlines.finished(one.request_id for one in produced if one.finish_reason is not None)
         for request_id in step.num_scheduled_tokens if deadlines.has_pending_prefill else ():
             request = self.requests.get(request_id)

@@ -60,7 +60,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "speculation": (
         "serving",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        "--speculative-config: the slab budget",
+        "",
+    ),
+    "extraction": (
+        "serving",
+        {"speculative_config": {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 2}},
+        "--speculative-config method custom_class: vLLM does not say which KV it keeps",
     ),
     "watermark": ("serving", {"watermark": 0.1}, "--watermark 0.1: vLLM would count it in blocks"),
     "async": ("serving", {"async_scheduling": True}, ""),

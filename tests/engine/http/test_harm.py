@@ -231,7 +231,7 @@ def test_an_slo_that_serving_alone_misses_is_told_with_the_numbers(
     assert problem is not None and "above slo_ttft_ms of 50, and rollouts are not the reason" in problem
     assert caplog.messages.count(problem) == 1
     below = watch_of(board, writer, slo_tpot_ms=5, floors_s=(0.01, 0.02)).status().slo_problem
-    assert below is not None and "slo_tpot_ms is 5, but one decode step takes up to 20.0 ms" in below
+    assert below is not None and "slo_tpot_ms is 5, but one decoded token takes up to 20.0 ms" in below
 
 
 def test_a_bound_below_the_noise_of_this_traffic_is_told_once(

@@ -10,11 +10,14 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from rose.engine.http.profiling import Shapes, shapes_for
 
 
-def shapes(max_model_len: int, step_tokens: int, max_seqs: int) -> Shapes:
+def shapes(max_model_len: int, step_tokens: int, max_seqs: int, num_drafts: int = 0) -> Shapes:
+    speculation = SimpleNamespace(num_speculative_tokens=num_drafts) if num_drafts else None
     scheduling = SimpleNamespace(max_num_batched_tokens=step_tokens, max_num_seqs=max_seqs)
     model = SimpleNamespace(max_model_len=max_model_len)
     client: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=model, scheduler_config=scheduling)
+        vllm_config=SimpleNamespace(
+            model_config=model, scheduler_config=scheduling, speculative_config=speculation
+        )
     )
     return shapes_for(client)
 
@@ -33,3 +36,8 @@ def test_a_profile_of_a_small_engine_has_no_step_that_it_cannot_form() -> None:
     tiny = shapes(max_model_len=64, step_tokens=2048, max_seqs=64)
     assert max(tiny.prompt_tokens) == 55 and len(tiny.prompt_tokens) == 6
     assert max(tiny.batches) == (64, 55)
+
+
+def test_a_profile_with_draft_tokens_leaves_room_for_those_that_are_accepted() -> None:
+    found = shapes(max_model_len=1024, step_tokens=512, max_seqs=8, num_drafts=3)
+    assert max(found.prompt_tokens) == 1024 - 8 * 4 - 1

@@ -1,5 +1,7 @@
 """Rewriting vLLM's KV cache configuration for slabs."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
@@ -14,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from rose.engine.memory.kv_layout import block_layouts, place_on_slabs
@@ -126,9 +129,21 @@ def test_mla_blocks_of_any_size_fit() -> None:
             ],
             f"blocks of {PAGE_BYTES}, {2 * PAGE_BYTES} bytes in 2 tensors",
         ),
+        (
+            [
+                KVCacheGroupSpec(
+                    LAYERS,
+                    UniformTypeKVCacheSpecs(
+                        block_size=16,
+                        kv_cache_specs={"model": SPEC, "drafter": replace(SPEC, num_kv_heads=1)},
+                    ),
+                )
+            ],
+            f"blocks of {PAGE_BYTES // 2}, {PAGE_BYTES} bytes in 1 tensors",
+        ),
         ([], "this model has none"),
     ],
-    ids=["state-space", "cross-attention", "sizes", "none"],
+    ids=["state-space", "cross-attention", "sizes", "drafter", "none"],
 )
 def test_models_that_slabs_cannot_hold_are_refused(groups: list[KVCacheGroupSpec], message: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from rose.admission.profile import ProfileKey
-from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder
+from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder, shape_of
 
 pytestmark = pytest.mark.vllm
 
@@ -23,7 +23,7 @@ KEY = ProfileKey(
     kv_dtype="auto",
     graphs="eager",
 )
-OUTPUT: Any = SimpleNamespace(num_scheduled_tokens={"r": 1})
+OUTPUT: Any = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
 DECODE: Any = {"r": SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=2)}
 
 
@@ -51,3 +51,16 @@ def test_steps_in_flight_end_one_after_the_other(recorder: StepRecorder) -> None
     assert recorder.end_of_steps() == pytest.approx(1.0 + 2 * step_s)
     recorder.ended(1.0 + step_s / 4)
     assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)
+
+
+def test_a_decode_with_draft_tokens_is_one_decode() -> None:
+    step: Any = SimpleNamespace(
+        num_scheduled_tokens={"drafted": 5, "plain": 1, "recomputed": 5},
+        scheduled_spec_decode_tokens={"drafted": [7, 7, 7, 7]},
+    )
+    requests: Any = {
+        name: SimpleNamespace(num_computed_tokens=25, num_prompt_tokens=20)
+        for name in step.num_scheduled_tokens
+    }
+    shape = shape_of(step, requests)
+    assert (shape.num_decodes, shape.context_tokens, shape.prefill_tokens) == (2, 20 + 24, 5)

@@ -33,7 +33,7 @@ def test_an_slo_below_the_profile_ends_the_start_before_any_process_does(
     with (
         start_daemon(POOL, num_slabs=8, slab_bytes=1 << 20, headroom_slabs=1),
         pytest.raises(
-            ConfigError, match=r"slo_tpot_ms is 5, but one decode step takes up to 1\d\.\d ms"
+            ConfigError, match=r"slo_tpot_ms is 5, but one decoded token takes up to 1\d\.\d ms"
         ) as e,
         lone_scheduler(tmp_path, Role.SERVING, pool=POOL, slo_tpot_ms=5),
     ):

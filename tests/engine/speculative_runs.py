@@ -1,0 +1,155 @@
+"""What the forked engines with speculative decoding do. Each function runs in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import async_on_cpu  # noqa: F401
+from async_runs import PATIENT_S, SLO
+from engine_runs import Moves, Prompts, _cut, _num_changes, _wait_for_tokens, tenant_of
+from forked_engines import Driver, Reply, load_model_class, make_engine
+from late_device import use_late_device
+
+from rose.admission.board import Word
+from rose.engine.status import Field, ProfileCommand
+from rose.engine.weights.weights import StagedUpdate
+from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.types import GateMode
+
+NUM_DRAFTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """What an engine with draft tokens answered, and what became of them."""
+
+    moves: Moves
+    most_in_flight: int
+    num_drafts: int
+    num_accepted: int
+    num_granted: int = 0
+    """Rollout steps that were taken behind the gate."""
+
+
+def speculation(method: str, drafter: Path | None = None) -> dict[str, Any]:
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+    if method == "ngram":
+        return {**given, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    return {**given, "model": str(drafter)} if drafter is not None else given
+
+
+def draft_over_cuts(
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    num_rounds: int,
+    speculative: dict[str, Any],
+    *,
+    is_late: bool = False,
+    is_gated: bool = False,
+) -> Drafted:
+    """A rollout engine with draft tokens loses half its slabs in the midst of decoding, round after round."""
+    device = use_late_device() if is_late else None
+    if "model" in speculative:
+        load_model_class(Path(speculative["model"]))
+    settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S, **SLO}
+    if is_gated:
+        settings["gate"] = str(GateMode.DUAL)
+    llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False)
+    driver = Driver(llm)
+    before, replies = _num_changes(tenant_of(driver)), list[list[Reply]]()
+    for step in range(1, num_rounds + 1):
+        names = driver.ask(prompts, max_tokens)
+        _wait_for_tokens(driver, names)
+        if step < num_rounds:  # the last round comes whole
+            _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
+            driver.step()
+        driver.scheduler.page.put(Field.RL_STEP, step)
+        replies.append(driver.wait(names))
+    tenant_of(driver).pool.check_integrity()
+    counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return Drafted(
+        moves=Moves(replies=replies, num_moves=_num_changes(tenant_of(driver)) - before),
+        most_in_flight=device.most_in_flight if device is not None else 1,
+        num_drafts=counts["vllm:spec_decode_num_draft_tokens"],
+        num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
+        num_granted=tenant_of(driver).client.board_words.load(Word.R_STEPS) if is_gated else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a serving engine with draft tokens answered and knows of its steps."""
+
+    replies: list[Reply]
+    num_tokens: int
+    """The output tokens that its books of deadlines counted."""
+    tokens_per_step: float
+    num_preempted: int
+    is_profiled: bool
+    tpot_floor_us: int
+    step_us: float
+    """What a step with one decode takes at most, as its profile says."""
+
+
+def serve_drafted(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, speculative: dict[str, Any]
+) -> Served:
+    """A serving engine under the gate, which makes a profile of its own steps."""
+    settings = {"role": "serving", "pool": pool, "stall_s": PATIENT_S, "gate": str(GateMode.DUAL), **SLO}
+    llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False)
+    driver = Driver(llm)
+    scheduler, page = driver.scheduler, driver.scheduler.page
+    page.put(Field.PROFILE, ProfileCommand.RECORD)
+    for count in (1, 2, len(prompts), len(prompts)):
+        driver.answer(prompts[:count], max_tokens)
+    page.put(Field.PROFILE, ProfileCommand.FIT)
+    driver.step_until(lambda: page.get(Field.PROFILE) == ProfileCommand.NONE, "a profile")
+    books = scheduler._deadlines
+    counted = [0]
+    forget = books.finished
+
+    def finished(request_ids: Any) -> None:
+        ended = list(request_ids)
+        counted[0] += sum(books._decodes[each].num_output_tokens for each in ended if each in books._decodes)
+        forget(ended)
+
+    books.finished = finished
+    replies = driver.answer(prompts, max_tokens)
+    tenant_of(driver).pool.check_integrity()
+    model_of_steps = scheduler.recorder.observed_model
+    scheduler._tell_floors()
+    return Served(
+        replies=replies,
+        num_tokens=counted[0],
+        tokens_per_step=books._tokens_per_step,
+        num_preempted=sum(
+            metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+        ),
+        is_profiled=scheduler.recorder.is_profiled,
+        tpot_floor_us=page.get(Field.TPOT_FLOOR_US),
+        step_us=1e6 * model_of_steps.predict_safe(0, 1),
+    )
+
+
+def answer_under_new_weights(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, speculative: dict[str, Any], newer: Path
+) -> list[list[list[int]]]:
+    """The answers under the weights of ``model`` and then of ``newer``, with the same drafter."""
+    from vllm.config import set_current_vllm_config
+
+    settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S}
+    llm = make_engine(model, settings, speculative_config=speculative)
+    driver = Driver(llm)
+    answers = [driver.answer(prompts, max_tokens)]
+    worker = driver.core.model_executor.driver_worker.worker
+    (path,) = newer.glob("*.safetensors")
+    update = StagedUpdate(path=str(path), state_hash=str(checkpoint_state_hash(path)))
+    with set_current_vllm_config(worker.vllm_config):
+        worker.weight_transfer_engine.receive_weights(update)
+    assert llm.reset_prefix_cache()
+    answers.append(driver.answer(prompts, max_tokens))
+    return [[reply.tokens for reply in replies] for replies in answers]

@@ -1,0 +1,143 @@
+"""Speculative decoding in slab pools: the greedy tokens of stock vLLM while slabs move, several in a step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import engine_runs
+import pytest
+import speculative_runs
+from forked_engines import Fork
+from probes import prompt
+from real_engine import runtime_dir
+from references import ModelDirs
+from speculative_runs import NUM_DRAFTS, Drafted, Served, speculation
+from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
+from tiny_models import SLAB_BYTES, make_eagle3_head
+
+from rose.memory.daemon.daemon import start_daemon
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [prompt(f"drafted-{index}", 60 + 30 * index) for index in range(8)]
+TOKENS = 40
+NUM_ROUNDS = 3
+POOL_NUMBERS = count()
+
+Run = Callable[..., Fork]
+
+
+@pytest.fixture(scope="module")
+def run(engines_dir: Path) -> Iterator[Run]:
+    """Forks a function with the prompts."""
+    folder = engines_dir / "speculative"
+    folder.mkdir()
+    with ExitStack() as undo:
+
+        def start(function: Callable[..., Any], **arguments: Any) -> Fork:
+            fork = Fork(folder, function, prompts=PROMPTS, max_tokens=TOKENS, **arguments)
+            undo.callback(fork.stop)
+            return fork
+
+        yield start
+
+
+@pytest.fixture(params=[NUM_SLABS])
+def pool(run: Run, engines_dir: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"speculative-{next(POOL_NUMBERS)}"
+    with start_daemon(
+        name,
+        num_slabs=request.param,
+        slab_bytes=SLAB_BYTES,
+        headroom_slabs=HEADROOM_SLABS,
+        runtime_dir=runtime_dir(engines_dir / "speculative"),
+    ):
+        yield name
+
+
+@pytest.fixture(scope="module")
+def expected(run: Run, models: ModelDirs) -> list[list[int]]:
+    answers: list[list[int]] = run(engine_runs.stock_answers, model=models.untied[0]).result()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def drafters(models: ModelDirs, engines_dir: Path) -> dict[str, dict[str, Any]]:
+    """By method. The draft model is another version of the model, so that most of its drafts are wrong."""
+    return {
+        "ngram": speculation("ngram"),
+        "draft_model": speculation("draft_model", models.untied[1]),
+        "eagle3": speculation("eagle3", make_eagle3_head(engines_dir / "speculative" / "eagle3")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("ngram", {}),
+        ("draft_model", {"is_gated": True}),
+        ("eagle3", {}),
+        ("draft_model", {"is_late": True}),
+        ("eagle3", {"is_late": True, "is_gated": True}),
+    ],
+)
+def test_drafts_leave_the_answers_stocks_while_slabs_leave(
+    run: Run,
+    pool: str,
+    models: ModelDirs,
+    expected: list[list[int]],
+    drafters: dict[str, dict[str, Any]],
+    method: str,
+    how: dict[str, bool],
+) -> None:
+    drafted: Drafted = run(
+        speculative_runs.draft_over_cuts,
+        model=models.untied[0],
+        pool=pool,
+        num_rounds=NUM_ROUNDS,
+        speculative=drafters[method],
+        **how,
+    ).result()
+    assert_greedy(drafted.moves, expected)
+    assert drafted.num_drafts > 0
+    assert drafted.most_in_flight == (2 if how == {"is_late": True} else 1)
+    assert (drafted.num_granted > 0) == ("is_gated" in how)
+
+
+@pytest.mark.parametrize("pool", [2 * NUM_SLABS], indirect=True)
+def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, models: ModelDirs) -> None:
+    """The drafter is the model itself, so nearly every draft is accepted."""
+    model = models.untied[0]
+    served: Served = run(
+        speculative_runs.serve_drafted,
+        model=model,
+        pool=pool,
+        speculative=speculation("draft_model", model),
+    ).result()
+    assert served.num_tokens == len(PROMPTS) * TOKENS
+    assert 2 < served.tokens_per_step <= 1 + NUM_DRAFTS
+    assert served.num_preempted == 0, "slabs were free for every draft"
+    assert served.is_profiled
+    assert served.tpot_floor_us == pytest.approx(served.step_us / (1 + NUM_DRAFTS), abs=1)
+
+
+@pytest.mark.parametrize("pool", [2 * NUM_SLABS], indirect=True)
+def test_new_weights_count_at_once_and_the_drafter_goes_on_with_its_own(
+    run: Run,
+    pool: str,
+    models: ModelDirs,
+    expected: list[list[int]],
+    drafters: dict[str, dict[str, Any]],
+) -> None:
+    """The EAGLE3 head shares the model's embeddings, and keeps the rest of its weights."""
+    newer = run(engine_runs.stock_answers, model=models.untied[1])
+    answers = run(
+        speculative_runs.answer_under_new_weights,
+        model=models.untied[0],
+        pool=pool,
+        speculative=drafters["eagle3"],
+        newer=models.untied[1],
+    ).result()
+    assert answers == [expected, newer.result()]
