@@ -98,14 +98,13 @@ def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:
 def _check_model(model: ModelConfig) -> None:
     kinds = {
         "has no attention": model.is_attention_free,
-        "keeps the state of state-space or linear-attention layers": model.is_hybrid,
         "is an encoder-decoder": model.is_encoder_decoder,
     }
     for kind, is_so in kinds.items():
         if is_so:
             raise ConfigError(
-                f"--model {model.model}: it {kind}, and a slab pool holds only the KV of decoder attention: "
-                f"serve it without --pool"
+                f"--model {model.model}: it {kind}, and a slab pool holds only the KV of decoder attention, "
+                f"with states beside it: serve it without --pool"
             )
 
 

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
+from rose.engine.memory.states import is_about_to_copy, most_new_states, speculative_states
 from rose.memory.policy.cached import CacheTable
 from rose.memory.policy.leases import LeaseTable
 from rose.memory.policy.spread import Spread
@@ -123,11 +124,12 @@ class Tenant:
         requests = [*running, *waiting]
         wanted = 0
         for group in self._groups:
-            held = group.req_to_blocks
+            held, most_new, extra = group.req_to_blocks, most_new_states(group), speculative_states(group)
             for request in requests:
-                have = len(held[request.request_id]) if request.request_id in held else 0
+                have = len(held.get(request.request_id, ()))
                 num_tokens = request.num_tokens + request.num_output_placeholders + 1
-                wanted += max(0, math.ceil(num_tokens / group.block_size) - have)
+                new = max(0, math.ceil(num_tokens / group.block_size) + extra - have)
+                wanted += min(new, most_new) + is_about_to_copy(group, request)
         return wanted
 
     def missing_slabs(self, num_blocks: int) -> int:
@@ -161,14 +163,15 @@ class Tenant:
         """
         readers = [request for request in waiting if self._reads_cache(request)]
         hits: list[KVCacheBlock] = []
-        num_looked_up = num_hashes = 0
+        num_hits = num_looked_up = num_hashes = 0
         for request in readers:
             if num_hashes >= MAX_LOOKUP_BLOCKS:
                 break
-            hits += self._cached_prefix(request)
+            blocks, num_copied = self._cached_prefix(request)
+            hits += blocks
+            num_hits += len(blocks) - num_copied
             num_looked_up += 1
             num_hashes += len(request.block_hashes)
-        num_hits = len(hits)
         if num_hits and num_looked_up < len(readers):
             sample = self.blocks_wanted((), readers[:num_looked_up])
             num_hits += num_hits * self.blocks_wanted((), readers[num_looked_up:]) // sample
@@ -178,12 +181,19 @@ class Tenant:
         """Whether vLLM will look the request up. It doesn't if the prompt's log probabilities are wanted."""
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return False
-        holds_blocks = any(request.request_id in group.req_to_blocks for group in self._groups)
+        # vLLM leaves an empty list of states for a request that found no memory.
+        holds_blocks = any(group.req_to_blocks.get(request.request_id) for group in self._groups)
         return bool(request.block_hashes) and not holds_blocks
 
-    def _cached_prefix(self, request: Request) -> list[KVCacheBlock]:
-        groups = self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
-        return [block for group in groups for block in group if not block.is_null]
+    def _cached_prefix(self, request: Request) -> tuple[list[KVCacheBlock], int]:
+        """Returns the cached blocks that the request would read, and how many of them it would copy into
+        blocks of its own, because the cached prefix ends inside them."""
+        groups, num_tokens, *_ = self._coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        found = zip(groups, self._groups, strict=True)
+        num_copied = sum(bool(blocks) and num_tokens % group.block_size > 0 for blocks, group in found)
+        return [block for blocks in groups for block in blocks if not block.is_null], num_copied
 
     def grow(self, num_slabs: int) -> int:
         """Acquires up to ``num_slabs`` slabs from the pool; returns how many it got."""
