@@ -186,7 +186,7 @@ def kv_block_bytes(config: Mapping[str, Any], *, num_shards: int, backend: Backe
 def _state_bytes(model: Mapping[str, Any]) -> int:
     """Returns what one layer keeps of a sequence beside attention, 0 for a model of attention alone."""
     sizes = (math.prod(model.get(name) or 0 for name in names) for names in _STATE_SIZES)
-    return max(sizes) * _STATE_ELEMENT_BYTES
+    return int(max(sizes)) * _STATE_ELEMENT_BYTES
 
 
 def _layers_per_group(model: Mapping[str, Any]) -> int:
