@@ -26,7 +26,7 @@ TOKENS = 40
 LONG = [prompt(f"long-hybrid-{index}", 300 + 20 * index) for index in range(10)]
 LONG_TOKENS = 60
 NUM_ROUNDS = 3
-SMALL_SLAB = 128 << 10
+SMALL_SLAB = 256 << 10
 DELTA_NET_SLAB = 768 << 10
 CACHED = {"enable_prefix_caching": True}
 PARTLY_CACHED = {**CACHED, "prefix_match_unit": 16}
@@ -94,8 +94,8 @@ def mamba_answers(run: Run, hybrids: Models) -> list[list[int]]:
 def moves_of(run: Run, new_pool: NewPool, model: Path, slab_bytes: int, **args: Any) -> engine_runs.Moves:
     fork = run(
         engine_runs.answer_over_cuts,
-        **{"prompts": PROMPTS, "max_tokens": TOKENS, "num_rounds": NUM_ROUNDS, "num_at_once": len(PROMPTS)},
-        **{"model": model, "pool": new_pool(slab_bytes), **args},
+        **{"prompts": PROMPTS, "max_tokens": TOKENS, "num_rounds": NUM_ROUNDS},
+        **{"model": model, "pool": new_pool(slab_bytes), "num_at_once": len(PROMPTS), **args},
     )
     moves: engine_runs.Moves = fork.result()
     return moves

@@ -84,12 +84,12 @@ def make_mla_model(folder: Path) -> Path:
 
 
 def make_mamba_model(folder: Path) -> Path:
-    """A Granite-hybrid: three Mamba2 layers beside one of attention; four cache groups of 32 KiB blocks."""
+    """A Granite-hybrid: three Mamba2 layers beside one of attention; four cache groups of 64 KiB blocks."""
     from transformers import GraniteMoeHybridConfig
 
-    shape = _shape(hidden_size=64)
+    shape = _shape(hidden_size=128)
     del shape["head_dim"]
-    sizes = {"n_heads": 8, "d_head": 16, "d_state": 16, "n_groups": 1, "expand": 2, "d_conv": 4}
+    sizes = {"n_heads": 16, "d_head": 16, "d_state": 16, "n_groups": 1, "expand": 2, "d_conv": 4}
     config = GraniteMoeHybridConfig(
         num_hidden_layers=4,
         layer_types=["mamba", "mamba", "mamba", "attention"],
@@ -104,15 +104,16 @@ def make_mamba_model(folder: Path) -> Path:
 
 
 def make_convolution_model(folder: Path) -> Path:
-    """An LFM2: three layers of short convolutions beside one of attention; four groups of 32 KiB blocks."""
+    """An LFM2: three layers of short convolutions beside one of attention; four groups of 64 KiB blocks."""
     from transformers import Lfm2Config
 
-    shape = _shape(hidden_size=64)
+    shape = _shape(hidden_size=128)
     del shape["head_dim"]
     config = Lfm2Config(
         num_hidden_layers=4,
         layer_types=["conv", "conv", "conv", "full_attention"],
         block_auto_adjust_ff_dim=False,
+        conv_dim=128,
         **shape,
     )
     return _write(folder, config, seed=9)
