@@ -34,18 +34,11 @@ class LateMoves:
 
 
 def answer_over_cuts_late(
-    model: Path,
-    pool: str,
-    prompts: Prompts,
-    max_tokens: int,
-    num_rounds: int,
-    *,
-    is_fenced: bool = True,
-    **args: Any,
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, *, is_fenced: bool = True
 ) -> LateMoves:
     """Half of the slabs leave while two steps are in flight, that is while the older one may use them."""
     device = use_late_device(is_fenced=is_fenced)
-    moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
+    moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts))
     return LateMoves(moves=moves, most_in_flight=device.most_in_flight)
 
 

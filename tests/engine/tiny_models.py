@@ -103,22 +103,6 @@ def make_mamba_model(folder: Path) -> Path:
     return _write(folder, config, seed=8)
 
 
-def make_convolution_model(folder: Path) -> Path:
-    """An LFM2: three layers of short convolutions beside one of attention; four groups of 64 KiB blocks."""
-    from transformers import Lfm2Config
-
-    shape = _shape(hidden_size=128)
-    del shape["head_dim"]
-    config = Lfm2Config(
-        num_hidden_layers=4,
-        layer_types=["conv", "conv", "conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-        conv_dim=128,
-        **shape,
-    )
-    return _write(folder, config, seed=9)
-
-
 def make_delta_net_model(folder: Path) -> Path:
     """A Qwen3-Next in bfloat16, in the head size that vLLM's CPU kernel knows: three gated delta nets beside
     one layer of attention, whose blocks have 384 tokens to be as large as a state; four groups of 384 KiB."""

@@ -77,6 +77,11 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
     if settings.pool is None:
         return
     _check_model(config.model_config)
+    if config.model_config.is_hybrid and config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"--model {config.model_config.model}: it keeps states beside attention, and with a prefix "
+            f"cache vLLM's Mamba2 layers end a pool's engine on a CPU: set --no-enable-prefix-caching"
+        )
     _check_connectors(config, settings.role)
     _check_scheduling(config, settings)
     if settings.role is Role.SERVING:
