@@ -23,8 +23,10 @@ STALL_S = 600.0
 STEP_TOKENS = 128
 
 
-def stock_answers(model: Path, prompts: Prompts, max_tokens: int, num_at_once: int = 99) -> list[list[int]]:
-    driver = Driver(make_engine(model, None))
+def stock_answers(
+    model: Path, prompts: Prompts, max_tokens: int, num_at_once: int = 99, **args: Any
+) -> list[list[int]]:
+    driver = Driver(make_engine(model, None, **args))
     batches = [driver.answer(batch, max_tokens) for batch in _batches(prompts, num_at_once)]
     return [reply.tokens for batch in batches for reply in batch]
 
@@ -86,11 +88,11 @@ def _cut(driver: Driver, budget: int) -> None:
 
 
 def answer_over_cuts(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, num_at_once: int
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, num_at_once: int, **args: Any
 ) -> Moves:
     """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding."""
     settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
-    driver = Driver(make_engine(model, settings))
+    driver = Driver(make_engine(model, settings, **args))
     before, replies, step = num_changes(tenant_of(driver)), [], 0
     for _ in range(num_rounds):
         answers = []

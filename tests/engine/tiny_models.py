@@ -83,6 +83,46 @@ def make_mla_model(folder: Path) -> Path:
     return _write(folder, config, seed=5)
 
 
+def make_mamba_model(folder: Path) -> Path:
+    """A Granite-hybrid: three Mamba2 layers beside one of attention; four cache groups of 64 KiB blocks."""
+    from transformers import GraniteMoeHybridConfig
+
+    shape = _shape(hidden_size=128)
+    del shape["head_dim"]
+    sizes = {"n_heads": 16, "d_head": 16, "d_state": 16, "n_groups": 1, "expand": 2, "d_conv": 4}
+    config = GraniteMoeHybridConfig(
+        num_hidden_layers=4,
+        layer_types=["mamba", "mamba", "mamba", "attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=128,
+        position_embedding_type="rope",
+        **{f"mamba_{name}": size for name, size in sizes.items()},
+        **shape,
+    )
+    return _write(folder, config, seed=8)
+
+
+def make_delta_net_model(folder: Path) -> Path:
+    """A Qwen3-Next in bfloat16, in the head size that vLLM's CPU kernel knows: three gated delta nets beside
+    one layer of attention, whose blocks have 384 tokens to be as large as a state; four groups of 384 KiB."""
+    from transformers import Qwen3NextConfig
+
+    heads = {"key_head_dim": 128, "value_head_dim": 128, "num_key_heads": 2, "num_value_heads": 4}
+    config = Qwen3NextConfig(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        **{f"linear_{name}": size for name, size in heads.items()},
+        **{**_shape(hidden_size=64), "head_dim": 128},
+    )
+    return _write(folder, config, seed=10, dtype="bfloat16")
+
+
 def make_state_model(folder: Path) -> Path:
     """A Mamba2, whose layers keep a state and no KV."""
     from transformers import Mamba2Config

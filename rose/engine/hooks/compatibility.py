@@ -76,6 +76,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
     if settings.pool is None:
         return
     _check_model(config.model_config)
+    _check_states(config)
     check_connectors(config, settings.role)
     _check_speculation(config)
     _check_scheduling(config, settings)
@@ -99,15 +100,31 @@ def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:
 def _check_model(model: ModelConfig) -> None:
     kinds = {
         "has no attention": model.is_attention_free,
-        "keeps the state of state-space or linear-attention layers": model.is_hybrid,
         "is an encoder-decoder": model.is_encoder_decoder,
     }
     for kind, is_so in kinds.items():
         if is_so:
             raise ConfigError(
-                f"--model {model.model}: it {kind}, and a slab pool holds only the KV of decoder attention: "
-                f"serve it without --pool"
+                f"--model {model.model}: it {kind}, and a slab pool holds only the KV of decoder attention, "
+                f"with states beside it: serve it without --pool"
             )
+
+
+def _check_states(config: VllmConfig) -> None:
+    """Refuses what a model with states beside attention can't have in a slab pool."""
+    if not config.model_config.is_hybrid:
+        return
+    name = config.model_config.model
+    if config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"--model {name}: it keeps states beside attention, and a slab pool holds such a model only "
+            f"without a prefix cache: set --no-enable-prefix-caching"
+        )
+    if config.speculative_config is not None:
+        raise ConfigError(
+            f"--model {name} with --speculative-config: it keeps states beside attention, and the slab "
+            f"budget does not count those of draft tokens: leave --speculative-config out"
+        )
 
 
 def _check_speculation(config: VllmConfig) -> None:

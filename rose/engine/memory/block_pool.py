@@ -253,9 +253,10 @@ class SlabBlockPool(BlockPool):
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
+        # One that several requests have just copied is in the list once for each of them.
         idle = [
             position
-            for block in blocks
+            for block in {block.block_id: block for block in blocks}.values()
             if block.ref_cnt == 0 and not block.is_null and (position := self._count_idle(block)) is not None
         ]
         if idle and self.listener is not None:

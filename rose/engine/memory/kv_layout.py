@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -20,8 +21,9 @@ from vllm.v1.kv_cache_interface import (
 from rose.errors import ConfigError
 from rose.memory.slabs.layout import SlabLayout
 
-SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Dense and grouped-query attention, MLA (a subclass of full attention), sliding windows and chunks."""
+SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+"""Dense and grouped-query attention, MLA (a subclass of full attention), sliding windows and chunks; and the
+states of other layers, whose blocks vLLM makes as large as attention's."""
 BLOCK_LAYOUTS = ("BLNHC", "BLHNC")
 """vLLM's names of the layouts in which a block is one piece of memory: block, layer, then a layer's own
 part."""
@@ -49,8 +51,8 @@ def place_on_slabs(config: KVCacheConfig, *, slab_bytes: int, num_positions: int
     a block belongs to one group at a time. Only the ids of ``layout.block_ids`` are ever used.
 
     Raises:
-        ConfigError: the model's KV cache can't be kept in slabs: it has state-space or cross-attention
-            layers, layers whose blocks differ in size, or blocks larger than a slab.
+        ConfigError: the model's KV cache can't be kept in slabs: it has cross-attention layers, layers
+            whose blocks differ in size, or blocks larger than a slab.
     """
     specs = _specs(config)
     layout = SlabLayout.plan(
@@ -76,8 +78,8 @@ def _specs(config: KVCacheConfig) -> list[KVCacheSpec]:
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "none"
     if not specs or not all(isinstance(spec, SUPPORTED) for spec in specs):
         raise ConfigError(
-            f"a slab pool holds models whose layers all keep attention KV; this model has {kinds}: serve it "
-            f"without --pool"
+            f"a slab pool holds models whose layers keep the KV of decoder attention, with states beside it; "
+            f"this model has {kinds}: serve it without --pool"
         )
     sizes = sorted({spec.page_size_bytes for spec in specs})
     if len(sizes) > 1 or len(config.kv_cache_tensors) != len(specs):

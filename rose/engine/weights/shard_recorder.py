@@ -65,9 +65,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if self._source(leaf) is not None]
+        is_loading = func is torch.ops.aten.copy_.default and self._target(args[0]) is not None
         if not read:
+            if is_loading:  # of what was computed from the parameter itself, as Mamba2 does with A_log
+                name = self._target(args[0])
+                self.whole.update(one.source.name for one in self.copies if one.target.name == name)
             return result
-        if func is torch.ops.aten.copy_.default and self._target(args[0]) is not None:
+        if is_loading:
             self._note_copy(args[0], args[1])
         elif any(_storage(leaf) not in self._sources for leaf in tree_leaves(result)):
             # Something was computed from the tensor, so all of it may be needed.

@@ -7,6 +7,7 @@ does no harm. An engine whose block does not fit says so itself.
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,13 @@ _MEMORY_SHARE = {BackendKind.HOST: 0.25, BackendKind.CUDA: 0.9}
 """The share of the memory beside the models that a pool takes. A host has other uses for its own."""
 _ENGINE_BYTES = {BackendKind.HOST: 1 << 30, BackendKind.CUDA: 3 << 30}
 """What an engine takes beside weights and KV: activations, workspaces, CUDA graphs."""
+_STATE_SIZES = (
+    ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+)
+"""The names under which models keep the three sizes of a layer's state: gated delta nets, then Mamba2."""
+_STATE_ELEMENT_BYTES = 4
 _NARROW_TYPES = {"bfloat16": 2, "float16": 2, "half": 2}
 
 
@@ -168,7 +176,28 @@ def kv_block_bytes(config: Mapping[str, Any], *, num_shards: int, backend: Backe
         num_kv_heads = model.get("num_key_value_heads") or num_heads
         head_dim = model.get("head_dim") or model["hidden_size"] // num_heads
         elements = 2 * max(1, num_kv_heads // num_shards) * head_dim
-    return int(model["num_hidden_layers"] * elements * element_bytes * tokens)
+    page_bytes = elements * element_bytes * tokens
+    if not (state_bytes := _state_bytes(model) // num_shards):
+        return int(model["num_hidden_layers"] * page_bytes)
+    # vLLM gives attention's blocks so many more tokens that they are as large as a state.
+    return int(_layers_per_group(model) * -(-state_bytes // page_bytes) * page_bytes)
+
+
+def _state_bytes(model: Mapping[str, Any]) -> int:
+    """Returns what one layer keeps of a sequence beside attention, 0 for a model of attention alone."""
+    sizes = (math.prod(model.get(name) or 0 for name in names) for names in _STATE_SIZES)
+    return int(max(sizes)) * _STATE_ELEMENT_BYTES
+
+
+def _layers_per_group(model: Mapping[str, Any]) -> int:
+    """Returns how many layers share one of vLLM's block tables where some of the layers keep states."""
+    kinds = model.get("layer_types") or model.get("layers_block_type")
+    if kinds is None:  # every layer has both
+        return int(model["num_hidden_layers"])
+    num_attention = sum(kind in ("attention", "full_attention", "sliding_attention") for kind in kinds)
+    num_states = sum(kind in ("linear_attention", "mamba", "mamba2") for kind in kinds)
+    fewer, more = sorted((num_attention, num_states))
+    return more if more < 1.5 * fewer else fewer
 
 
 def model_folder(model: str) -> Path | None:

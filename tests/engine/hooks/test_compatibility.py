@@ -8,7 +8,7 @@ import engine_runs
 import pytest
 from forked_engines import Fork
 from real_engine import runtime_dir
-from tiny_models import make_mla_model, make_serving_model, make_state_model
+from tiny_models import make_mamba_model, make_mla_model, make_serving_model, make_state_model
 
 from rose.memory.daemon.daemon import start_daemon
 
@@ -109,6 +109,11 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
     cases.append(engine_args(make_mla_model(folder / "mla"), "serving", connector("ExampleConnector")))
     latents = "ExampleConnector: it takes a layer's blocks of latent attention for one piece of memory"
     expected = [message for _, _, message in CASES.values()] + ["--model ", latents]
+    hybrid, drafts = make_mamba_model(folder / "hybrid"), CASES["speculation"][1]
+    cases.append(engine_args(hybrid, "serving", {"enable_prefix_caching": True}))
+    cases.append(engine_args(hybrid, "rollout", {"enable_prefix_caching": False, **drafts}))
+    cases.append(engine_args(hybrid, "serving", {"enable_prefix_caching": False}))
+    expected += ["set --no-enable-prefix-caching", "leave --speculative-config out", ""]
     fork = Fork(folder, engine_runs.refusals, cases=cases)
     other = Fork(folder, engine_runs.refusals_by_another_version, version="0.34.0", cases=cases[:1])
     try:

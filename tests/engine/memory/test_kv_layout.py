@@ -96,6 +96,16 @@ def test_cache_groups_overlay_each_other() -> None:
     )
 
 
+def test_padded_states_overlay_attention() -> None:
+    state = MambaSpec(
+        block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), page_size_padded=SPEC.page_size_bytes
+    )
+    config = config_of(KVCacheGroupSpec(LAYERS[:1], SPEC), KVCacheGroupSpec(LAYERS[1:2], state))
+    layout = place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
+    assert layout.blocks_per_slab == 8
+    assert {(one.offset, one.block_stride) for one in config.kv_cache_tensors} == {(0, PAGE_BYTES)}
+
+
 def test_mla_blocks_of_any_size_fit() -> None:
     spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     config = config_of(KVCacheGroupSpec(LAYERS, spec))
@@ -110,17 +120,13 @@ def test_mla_blocks_of_any_size_fit() -> None:
     ("groups", "message"),
     [
         (
-            [KVCacheGroupSpec(LAYERS, MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))],
-            "all keep attention KV; this model has MambaSpec: serve it without --pool",
-        ),
-        (
             [
                 KVCacheGroupSpec(
                     LAYERS,
                     CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32),
                 )
             ],
-            "CrossAttentionSpec",
+            "the KV of decoder attention, with states beside it; this model has CrossAttentionSpec",
         ),
         (
             [
@@ -143,7 +149,7 @@ def test_mla_blocks_of_any_size_fit() -> None:
         ),
         ([], "this model has none"),
     ],
-    ids=["state-space", "cross-attention", "sizes", "drafter", "none"],
+    ids=["cross-attention", "sizes", "drafter", "none"],
 )
 def test_models_that_slabs_cannot_hold_are_refused(groups: list[KVCacheGroupSpec], message: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -8,12 +8,16 @@ import torch
 
 pytest.importorskip("vllm")
 
+from forked_engines import load_model_class
 from lib.transfer.shard_check import wrong_parameters
 from rank_models import Checkpoint, dense, experts
+from tiny_models import make_mamba_model
+from vllm.engine.arg_utils import EngineArgs
 
 from rose.engine.weights.plan import main
 from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
 from rose.errors import ConfigError
+from rose.transfer.format.checkpoint import read_checkpoint
 from rose.transfer.format.shard_plan import Box, ShardPlan, read_plan
 
 GRIDS = [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)]
@@ -84,6 +88,17 @@ def test_an_engine_of_no_ranks_is_one_clear_line_and_status_2(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'0' is not a whole number of at least 1" in line
+
+
+def test_a_parameter_computed_from_what_was_copied_needs_the_loader(tmp_path: Path) -> None:
+    """Mamba2 copies A_log and then puts -exp(A_log) in its place."""
+    folder = make_mamba_model(tmp_path / "mamba")
+    load_model_class(folder)
+    engine = EngineArgs(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True)
+    specs = [spec for spec, _ in read_checkpoint(folder).values()]
+    with pretended_rank(engine.create_engine_config()) as config:
+        plan = record_shard_plan(config, specs)
+    assert plan.whole == [f"model.layers.{layer}.mamba.A_log" for layer in range(3)]
 
 
 def test_a_plan_knows_merged_replicated_and_padded_tensors(checkpoint: Checkpoint) -> None:

@@ -38,6 +38,27 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64,
     "dtype": "bfloat16",
 }
+QWEN3_NEXT_80B = {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_key_head_dim": 128,
+    "dtype": "bfloat16",
+}
+FALCON_H1_7B = {
+    "num_hidden_layers": 44,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_n_heads": 24,
+    "mamba_d_head": 128,
+    "mamba_d_state": 256,
+    "dtype": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +72,9 @@ DEEPSEEK_V3 = {
         ({**QWEN3_8B, "torch_dtype": "float32"}, 1, BackendKind.CUDA, 4.5 * MIB),
         (QWEN2_5_1_5B, 1, BackendKind.CUDA, 28 * 2 * 2 * 128 * 2 * 16),
         (DEEPSEEK_V3, 8, BackendKind.CUDA, 61 * 576 * 2 * 128),  # every rank keeps the whole latent
+        (QWEN3_NEXT_80B, 1, BackendKind.CUDA, 12 * 2 * MIB),  # a state of 2 MiB; four groups of 12 layers
+        (QWEN3_NEXT_80B, 2, BackendKind.CUDA, 12 * MIB),
+        (FALCON_H1_7B, 1, BackendKind.CUDA, 44 * 3 * MIB),  # each layer has a state and attention
     ],
 )
 def test_a_models_block_is_estimated_from_its_config(
