@@ -7,7 +7,6 @@ nodes are really free. An engine starts processes: on this host (`HostEngine`), 
 
 import contextlib
 import logging
-import math
 import queue
 import signal
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose.config import parse_config
+from rose.errors import WorkerError
 from rose.jobs.ranks import (
     Attempt,
     Ended,
@@ -49,7 +49,7 @@ POLL_S = 0.05
 GRACE_S = 5.0
 """The time between SIGTERM and SIGKILL for a job that is told to end."""
 CLOSE_S = 30.0
-"""An attempt on a host that does not answer ends by itself, as its runner has gone."""
+"""An attempt on a host that does not answer ends by itself when its runner has gone."""
 
 
 class Engine(Protocol):
@@ -115,8 +115,12 @@ class Runner:
         """Ends all jobs' processes; the scheduler starts them again for the next runner."""
         for running in self._running.values():
             running.attempt.end(GRACE_S)
-        for running in self._running.values():
-            _wait(running.attempt, CLOSE_S)
+        deadline = time.monotonic() + CLOSE_S
+        with contextlib.suppress(WorkerError):  # where no attempt can be reached, all end without us
+            while self._running and time.monotonic() < deadline:
+                self._engine.check()
+                self._running = {k: each for k, each in self._running.items() if each.attempt.ended() is None}
+                time.sleep(POLL_S)
         self._running.clear()
         self._engine.close()
 
@@ -213,7 +217,8 @@ class HostEngine:
 
     def start(self, spec: RunSpec, order: Start, before: Attempt | None) -> Attempt:
         if before is not None:
-            _wait(before)
+            while before.ended() is None:
+                time.sleep(POLL_S)
         # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
         self.forget(spec.name)
         names = [f"rollout-{node}" for node in order.rollout_nodes]
@@ -241,9 +246,3 @@ class HostEngine:
 
     def close(self) -> None:
         remove(self._cache_root)  # this channel's alone
-
-
-def _wait(attempt: Attempt, at_most_s: float = math.inf) -> None:
-    deadline = time.monotonic() + at_most_s
-    while attempt.ended() is None and time.monotonic() < deadline:
-        time.sleep(POLL_S)

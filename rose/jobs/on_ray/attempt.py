@@ -8,6 +8,7 @@ import logging
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,13 @@ class RayAttempt:
             if name != "working_dir" or self._code is None
         }
         used = seats[:1] if self._spec.launch is Launch.ONCE else seats
-        actor = ray.remote(Part).options(num_cpus=0, max_concurrency=2)
+        actor = ray.remote(Part)
         for seat in used:
+            name = f"{self._spec.name}/{self._order.attempt}/{seat.node.name}/{uuid.uuid4().hex[:8]}"
             options = {"scheduling_strategy": seat.strategy, "runtime_env": environment}
-            part = actor.options(**options).remote(self._spec.name, seat.node.name, self._root)
+            part = actor.options(name=name, num_cpus=0, max_concurrency=2, **options).remote(
+                self._spec.name, seat.node.name, self._root
+            )
             self._parts.append((seat, part, ""))
         code = ray.put(self._code) if self._code is not None else None
         prepared: list[Prepared] = self._ask([part.prepare.remote(code) for _, part, _ in self._parts])

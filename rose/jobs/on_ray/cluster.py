@@ -56,12 +56,16 @@ class RayNodes:
 
     def check(self) -> None:
         """Raises: WorkerError when the head has been gone for long."""
-        silent_s = time.monotonic() - self._heard_s
-        if silent_s > HEAD_GONE_S:
+        if not self.is_there():
+            silent_s = time.monotonic() - self._heard_s
             raise WorkerError(
                 f"the Ray head at {self._head} has not answered for {silent_s:.0f} s, and its nodes end "
                 "without it; start Ray and then this command again: jobs go on behind their last iterations"
             )
+
+    def is_there(self) -> bool:
+        """Whether the head has answered not long ago."""
+        return time.monotonic() - self._heard_s <= HEAD_GONE_S
 
     def addresses(self) -> list[str]:
         """Returns the addresses of the living nodes' hosts."""
@@ -115,7 +119,14 @@ class RayNodes:
                 )
 
     def _end_leftovers(self) -> None:
-        """Ends what an earlier scheduler's actors have left on any host."""
+        """Ends what an earlier scheduler's actors have left on any host, once Ray has ended the actors."""
+        deadline = time.monotonic() + OWNER_S
+        while len(ray.util.list_named_actors()) > 1:
+            if time.monotonic() >= deadline:
+                raise WorkerError(
+                    f"Ray still has an earlier scheduler's actors: {ray.util.list_named_actors()}; try again"
+                )
+            time.sleep(LOOK_S)
         remote = ray.remote(end_leftovers)
         tasks = [
             remote.options(num_cpus=0, scheduling_strategy=on_node(node)).remote() for node in self._alive

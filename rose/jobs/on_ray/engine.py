@@ -95,8 +95,9 @@ class RayEngine:
         return news
 
     def close(self) -> None:
-        self._groups.close()
-        self._nodes.close()
+        if self._nodes.is_there():  # else all that follows would wait for the head
+            self._groups.close()
+            self._nodes.close()
 
     def _placed(self, order: Start, places: list[str]) -> None:
         self._said.put(lambda seq: Placed(seq=seq, job=order.job, attempt=order.attempt, places=places))

@@ -82,13 +82,16 @@ class GroupNodes:
         """Waits until Ray has placed these nodes. Returns them in this order, or None once not wanted."""
         while is_wanted():
             with self._lock:
-                self._users.setdefault(job, (group, nodes))
-                if self._users[job][0] != group:
+                if self._users.get(job, (group,))[0] != group:
                     self.leave(job)
+                if group in self._condemned:
+                    self._users.pop(job, None)  # no process of it runs
+                    if not self._has_jobs(group):
+                        self._remove(group)
+                seats = None
+                if group not in self._condemned:
                     self._users[job] = (group, nodes)
-                if group in self._condemned and not self._others(group, job):
-                    self._remove(group)
-                seats = self._seats(group, nodes, placement) if group not in self._condemned else None
+                    seats = self._seats(group, nodes, placement)
             if seats is not None:
                 return seats
             time.sleep(POLL_S)
@@ -107,7 +110,7 @@ class GroupNodes:
             if job not in self._users:
                 return
             group, _ = self._users.pop(job)
-            if not any(each == group for each, _ in self._users.values()):
+            if not self._has_jobs(group):
                 self._remove(group)
 
     def view(self, draining: Collection[str]) -> View:
@@ -137,8 +140,8 @@ class GroupNodes:
                 self._remove(group)
             self._users.clear()
 
-    def _others(self, group: str, job: str) -> bool:
-        return any(each == group for name, (each, _) in self._users.items() if name != job)
+    def _has_jobs(self, group: str) -> bool:
+        return any(each == group for each, _ in self._users.values())
 
     def _remove(self, group: str) -> None:
         self._condemned.discard(group)

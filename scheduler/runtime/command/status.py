@@ -80,7 +80,7 @@ def _now(job: Mapping[str, Any]) -> str:
     if job["waits_for"] is not None:
         behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
         return f"waits for {job['waits_for']} nodes{behind}"
-    return "waits for a host" if job["host"] is None else "between two phases"
+    return "waits for a runner" if job["host"] is None else "between two phases"
 
 
 def _some(job: Mapping[str, Any], which: str) -> str:

@@ -35,6 +35,7 @@ class JobCalls:
 
         groups: as they would be; None: as they are. Raises: ConfigError, PoolsFull, CertificateError.
         """
+        self._check_devices(spec)
         aside = {avoid} if avoid is not None else set[str]()
         groups = groups if groups is not None else self._state.groups
         earlier = self._state.jobs.get(spec.name)
@@ -92,7 +93,6 @@ class JobCalls:
 
         Raises: ConfigError, PoolsFull, CertificateError.
         """
-        self._check_devices(spec)
         if spec.group is not None and spec.group not in self._state.cluster.groups:
             self.place(spec, now)  # a group that was formed for other jobs ends with them
             return

@@ -165,7 +165,6 @@ def test_a_victim_without_a_host_is_queued_at_once_and_the_status_still_answers(
         submit(full, name)
     state = full.scheduler.control._state
     state.jobs["hostless"].host = None
-    state.hostless.add("hostless")
     submit(full, "large", 5, num_nodes=2)
     assert full.scheduler.job("large")["earliest"]["after"] == "stays"
     assert full.states() == {"stays": "running", "hostless": "queued", "large": "queued"}
