@@ -29,6 +29,7 @@ OWNER = "scheduler"
 OWNER_S = 20.0
 """Ray may take so long to notice that an earlier scheduler was killed."""
 LOOK_S = 1.0
+CONNECT_S = 10.0
 HEAD_GONE_S = 30.0
 """Ray ends its own nodes and this process a minute after the head was last heard."""
 ASK_S = 60.0
@@ -175,9 +176,12 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 
 def _join(address: str) -> None:
+    host, has_port, port = address.rpartition(":")
     try:
+        if has_port and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"ray.address {address}: no Ray cluster there ({reason}); run `ray start --head`, or remove "
