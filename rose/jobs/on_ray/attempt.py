@@ -80,7 +80,7 @@ class RayAttempt:
         return self._ended if not self._thread.is_alive() else None
 
     def _run(self) -> None:
-        ended = Ended(exit_status=-signal.SIGTERM)
+        ended, is_broken = Ended(exit_status=-signal.SIGTERM), False
         try:
             while self._before is not None and self._before.ended() is None:
                 time.sleep(POLL_S)
@@ -104,13 +104,15 @@ class RayAttempt:
             ended = Ended(exit_status=START_FAILED_STATUS, cannot_start=reason)
         except ray.exceptions.RayError as error:
             logger.info("lost job=%s reason=%s", self._spec.name, _cause(error))
-            ended = Ended(exit_status=-signal.SIGKILL, lost=self._lost())
+            is_broken = True
         except Exception:
             logger.exception("attempt failed job=%s", self._spec.name)
             ended = Ended(exit_status=-signal.SIGKILL)
         finally:
             for seat, actor, identity in self._parts:
                 self._confirm_end(seat, actor, identity)
+            if is_broken:  # Ray may hold a node for alive until then
+                ended = Ended(exit_status=-signal.SIGKILL, lost=self._lost())
             self._flush()
             self._groups.vacate(self._spec.name)
             self._ended = ended
@@ -184,7 +186,8 @@ class RayAttempt:
                 ray.get(each)
             if self._kill_s is not None and time.monotonic() > self._kill_s + KILL_ASK_S:
                 break
-        return ray.get(list(asked), timeout=ASK_S)
+        found: list[Any] = ray.get(list(asked), timeout=ASK_S)
+        return found
 
     def _confirm_end(self, seat: Seat, actor: Any, identity: str) -> None:
         """Returns when nothing of the part runs any more, or its node is dead."""

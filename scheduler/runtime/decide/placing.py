@@ -69,7 +69,7 @@ class Groups:
         }
         self.leaving: dict[str, str] = {}
         """For each job that is being moved, the group that it is still in. Only `leave` adds to it."""
-        self.offered: Mapping[str, int | None] = {}
+        self.offered: Mapping[Phase, int | None] = {}
         """The number of nodes that the runner has, by pool; none: unlimited."""
         self.drained: dict[str, list[str]] = {}
         """Nodes by group. Changed by `drain`."""
@@ -134,7 +134,7 @@ class Groups:
             left = change.groups[-1].name
         return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 
-    def without_jobs(self, offered: Mapping[str, int | None], pinned: str | None) -> "Groups":
+    def without_jobs(self, offered: Mapping[Phase, int | None], pinned: str | None) -> "Groups":
         """Returns what a job pinned to this group would find if no job ran, on so many nodes.
 
         Groups with drained nodes keep their nodes as long as they have jobs.
