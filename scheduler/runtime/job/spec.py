@@ -235,9 +235,9 @@ class RayClusterSpec(Section):
 
     address: str = "auto"
     """Where its head answers: HOST:PORT. auto: the one that runs on this host, or $RAY_ADDRESS."""
-    rollout: dict[str, float] = {"GPU": 8, "CPU": 8}
+    rollout: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
     """What a rollout node takes of a Ray node, in Ray's names. Custom resources choose the hosts."""
-    train: dict[str, float] = {"GPU": 8, "CPU": 8}
+    train: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
 
     @field_validator("rollout", "train")
     @classmethod

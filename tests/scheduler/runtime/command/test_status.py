@@ -64,7 +64,8 @@ def test_ranks_that_others_wait_for_are_told_by_those_that_came() -> None:
 def test_what_went_wrong_and_every_move_stand_below_the_job() -> None:
     ends = {"from": {"group": "group-2"}, "to": {"group": "group-1"}}
     moves = [{**ends, "pause_s": 2.125}, {**ends, "pause_s": None}]
-    job = {**JOB, "restarts": 2, "places": ["train-0 on b"], "moves": moves, "moving_to": "main", "note": "lease ran out"}
+    seen = {"restarts": 2, "places": ["train-0 on b"], "note": "lease ran out"}
+    job = {**JOB, **seen, "moves": moves, "moving_to": "main"}
     assert [line.strip() for line in status_lines([job], 80)[2:]] == [
         "started again 2 times",
         "train-0 on b",
