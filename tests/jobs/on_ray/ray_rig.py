@@ -19,14 +19,16 @@ class RayRig:
     def __init__(self) -> None:
         self.cluster = Cluster()
         self._add(num_cpus=2, include_dashboard=False)
-        self.workers = [self.add_worker() for _ in range(NUM_WORKERS)]
+        self.workers: list[Any] = []
+        for _ in range(NUM_WORKERS):
+            self.add_worker()
 
     @property
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def add_worker(self) -> Any:
-        return self._add(num_cpus=8, num_gpus=2)
+    def add_worker(self) -> None:
+        self.workers.append(self._add(num_cpus=8, num_gpus=2))
 
     def kill(self, node: Any) -> None:
         """As if the power of the node's host had failed."""
