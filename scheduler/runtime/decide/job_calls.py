@@ -35,7 +35,6 @@ class JobCalls:
 
         groups: as they would be; None: as they are. Raises: ConfigError, PoolsFull, CertificateError.
         """
-        self._check_devices(spec)
         aside = {avoid} if avoid is not None else set[str]()
         groups = groups if groups is not None else self._state.groups
         earlier = self._state.jobs.get(spec.name)
@@ -73,7 +72,7 @@ class JobCalls:
                 "rollout nodes; ask for its own number of nodes, or leave `group` out"
             )
 
-    def _check_devices(self, spec: RunSpec) -> None:
+    def check_devices(self, spec: RunSpec) -> None:
         """Raises: JobRefused if a node has fewer devices than ranks."""
         ray = self._state.cluster.ray
         if ray is None or spec.launch is not Launch.PER_RANK:
