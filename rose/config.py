@@ -153,6 +153,17 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, **(extra if extra is not None else {})}
 
 
+def forget_variables(prefix: str) -> None:
+    """Removes all variables of this name or prefix, so that child processes don't inherit them."""
+    for name in [each for each in os.environ if each.startswith(prefix)]:
+        del os.environ[name]
+
+
+def search_path(first: Path) -> str:
+    """Returns PATH with ``first`` before all other folders, for a child process."""
+    return os.pathsep.join([str(first), os.environ.get("PATH", os.defpath)])
+
+
 def default_variable(name: str, value: str) -> None:
     """Sets a variable of this process unless the operator has set it.
 

@@ -217,7 +217,7 @@ def _trainer() -> Finding:
 
 
 def _ray() -> Finding:
-    return _optional_package("ray", "Ray", "engine lifecycle on a cluster")
+    return _optional_package("ray", "Ray", "engines and jobs on a cluster")
 
 
 def _redis() -> Finding:

@@ -40,8 +40,8 @@ hypothesis_settings.register_profile(
 )
 hypothesis_settings.load_profile("any-machine")
 
-SHARING_ENGINES = ("tests/engine/", "tests/scheduler/rollout/")
-"""Folders whose fixtures start engines for the whole session."""
+SHARING_ENGINES = ("tests/engine/", "tests/scheduler/rollout/", "tests/jobs/on_ray/")
+"""Folders whose fixtures start engines or a Ray cluster for the whole session."""
 
 
 def _missing(mark: str) -> str | None:

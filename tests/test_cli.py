@@ -194,14 +194,12 @@ def test_top_reports_a_worker_that_does_not_answer(runtime_dir: Path) -> None:
         ("top", "--interval-s", "-1"),
         ("top", "--interval-s", "nan"),
         ("profile", "--concurrency", "0"),
-        ("sched", "--rollout-nodes", "-1"),
         ("router", "--port", "99999"),
         ("router", "--front", "0"),
     ],
 )
 def test_a_number_out_of_range_is_refused(command: str, flag: str, value: str) -> None:
-    words = (command, "agent") if command == "sched" else (command,)
-    assert_refused(rose(*words, flag, value), flag, f"'{value}' is not a")
+    assert_refused(rose(command, flag, value), flag, f"'{value}' is not a")
 
 
 def test_a_missing_package_is_named_with_a_command_that_works_in_the_checkout() -> None:

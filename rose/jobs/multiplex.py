@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         side = channel.serve()
         try:
             try:
-                root = cache_root(settings, channel.url, "pair")
+                root = cache_root(settings, f"{channel.url} pair")
                 run = PairRun(specs, pairing, cores, (channel.url, side), folder, root)
                 run.run(_Watch(pairing, page, is_quiet=arguments.json))
             finally:

@@ -1,37 +1,44 @@
-"""A host's runner: starts and ends the processes of whole RL jobs, as the cluster scheduler orders.
+"""The runner: starts and ends whole RL jobs, as the cluster scheduler orders, on an engine.
 
-Owns one process group per attempt, its job file and its log, and the jobs' cached state in host memory. A
-job's death is reported when its whole process group is gone, so that its nodes are really free. When the
-runner itself dies, the watchers end all jobs.
+Owns the attempts that run. A job's death is reported when nothing of the attempt runs any more, so that its
+nodes are really free. An engine starts processes: on this host (`HostEngine`), or on a Ray cluster
+(rose.jobs.on_ray.engine). When the runner itself dies, all jobs end.
 """
 
 import contextlib
 import logging
 import queue
-import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from typing import Protocol
 
 from rose.config import parse_config
-from rose.node.processes import ServerProcess
+from rose.errors import WorkerError
+from rose.jobs.ranks import (
+    Attempt,
+    Ended,
+    HostPart,
+    LocalAttempt,
+    argv_of,
+    remove,
+    start_here,
+    write_job_file,
+)
+from rose.node.checks import free_port
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
-    Alive,
-    Answer,
+    Call,
     Exited,
     Hello,
     SchedulerMessage,
     Start,
     Stop,
 )
-from rose.scheduler.runtime.job.job import JobFile
+from rose.scheduler.runtime.job.job import JobNode
 from rose.scheduler.runtime.job.recording import Recording
 from rose.scheduler.runtime.job.spec import RunSpec
 
@@ -41,56 +48,48 @@ POLL_S = 0.05
 """The longest time until a job's death is noticed."""
 GRACE_S = 5.0
 """The time between SIGTERM and SIGKILL for a job that is told to end."""
-BEAT_S = 1.0
-"""The time between an agent's heartbeats; the scheduler's `host_lease_s` is many times longer."""
-START_FAILED_STATUS = 127
-"""The status that a shell reports for a command that could not be run."""
-_NEVER_STARTS = (FileNotFoundError, NotADirectoryError, PermissionError)
-"""Other errors, such as too few processes or too little memory, may be gone at the next attempt."""
+CLOSE_S = 30.0
+"""An attempt on a host that does not answer ends by itself when its runner has gone."""
+
+
+class Engine(Protocol):
+    """Where jobs run. One thread calls it."""
+
+    host: str
+    log_folder: Path
+
+    def num_nodes(self) -> dict[Phase, int] | None:
+        """The nodes that groups may use, by pool; None: as many as are asked for."""
+
+    def check(self) -> None:
+        """Raises: WorkerError if no job can run here any more."""
+
+    def start(self, spec: RunSpec, order: Start, before: Attempt | None) -> Attempt:
+        """Starts an attempt, once nothing of ``before`` runs any more. Does not wait for long."""
+
+    def forget(self, job: str) -> None:
+        """The job is over, or leaves its group: frees its host memory, its files and its nodes."""
+
+    def news(self, running: Mapping[str, int]) -> Sequence[Callable[[int], Call]]:
+        """Returns what the scheduler should know since the last call, as calls that lack their number."""
+
+    def close(self) -> None:
+        """Frees all. No attempt runs any more."""
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _Running:
     number: int
-    process: ServerProcess
-    kill_s: float | None = None
-    """When to send SIGKILL, once the attempt was told to end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """The nodes that a host offers to groups, by pool."""
-
-    host: str
-    num_nodes: dict[Phase, int]
+    attempt: Attempt
 
 
 class Runner:
-    """All jobs of one host. One thread."""
+    """All jobs of one engine. One thread."""
 
-    def __init__(
-        self,
-        client: ControlClient,
-        channel: str,
-        folder: Path,
-        cache_root: Path,
-        *,
-        offer: Offer | None = None,
-        recording: Recording | None = None,
-    ) -> None:
-        """folder: job files and logs. cache_root: where suspended phases keep their state.
-
-        offer: of an agent; None: the scheduler's own runner, for all nodes that are asked for.
-        recording: jobs are run for their profile.
-        """
+    def __init__(self, client: ControlClient, engine: Engine) -> None:
         self._client = client
-        self._channel = channel
-        self._offer = offer
-        self._beaten_s = time.monotonic()
-        self._folder = folder
-        self._cache_root = cache_root
-        self._recording = recording
-        self._running: dict[str, _Attempt] = {}
+        self._engine = engine
+        self._running: dict[str, _Running] = {}
         self._hello()
 
     def run(self, check: Callable[[], object]) -> None:
@@ -104,39 +103,42 @@ class Runner:
         with contextlib.suppress(queue.Empty):
             self._follow(self._client.unasked.get(timeout=POLL_S))
         self._bury()
-        self._beat()
+        for news in self._engine.news({name: each.number for name, each in self._running.items()}):
+            self._client.tell(news(self._client.next_seq()))
 
     def pid_of(self, job: str) -> int | None:
-        """The pid of the job's process group leader; None if the job does not run here."""
-        attempt = self._running.get(job)
-        return attempt.process.pid if attempt is not None else None
-
-    def _beat(self) -> None:
-        if self._offer is not None and time.monotonic() - self._beaten_s >= BEAT_S:
-            self._beaten_s = time.monotonic()
-            self._client.tell(Alive(seq=self._client.next_seq(), host=self._offer.host))
+        """The pid of the job's first process; None if the job does not run here."""
+        running = self._running.get(job)
+        return running.attempt.pid if running and isinstance(running.attempt, LocalAttempt) else None
 
     def close(self) -> None:
         """Ends all jobs' processes; the scheduler starts them again for the next runner."""
-        for attempt in self._running.values():
-            attempt.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        for attempt in self._running.values():
-            attempt.process.stop(max(0.0, deadline - time.monotonic()))
+        for running in self._running.values():
+            running.attempt.end(GRACE_S)
+        deadline = time.monotonic() + CLOSE_S
+        with contextlib.suppress(WorkerError):  # where no attempt can be reached, all end without us
+            while self._running and time.monotonic() < deadline:
+                self._engine.check()
+                self._running = {k: each for k, each in self._running.items() if each.attempt.ended() is None}
+                time.sleep(POLL_S)
         self._running.clear()
-        shutil.rmtree(self._cache_root, ignore_errors=True)  # this channel's alone
+        self._engine.close()
 
     def _hello(self) -> None:
-        running = {name: attempt.number for name, attempt in self._running.items()}
-        logs = str(self._folder / "logs")
-        hello = Hello(seq=self._client.next_seq(), running=running, log_folder=logs)
-        if self._offer is not None:
-            hello = msgspec.structs.replace(hello, host=self._offer.host, num_nodes=self._offer.num_nodes)
-        self._client.tell(hello)
+        running = {name: each.number for name, each in self._running.items()}
+        self._client.tell(
+            Hello(
+                seq=self._client.next_seq(),
+                running=running,
+                log_folder=str(self._engine.log_folder),
+                host=self._engine.host,
+                num_nodes=self._engine.num_nodes(),
+            )
+        )
 
     def _follow(self, order: SchedulerMessage | None) -> None:
         match order:
-            case None | Answer():  # orders may have been missed; or the scheduler holds us for dead
+            case None:  # orders may have been missed
                 self._hello()
             case Start():
                 self._start(order)
@@ -148,100 +150,99 @@ class Runner:
     def _start(self, order: Start) -> None:
         self._bury()  # what was to end at once may be on the same nodes
         before = self._running.get(order.job)
-        if before is not None:
-            if before.number == order.attempt:
-                return
-            before.process.stop(0.0)
-            del self._running[order.job]
-        spec = parse_config(order.spec, RunSpec, f"job {order.job}")
-        # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
-        self._forget(order.job)
-        process = self._process(spec, order)
-        try:
-            process.start()
-        except OSError as error:
-            reason = f"can't start {list(spec.command)}: {error.strerror}: {str(error.filename)!r}"
-            logger.error("%s job=%s", reason, order.job)
-            with self._log_path(spec.name).open("a") as log:  # where its user looks first
-                log.write(f"{reason}\n")
-            is_permanent = isinstance(error, _NEVER_STARTS)
-            self._report(
-                order.job, order.attempt, START_FAILED_STATUS, cannot_start=reason if is_permanent else None
-            )
+        if before is not None and before.number == order.attempt:
             return
-        self._running[order.job] = _Attempt(order.attempt, process)
-
-    def _process(self, spec: RunSpec, order: Start) -> ServerProcess:
-        path = self._folder / "jobs" / spec.name / f"{order.attempt}.json"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = JobFile(
-            channel=self._channel,
-            name=spec.name,
-            attempt=order.attempt,
-            first_iteration=order.first_iteration,
-            num_iterations=spec.iterations,
-            group=order.group,
-            rollout_nodes=order.rollout_nodes,
-            num_ranks=spec.num_ranks,
-            cache_folder=str(self._cache_root / spec.name),
-            limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
-            recording=self._recording,
-        )
-        path.write_bytes(msgspec.json.encode(file))
-        return ServerProcess(
-            _argv(spec),
-            spec.name,
-            self._log_path(spec.name),
-            env={"ROSE_JOB": str(path)},
-            folder=Path(spec.folder),
-        )
-
-    def _log_path(self, job: str) -> Path:
-        """The log of all attempts of a job."""
-        return self._folder / "logs" / f"{job}.log"
+        if before is not None:
+            before.attempt.end(0.0)
+        spec = parse_config(order.spec, RunSpec, f"job {order.job}")
+        attempt = self._engine.start(spec, order, before.attempt if before is not None else None)
+        self._running[order.job] = _Running(order.attempt, attempt)
 
     def _stop(self, order: Stop) -> None:
-        attempt = self._running.get(order.job)
-        if attempt is not None and attempt.number == order.attempt:
-            attempt.process.send_signal(signal.SIGTERM)
-            attempt.kill_s = time.monotonic() + (0.0 if order.is_lost else GRACE_S)
+        running = self._running.get(order.job)
+        if running is not None and running.number == order.attempt:
+            running.attempt.end(0.0 if order.is_lost else GRACE_S)
         elif not order.forget:  # it never was here, or is gone
-            self._report(order.job, order.attempt, -signal.SIGKILL)
+            self._report(order.job, order.attempt, Ended(exit_status=-signal.SIGKILL))
         if order.forget:
-            self._forget(order.job)
-
-    def _forget(self, job: str) -> None:
-        """Frees the host memory of a job, and removes its job files."""
-        for folder in (self._cache_root / job, self._folder / "jobs" / job):
-            shutil.rmtree(folder, ignore_errors=True)
+            self._engine.forget(order.job)
 
     def _bury(self) -> None:
-        for name, attempt in list(self._running.items()):
-            is_late = attempt.kill_s is not None and time.monotonic() >= attempt.kill_s
-            if attempt.process.is_alive() and not is_late:
-                continue
-            exit_status = attempt.process.stop(0.0)
-            del self._running[name]
-            self._report(
-                name, attempt.number, exit_status if exit_status is not None else START_FAILED_STATUS
-            )
+        for name, running in list(self._running.items()):
+            if (ended := running.attempt.ended()) is not None:
+                del self._running[name]
+                self._report(name, running.number, ended)
 
-    def _report(self, job: str, attempt: int, exit_status: int, *, cannot_start: str | None = None) -> None:
+    def _report(self, job: str, attempt: int, how: Ended) -> None:
         self._client.tell(
             Exited(
                 seq=self._client.next_seq(),
                 job=job,
                 attempt=attempt,
-                exit_status=exit_status,
-                cannot_start=cannot_start,
+                exit_status=how.exit_status,
+                cannot_start=how.cannot_start,
+                lost=how.lost,
             )
         )
 
 
-def _argv(spec: RunSpec) -> Sequence[str]:
-    """The command of the job's process group leader."""
-    if spec.ray is None:
-        return spec.command
-    options = spec.ray.model_dump(exclude_none=True)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "rose.jobs.ray_job", *flags, "--", *spec.command]
+class HostEngine:
+    """Runs jobs on this host. Its files and host memory are in folders of its own."""
+
+    host = "local"
+
+    def __init__(
+        self,
+        channel: str,
+        folder: Path,
+        cache_root: Path,
+        *,
+        recording: Recording | None = None,
+    ) -> None:
+        """folder: job files and logs. cache_root: where suspended phases keep their state.
+
+        recording: jobs are run for their profile.
+        """
+        self.log_folder = folder / "logs"
+        self._channel = channel
+        self._folder = folder
+        self._cache_root = cache_root
+        self._recording = recording
+
+    def num_nodes(self) -> dict[Phase, int] | None:
+        return None
+
+    def check(self) -> None:
+        return
+
+    def start(self, spec: RunSpec, order: Start, before: Attempt | None) -> Attempt:
+        if before is not None:
+            while before.ended() is None:
+                time.sleep(POLL_S)
+        # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
+        self.forget(spec.name)
+        names = [f"rollout-{node}" for node in order.rollout_nodes]
+        names += [f"train-{node}" for node in range(order.num_train_nodes)]
+        nodes = tuple(JobNode(name=name, address="127.0.0.1") for name in names)
+        file = write_job_file(
+            self._folder / "jobs" / spec.name / f"{order.attempt}.json",
+            spec,
+            order,
+            channel=self._channel,
+            cache=self._cache_root / spec.name,
+            nodes=nodes,
+            recording=self._recording,
+        )
+        # All nodes of a job are this machine, so it starts as on one node.
+        part = HostPart(nodes=nodes[:1], master_port=free_port())
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        return start_here(spec, argv_of(spec), part, file, self.log_folder / f"{spec.name}.log", {})
+
+    def forget(self, job: str) -> None:
+        remove(self._cache_root / job, self._folder / "jobs" / job)
+
+    def news(self, running: Mapping[str, int]) -> Sequence[Callable[[int], Call]]:
+        return ()
+
+    def close(self) -> None:
+        remove(self._cache_root)  # this channel's alone

@@ -11,13 +11,14 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings, load_yaml, make_private_dir
-from rose.errors import ChannelError, WorkerError
+from rose.errors import ChannelError, ConfigError, WorkerError, install_hint
 from rose.jobs.dashboard import DashboardProcess
-from rose.jobs.runner import Runner
+from rose.jobs.runner import Engine, HostEngine, Runner
 from rose.node.processes import ServerProcess
 from rose.node.signals import StopOnSignals
 from rose.scheduler.runtime.channel.client import ControlClient
@@ -101,11 +102,13 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     folder = make_private_dir(arguments.folder, "choose another with --folder")
     node = ScheduledNode(arguments.channel, arguments.cluster)
+    cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
+    engine = _engine(cluster, arguments.channel, folder, settings)
     page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
     with StopOnSignals():
         node.start()
         try:
-            _run(node, page, arguments, folder, settings)
+            _run(node, page, arguments, engine)
         finally:
             if page is not None:
                 page.stop()
@@ -117,32 +120,37 @@ def _run(
     node: ScheduledNode,
     page: DashboardProcess | None,
     arguments: argparse.Namespace,
-    folder: Path,
-    settings: Settings,
+    engine: Engine,
 ) -> None:
-    channel: str = arguments.channel
-
     def check() -> None:
         node.check()
+        engine.check()
         if page is not None:
             page.check()
 
-    with ControlClient(joined(channel), START_S) as client:
+    with ControlClient(joined(arguments.channel), START_S) as client:
         node.wait_ready(client)
-        if arguments.agents:
-            while True:
-                check()
-                time.sleep(POLL_S)
-        runner = Runner(client, channel, folder, cache_root(settings, channel))
+        runner = Runner(client, engine)
         try:
             runner.run(check)
         finally:
             runner.close()
 
 
-def cache_root(settings: Settings, channel: str, host: str = "") -> Path:
-    """The folder of cached state, by channel and host: two schedulers may have jobs of the same name."""
-    return settings.staging_root / "jobs" / f"{zlib.crc32(f'{channel}{host}'.encode()):08x}"
+def _engine(cluster: ServeSpec, channel: str, folder: Path, settings: Settings) -> Engine:
+    """Where jobs run. Raises: ConfigError if the cluster's file names a Ray cluster that can't be used."""
+    if cluster.ray is None:
+        return HostEngine(channel, folder, cache_root(settings, channel))
+    if find_spec("ray") is None:
+        raise ConfigError(f"the cluster's file has `ray`, which is not installed; {install_hint('ray')}")
+    from rose.jobs.on_ray.engine import RayEngine  # loads Ray
+
+    return RayEngine(cluster, ChannelUrl.parse(channel).url, folder)
+
+
+def cache_root(settings: Settings, channel: str) -> Path:
+    """The folder of cached state, by channel: two schedulers may have jobs of the same name."""
+    return settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
 
 
 def joined(channel: str) -> ClientSide:
@@ -153,7 +161,7 @@ def joined(channel: str) -> ClientSide:
 def _parser(settings: Settings) -> CommandParser:
     parser = channel_parser(
         "serve",
-        "Schedules whole RL jobs on shared nodes, and runs their processes on this machine.",
+        "Schedules whole RL jobs on shared nodes, and runs them on this machine or on a Ray cluster.",
         "rose sched serve cluster.yaml --channel redis://127.0.0.1:6379/0",
     )
     parser.add_argument(
@@ -168,11 +176,6 @@ def _parser(settings: Settings) -> CommandParser:
         type=Path,
         default=settings.runtime_dir / "jobs",
         help="where job files and logs go (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--agents",
-        action="store_true",
-        help="run no job on this machine, but on the hosts of `rose sched agent`",
     )
     parser.add_argument(
         "--http",

@@ -18,7 +18,7 @@ import yaml
 
 from rose.config import Settings
 from rose.errors import ConfigError, ProfileError
-from rose.jobs.runner import Runner
+from rose.jobs.runner import HostEngine, Runner
 from rose.jobs.serve import START_S, ScheduledNode, cache_root, joined
 from rose.node.processes import LOG_TAIL_LINES
 from rose.node.watcher import group_members
@@ -55,9 +55,8 @@ def measure(spec: RunSpec, num_iterations: int, *, timeout_s: float, settings: S
         try:
             with ControlClient(joined(channel), START_S) as client:
                 node.wait_ready(client)
-                with closing(
-                    Runner(client, channel, folder, cache_root(settings, channel), recording=recording)
-                ) as runner:
+                engine = HostEngine(channel, folder, cache_root(settings, channel), recording=recording)
+                with closing(Runner(client, engine)) as runner:
                     run = _Run(spec, num_iterations, node, client, runner, Path(recording.path), log)
                     return run.to_the_end(timeout_s)
         finally:

@@ -120,7 +120,7 @@ def test_state_that_a_killed_run_has_left_is_gone_when_the_jobs_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     channel = f"unix:{tmp_path / 'channel'}"
-    left = cache_root(Settings.from_environment(), channel, "pair") / "one" / "kept"
+    left = cache_root(Settings.from_environment(), f"{channel} pair") / "one" / "kept"
     left.parent.mkdir(parents=True)
     left.touch()
     check = [sys.executable, "-c", f"import os, sys; sys.exit(9 if os.path.exists({str(left)!r}) else 0)"]

@@ -75,9 +75,9 @@ class Drain(Call, frozen=True, kw_only=True):
 
 
 class Hello(Call, frozen=True, kw_only=True):
-    """A host's runner has connected, with these attempts running.
+    """The runner has connected, with these attempts running.
 
-    ``num_nodes``: the nodes that the host offers, by pool; None: unlimited, for the scheduler's own runner.
+    ``host``: where it runs jobs. ``num_nodes``: the nodes there, by pool; None: unlimited, on this machine.
     """
 
     running: dict[str, int]
@@ -86,16 +86,24 @@ class Hello(Call, frozen=True, kw_only=True):
     num_nodes: dict[Phase, Count] | None = None
 
 
-class Alive(Call, frozen=True, kw_only=True):
-    """An agent's heartbeat. A second answer with number 0 asks the agent to say Hello again."""
+class Nodes(Call, frozen=True, kw_only=True):
+    """The number of nodes that the runner can give to groups has changed, by pool.
 
-    host: str
+    leaving: the attempts, by job, that use nodes which are about to go away. They end after their iteration
+    and continue on other nodes.
+    """
+
+    num_nodes: dict[Phase, Count]
+    leaving: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class Dead(Call, frozen=True, kw_only=True):
-    """Somebody knows that this silent host is off: no process of a job runs there any more."""
+class Placed(Call, frozen=True, kw_only=True):
+    """Says where an attempt's processes run, or why they don't run yet, for people."""
 
-    host: str
+    job: str
+    attempt: int
+    places: list[str]
+    """One line a node."""
 
 
 class Exited(Call, frozen=True, kw_only=True):
@@ -105,7 +113,9 @@ class Exited(Call, frozen=True, kw_only=True):
     attempt: int
     exit_status: int
     cannot_start: str | None = None
-    """Why the command never ran and never will on this host, e.g. that there is no such program."""
+    """Why the command never ran and never will, e.g. that there is no such program."""
+    lost: str | None = None
+    """Which node has taken the processes with it. It counts as no crash."""
 
 
 class RankCall(Call, frozen=True, kw_only=True):
@@ -166,7 +176,7 @@ class Completed(RankCall, frozen=True, kw_only=True):
     """An iteration's state is safe: after a crash the job starts after it. Answered when all ranks say so.
 
     The answer names the job's ``group`` and ``rollout_nodes`` from here on, as the job may have been moved.
-    ``ends``: it moves to another host, and this process must end.
+    ``ends``: it continues on other nodes, and this process must end.
     """
 
     iteration: int
@@ -229,6 +239,8 @@ class Start(Message, frozen=True, kw_only=True):
     first_iteration: int
     group: str
     rollout_nodes: list[int]
+    num_train_nodes: int = 1
+    """Those of the group: its jobs train on all of them."""
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -253,8 +265,8 @@ AnyCall = (
     | ReleaseJob
     | Drain
     | Hello
-    | Alive
-    | Dead
+    | Nodes
+    | Placed
     | Exited
     | Request
     | Heartbeat

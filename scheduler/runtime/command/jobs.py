@@ -1,4 +1,4 @@
-"""`rose sched submit|cancel|hold|release|drain|host-dead|logs|events`: what people ask of a scheduler.
+"""`rose sched submit|cancel|hold|release|drain|logs|events`: what people ask of a scheduler.
 
 Answers are JSON on stdout. A refusal is one line on stderr and exit status 2.
 """
@@ -12,7 +12,6 @@ from rose.errors import ConfigError
 from rose.scheduler.runtime.channel.messages import (
     NUM_EVENTS,
     Cancel,
-    Dead,
     Drain,
     History,
     HoldJob,
@@ -90,20 +89,6 @@ def release(argv: Sequence[str]) -> int:
     return _tell("release", ReleaseJob, "Puts a held job back where it was in the queue.", argv)
 
 
-def host_dead(argv: Sequence[str]) -> int:
-    """``rose sched host-dead HOST``."""
-    parser = channel_parser(
-        "host-dead",
-        "Says that a silent host is off. Jobs that had nodes there and elsewhere start again.",
-        "rose sched host-dead node-7",
-    )
-    parser.add_argument("host", metavar="HOST", help="the host's name, as rose sched status shows it")
-    arguments = parser.parse_args(argv)
-    with connect(arguments.channel) as client:
-        print_json(ask(client, Dead(seq=client.next_seq(), host=arguments.host)))
-    return 0
-
-
 def _tell(name: str, call: type[Cancel | HoldJob | ReleaseJob], summary: str, argv: Sequence[str]) -> int:
     parser = channel_parser(name, summary, f"rose sched {name} grpo-7b")
     parser.add_argument("job", metavar="JOB", help="the job's name, as rose sched status shows it")
@@ -131,7 +116,7 @@ def drain(argv: Sequence[str]) -> int:
 
 
 def logs(argv: Sequence[str]) -> int:
-    """``rose sched logs JOB``, on the host that runs the job."""
+    """``rose sched logs JOB``, on the host of `rose sched serve`."""
     parser = channel_parser(
         "logs",
         "Prints what all attempts of a job have written to stdout and stderr.",
@@ -145,7 +130,8 @@ def logs(argv: Sequence[str]) -> int:
         path = Path(body["jobs"][0]["log"])
         if not path.exists():
             raise ConfigError(
-                f"{path}: no such file on this host; {arguments.job} has not started, or runs on another host"
+                f"{path}: no such file on this host; {arguments.job} has not started, or the "
+                "scheduler is on another host"
             )
         with path.open("r", errors="replace") as log:
             _copy(log.read())

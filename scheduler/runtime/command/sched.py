@@ -41,7 +41,6 @@ SUBCOMMANDS = (
         module="rose.jobs.multiplex",
         summary="run two jobs on this machine, side by side where that is faster",
     ),
-    Subcommand(name="agent", module="rose.jobs.agent", summary="offer this host's nodes to a scheduler"),
     Subcommand(name="submit", module=_JOBS, function="submit", summary="start a job, or queue it"),
     Subcommand(name="status", module=_STATUS, function="status", summary="show jobs and what they wait for"),
     Subcommand(
@@ -57,7 +56,6 @@ SUBCOMMANDS = (
     ),
     Subcommand(name="logs", module=_JOBS, function="logs", summary="print a job's output"),
     Subcommand(name="drain", module=_JOBS, function="drain", summary="place no more jobs on a node"),
-    Subcommand(name="host-dead", module=_JOBS, function="host_dead", summary="say that a host is off"),
     Subcommand(
         name="simulate",
         module="rose.scheduler.sim.levels",

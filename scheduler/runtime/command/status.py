@@ -80,7 +80,7 @@ def _now(job: Mapping[str, Any]) -> str:
     if job["waits_for"] is not None:
         behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
         return f"waits for {job['waits_for']} nodes{behind}"
-    return "waits for a host" if job["host"] is None else "between two phases"
+    return "waits for a runner" if job["host"] is None else "between two phases"
 
 
 def _some(job: Mapping[str, Any], which: str) -> str:
@@ -105,8 +105,7 @@ def _details(job: Mapping[str, Any]) -> Iterator[str]:
         return
     if job["restarts"]:
         yield f"started again {job['restarts']} time{'s' if job['restarts'] > 1 else ''}"
-    if job["host"] not in (None, "local"):
-        yield f"on host {job['host']}"
+    yield from job["places"]
     for move in job["moves"]:
         pause = f"paused {move['pause_s']:.1f} s" if move["pause_s"] is not None else "on its way"
         yield f"moved from {move['from']['group']} to {move['to']['group']} ({pause})"

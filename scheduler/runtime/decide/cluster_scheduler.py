@@ -15,11 +15,9 @@ import msgspec
 
 from rose.scheduler.group.model import Group
 from rose.scheduler.runtime.channel.messages import (
-    Alive,
     AnyCall,
     Cancel,
     Completed,
-    Dead,
     Drain,
     Exited,
     Heartbeat,
@@ -27,7 +25,9 @@ from rose.scheduler.runtime.channel.messages import (
     History,
     HoldJob,
     Moved,
+    Nodes,
     Overview,
+    Placed,
     Release,
     ReleaseJob,
     Report,
@@ -39,13 +39,13 @@ from rose.scheduler.runtime.channel.messages import (
 )
 from rose.scheduler.runtime.channel.protocol import Batch
 from rose.scheduler.runtime.decide.drift_calls import DriftCalls
-from rose.scheduler.runtime.decide.host_calls import HostCalls
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
 from rose.scheduler.runtime.decide.overview import describe_group, describe_job, overview
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.queue_calls import QueueCalls
+from rose.scheduler.runtime.decide.runner_calls import RunnerCalls
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.decide.tail_calls import TailCalls
 from rose.scheduler.runtime.job.spec import ServeSpec
@@ -107,7 +107,7 @@ class ClusterScheduler:
         self._jobs = JobCalls(self._state, self._permits, self._moves)
         self._queue = QueueCalls(self._state, self._jobs, PreemptCalls(self._state, self._jobs))
         self._drift = DriftCalls(self._state, self._permits, self._jobs)
-        self._hosts = HostCalls(self._state, self._jobs)
+        self._runner = RunnerCalls(self._state, self._jobs)
         self._due = Due()
 
     # The loop's side ----------------------------------------------------------------------------------------
@@ -151,11 +151,11 @@ class ClusterScheduler:
             case Drain():
                 self._drain(client, call)
             case Hello():
-                self._hosts.hello(client, call, now)
-            case Dead():
-                self._hosts.dead(client, call, now)
-            case Alive():
-                self._hosts.alive(client, call, now)
+                self._runner.hello(client, call, now)
+            case Nodes():
+                self._runner.nodes(client, call)
+            case Placed():
+                self._runner.placed(client, call)
             case Exited():
                 self._drift.forget(call.job)
                 self._jobs.exited(client, call, now)
@@ -174,11 +174,6 @@ class ClusterScheduler:
         """Handles expired leases: frees the nodes when the process has been ended, or a lease later."""
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
-        if was_away:
-            self._state.hosts.heard_s.clear()
-        for host in self._state.hosts.silent(now, self._state.cluster.host_lease_s):
-            self._hosts.lose(host, now)
-        self._jobs.start_waiting(now)
         self._permits.tell_apart(now)
         self._follow_up(now)
         if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
@@ -192,7 +187,7 @@ class ClusterScheduler:
         """Ends the leases of a group that have run out, and issues the permits that are due."""
         permits = self._state.permits[group]
         for hold in permits.expired(now):
-            if hold.silent and self._state.hosts.is_beside(self._state.jobs[hold.job].host):
+            if hold.silent and self._state.is_beside:
                 # No runner has answered for a whole lease: it is gone, and a watcher has ended the process.
                 self._jobs.bury(hold.job, "lease ran out, and the runner is gone", now)
                 continue
@@ -273,8 +268,6 @@ class ClusterScheduler:
             body["jobs"][0]["earliest"] = self._queue.earliest(call.job, now)
         if call.job is None:
             body["groups"] = {name: describe_group(self._state, name) for name in self._state.groups.by_name}
-            body["hosts"] = {
-                name: {"is_alive": host.is_alive, "num_nodes": host.num_nodes}
-                for name, host in self._state.hosts.by_name.items()
-            }
+            runner = self._state.runner
+            body["runner"] = {"host": runner.host, "num_nodes": runner.num_nodes} if runner else None
         self._state.answer(client, call.seq, body=body)

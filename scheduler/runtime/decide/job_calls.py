@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rose.errors import ConfigError, JobRefused, PoolsFull
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
+from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.order import own_order
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
@@ -16,7 +17,7 @@ from rose.scheduler.runtime.decide.permit_calls import LATE, PermitCalls, named
 from rose.scheduler.runtime.decide.placing import Groups, Placed
 from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
-from rose.scheduler.runtime.job.spec import RunSpec
+from rose.scheduler.runtime.job.spec import Launch, RunSpec
 
 
 class JobCalls:
@@ -45,27 +46,63 @@ class JobCalls:
             if spec.group is not None:
                 placed = replace(placed, group=self._state.ordered(placed.group, now))
             try:
+                self._check_placement(spec, placed.group)
                 return placed, self._state.certify(placed.group, now)
-            except CertificateError:
+            except (CertificateError, JobRefused):
                 if placed.group.name not in groups.by_name or spec.group is not None:
                     raise
                 aside.add(placed.group.name)
 
+    def _check_placement(self, spec: RunSpec, group: Group) -> None:
+        """Raises: JobRefused if Ray can't place the group's nodes as this job and the others ask."""
+        if self._state.cluster.ray is None:
+            return
+        others = [member for member in group.members if member.job.name != spec.name]
+        asked = {self._state.specs[member.job.name].placement for member in others} - {spec.placement}
+        if asked:
+            raise JobRefused(
+                f"{spec.name}: placement {spec.placement}: the jobs of group {group.name} have placement "
+                f"{', '.join(sorted(asked))}; use the same, or leave `group` out"
+            )
+        known = {node for member in others for node in member.rollout_nodes}
+        more = {node for member in group.members for node in member.rollout_nodes} - known
+        if spec.placement.is_strict and others and more:
+            raise JobRefused(
+                f"{spec.name}: group {group.name} is placed {spec.placement} and can't get {len(more)} more "
+                "rollout nodes; ask for its own number of nodes, or leave `group` out"
+            )
+
+    def check_devices(self, spec: RunSpec) -> None:
+        """Raises: JobRefused if a node has fewer devices than ranks."""
+        ray = self._state.cluster.ray
+        if ray is None or spec.launch is not Launch.PER_RANK:
+            return
+        num_local = spec.num_ranks // spec.num_nodes
+        for kind in Phase:
+            num_devices = int(ray.bundle(kind).get("GPU", 0))
+            if 0 < num_devices < num_local:
+                raise JobRefused(
+                    f"{spec.name}: num_ranks {spec.num_ranks} on {spec.num_nodes} nodes are {num_local} on "
+                    f"each, and a {kind} node has {num_devices} GPUs; use at most "
+                    f"{num_devices * spec.num_nodes} ranks, or more nodes"
+                )
+
     def check_possible(self, spec: RunSpec, now: float) -> None:
-        """Raises what refuses the job even where no other job runs, on all hosts that are known.
+        """Raises what refuses the job even where no other job runs, on all nodes that there ever were.
 
         Raises: ConfigError, PoolsFull, CertificateError.
         """
         if spec.group is not None and spec.group not in self._state.cluster.groups:
             self.place(spec, now)  # a group that was formed for other jobs ends with them
             return
-        offered = self._state.hosts.totals(with_dead=True)
+        runner = self._state.runner
+        offered = runner.most_nodes if runner is not None and runner.most_nodes is not None else {}
         for kind, num_nodes in offered.items():
             wanted = spec.phases[kind].nodes
-            if num_nodes is not None and wanted > num_nodes:
+            if wanted > num_nodes:
                 raise JobRefused(
                     f"{spec.name}: {kind} needs {wanted} nodes, all hosts together offer {num_nodes}; "
-                    "ask for fewer nodes, or start agents on more hosts first"
+                    "ask for fewer nodes, or start more hosts first"
                 )
         empty = Groups(self._state.cluster, self._state.resident)
         empty.offered = offered
@@ -73,8 +110,8 @@ class JobCalls:
         certify(group, own_order(group))
 
     def is_possible_now(self, spec: RunSpec, now: float) -> bool:
-        """Whether the job has a place if no job runs on the nodes of living hosts that are not drained."""
-        empty = self._state.groups.without_jobs(self._state.hosts.totals(), spec.group)
+        """Whether the job has a place if no job runs on the nodes that there are and that are not drained."""
+        empty = self._state.groups.without_jobs(self._state.groups.offered, spec.group)
         return self.has_place(empty, spec, now)
 
     def has_place(self, groups: Groups, spec: RunSpec, now: float) -> bool:
@@ -95,41 +132,23 @@ class JobCalls:
         self._state.become(name, JobState.RUNNING)
         self._state.form(placed.group, certificate, now)
         self._state.event("placed", name, group=record.group)
-        self._start(name, now)
+        self.start(name, now)
         self._state.has_come_or_gone = True
 
-    def start_waiting(self, now: float) -> None:
-        """Starts the jobs that waited for nodes and have them now."""
-        if not self._state.hosts.has_room:
-            return
-        self._state.hosts.has_room = False
-        for group in sorted(self._state.hosts.unsettled):
-            self._state.settle(group)
-        for name in sorted(self._state.hostless, key=lambda each: self._state.jobs[each].number):
-            record = self._state.jobs[name]
-            if self._state.hosts_of(record.group, record.rollout_nodes) is not None:
-                self._start(name, now)
-
-    def _start(self, name: str, now: float) -> None:
-        """Starts a new attempt on the host of the job's nodes, or lets the job wait for nodes."""
+    def start(self, name: str, now: float) -> None:
+        """Starts a new attempt, or lets the job wait for a runner."""
         self._state.changed(name)
         self._moves.switch(name, now, is_warm=False)
-        record = self._state.jobs[name]
-        self._state.settle(record.group)
-        hosts = self._state.hosts_of(record.group, record.rollout_nodes)
-        host = hosts[0] if hosts is not None else None
-        if record.host is not None and host != record.host:  # else its runner ends what it has
-            self._state.order(Stop(job=name, attempt=record.attempt, is_lost=True, forget=True))
-        record.host, record.is_leaving, record.is_fenced = host, False, False
-        (self._state.hostless.add if host is None else self._state.hostless.discard)(name)
-        if host is None and record.attempt == 0:
+        record, runner = self._state.jobs[name], self._state.runner
+        record.is_leaving = False
+        record.host = runner.host if runner is not None else None
+        if runner is None:
             return
-        record.attempt += 1  # also without a host, so that calls of the last attempt's process are refused
-        if host is None:
-            return
+        record.attempt += 1
+        record.places = []
         record.started(now, self._state.clock)
         self._state.groups.touch(record.group)  # the time without a process has cost it some of its bank
-        self._state.event("started", name, attempt=record.attempt, iteration=record.num_done, host=host)
+        self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)
         self._state.order(
             Start(
                 job=name,
@@ -138,6 +157,7 @@ class JobCalls:
                 first_iteration=record.num_done,
                 group=record.group,
                 rollout_nodes=list(record.rollout_nodes),
+                num_train_nodes=self._state.groups.by_name[record.group].num_train_nodes,
             )
         )
 
@@ -149,18 +169,7 @@ class JobCalls:
             return
         self._free(name, now)
         self._state.jobs[name].note = why
-        self._start(name, now)
-
-    def fence(self, name: str, why: str, now: float) -> None:
-        """Tells the job's process to end. Its nodes go to nobody before that is known to have happened."""
-        record = self._state.jobs[name]
-        record.is_fenced, record.note, record.waiting = True, why, None
-        permits = self._state.permits_of(name)
-        if name not in permits.holds:
-            permits.drop(name, now)  # what it waits for
-            self._state.changed_group(record.group)
-        self._state.changed(name)
-        self._state.order(Stop(job=name, attempt=record.attempt, is_lost=True))
+        self.start(name, now)
 
     def bury(self, name: str, why: str, now: float) -> None:
         """The job's process is known to have ended with its host: the job is over, or starts again."""
@@ -194,11 +203,11 @@ class JobCalls:
             self.end(call.job, JobState.CANCELLED, "", now)
         elif record.state is JobState.PREEMPTING:
             self.requeue(call.job, now)
-        elif record.is_fenced:
-            self.start_again(call.job, record.note, now)
         elif record.is_leaving:
             self._free(call.job, now)
-            self._start(call.job, now)
+            self.start(call.job, now)
+        elif call.lost is not None:
+            self.start_again(call.job, call.lost, now)
         elif call.cannot_start is not None:  # another attempt would fail in the same way
             self.end(call.job, JobState.FAILED, f"{how}: {call.cannot_start}", now)
         elif call.exit_status == 0 and record.num_done >= num_iterations:
@@ -244,7 +253,6 @@ class JobCalls:
         record = self._state.jobs[name]
         self._free(name, now)
         self._moves.forget(name)
-        self._state.hostless.discard(name)
         was_multi_rate = bool(self._state.groups.by_name[record.group].iterations)
         rest = self._state.remove(name, record.group)
         if was_multi_rate:  # the others' iterations were chosen for this job as well

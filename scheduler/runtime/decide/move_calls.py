@@ -88,6 +88,7 @@ class MoveCalls:
         record = self._state.jobs[call.job]
         if is_new and record.num_done < self._state.specs[call.job].iterations:
             self._leave(call.job, now)
+            self._evict(call.job)
             self._give_way(call.job, now)
         body = {
             "group": record.group,
@@ -98,17 +99,23 @@ class MoveCalls:
             self._state.answer(each, seq, body=body)
 
     def _leave(self, job: str, now: float) -> None:
-        """Lets the job move. On another host, a new attempt continues it: a process stays on its host."""
+        """Lets the job move. On a Ray cluster a new attempt continues it, as a process stays on its host."""
         record = self._state.jobs[job]
         if record.next_place is None:
             return
-        hosts = self._state.hosts_of(record.next_place.group, record.next_place.rollout_nodes)
-        if hosts is None:  # none for its nodes there at the moment
-            return
-        record.is_leaving = hosts[0] != record.host
+        record.is_leaving = not self._state.is_beside
         self.switch(job, now, is_warm=not record.is_leaving)
         if record.is_leaving:
             self._state.order(Stop(job=job, attempt=record.attempt, forget=True))
+
+    def _evict(self, job: str) -> None:
+        """Ends the process of a job whose nodes are about to go away: it continues on others."""
+        record = self._state.jobs[job]
+        if self._state.evicted.get(job) == record.attempt and not record.is_leaving:
+            record.is_leaving = True
+            record.note = "its nodes are being drained"
+            self._state.event("evicted", job, iteration=record.num_done)
+            self._state.order(Stop(job=job, attempt=record.attempt))
 
     def _give_way(self, job: str, now: float) -> None:
         """Ends the process of a job that is preempted. The job holds and requests nothing."""

@@ -21,7 +21,7 @@ def overview(state: State, pid: int, now: float) -> dict[str, Any]:
         "scheduler_pid": pid,
         "uptime_s": now - state.meter.started_s,
         "policy": cluster.policy,
-        "has_runner": any(host.is_alive for host in state.hosts.by_name.values()),
+        "has_runner": state.runner is not None,
         "pools": {"rollout": _pool(pools.rollout), "train": _pool(pools.train)},
         "groups": {name: _group(state, name) for name in state.groups.by_name},
         "states": {each.value: num for each, num in state.num_in_state.items() if num},
@@ -85,11 +85,12 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
     permits = state.permits_of(name) if record.state.is_placed else None
     hold = permits.holds.get(name) if permits is not None else None
     progress = state.progress.get(name)
-    log_folder = state.hosts.by_name[record.host].log_folder if record.host is not None else ""
+    log_folder = state.runner.log_folder if state.runner is not None else ""
     return {
         "name": name,
         "state": record.state,
         "is_over": record.state.is_over,
+        "places": record.places if record.state.is_placed else [],
         "host": record.host if not record.state.is_waiting else None,
         "log": f"{log_folder}/{name}.log",
         "group": record.group,

@@ -104,7 +104,7 @@ class PermitCalls:
         for job in [each for each, since_s in self._apart_s.items() if now - since_s > self._lease_s]:
             del self._apart_s[job]
             record = self._state.jobs[job]
-            if record.state is not JobState.RUNNING or record.is_fenced:
+            if record.state is not JobState.RUNNING:
                 continue
             hold, asked = self._state.permits_of(job).holds.get(job), record.waiting
             if hold is not None:  # also where some ask for the next phase already
@@ -205,8 +205,6 @@ class PermitCalls:
             return f"no job {call.job!r}"
         if record.attempt != call.attempt:
             return f"attempt {call.attempt} was replaced by attempt {record.attempt}"
-        if record.is_fenced:
-            return f"attempt {call.attempt} has to end: {record.note}"
         if record.state is not JobState.RUNNING:
             return f"the job is {record.state}"
         num_ranks = self._num_ranks(call.job)

@@ -69,8 +69,8 @@ class Groups:
         }
         self.leaving: dict[str, str] = {}
         """For each job that is being moved, the group that it is still in. Only `leave` adds to it."""
-        self.offered: Mapping[str, int | None] = {}
-        """The number of nodes that hosts offer, by pool; None: unlimited."""
+        self.offered: Mapping[Phase, int | None] = {}
+        """The number of nodes that the runner has, by pool; none: unlimited."""
         self.drained: dict[str, list[str]] = {}
         """Nodes by group. Changed by `drain`."""
         self._spec = spec
@@ -134,7 +134,7 @@ class Groups:
             left = change.groups[-1].name
         return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 
-    def without_jobs(self, offered: Mapping[str, int | None], pinned: str | None) -> "Groups":
+    def without_jobs(self, offered: Mapping[Phase, int | None], pinned: str | None) -> "Groups":
         """Returns what a job pinned to this group would find if no job ran, on so many nodes.
 
         Groups with drained nodes keep their nodes as long as they have jobs.
@@ -242,7 +242,7 @@ class Groups:
         yield self._view
 
     def _pools_beside(self, hidden: Collection[str]) -> Pools:
-        """Returns the pools, limited by the file and by living hosts, without these groups' nodes.
+        """Returns the pools, limited by the file and by the runner's nodes, without these groups' nodes.
 
         They are never smaller than what the view uses: a job may still join a group without more nodes.
         """

@@ -107,7 +107,7 @@ class PreemptCalls:
             record, spec = self._state.jobs[name], self._state.specs[name]
             if by.group not in (None, record.group) and (by.team is None or by.team != spec.team):
                 continue  # it makes room neither in the group that the job names nor in its team's quota
-            is_going = record.is_leaving or record.is_fenced or record.next_place is not None
+            is_going = record.is_leaving or record.next_place is not None
             if record.state is not JobState.RUNNING or is_going:
                 continue
             if self._gives_way_to(name) not in (None, by.name) or not self._may_come_back(spec):

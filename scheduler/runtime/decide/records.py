@@ -133,6 +133,27 @@ class PreemptionRecord(msgspec.Struct, kw_only=True):
         }
 
 
+class RunnerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The runner that has the jobs' processes, as it described itself."""
+
+    client: str
+    log_folder: str
+    host: str
+    """local: the scheduler's own machine; ray: a Ray cluster."""
+    num_nodes: dict[Phase, int] | None = None
+    """The nodes that groups may use, by pool; None: unlimited, on the scheduler's own machine."""
+    most_nodes: dict[Phase, int] | None = None
+    """The most that there have been: the others may come back."""
+
+    def with_nodes(self, num_nodes: dict[Phase, int] | None, most: dict[Phase, int] | None) -> "RunnerRow":
+        """Returns the runner with these nodes; ``most``: those of an earlier row."""
+        if num_nodes is None:
+            return msgspec.structs.replace(self, num_nodes=None, most_nodes=None)
+        now = {kind: num_nodes.get(kind, 0) for kind in Phase}
+        ever = {kind: max(num, most[kind] if most is not None else 0) for kind, num in now.items()}
+        return msgspec.structs.replace(self, num_nodes=now, most_nodes=ever)
+
+
 MAX_OVERTAKEN = 16
 """Small jobs may fill what a large one leaves idle, but only so many of them."""
 
@@ -157,11 +178,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     attempt: int = 0
     """0: never started."""
     host: str | None = None
-    """The host whose runner has the job's process; None while the job waits for nodes."""
+    """Where its runner is; None while no runner has been heard, and in the queue."""
+    places: list[str] = msgspec.field(default_factory=list)
+    """Where the attempt's processes run, a line for each node, as its runner says."""
     is_leaving: bool = False
-    """The process is ending because the job continues on another host."""
-    is_fenced: bool = False
-    """A host of its nodes is lost. It keeps all its nodes until its process is known to have ended."""
+    """The process is ending because the job continues on other nodes."""
     num_done: int = 0
     """Iterations that are safe."""
     num_crashes: int = 0
@@ -228,7 +249,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
         )
         self.group, self.rollout_nodes, self.why, self.note = "", (), "", ""
         self.gives_way = self.since_s = self.placed_s = None
-        self.is_leaving = self.is_fenced = False
+        self.is_leaving = False
         self.num_overtaken = 0
         for move in self.moves:
             move.left_s = None  # the pause of a move that it never ended is unknown

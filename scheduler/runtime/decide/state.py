@@ -19,16 +19,15 @@ from rose.errors import ConfigError
 from rose.scheduler.cluster.choice import MULTI_RATE
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.certificate import Certificate, certify, limit_s
-from rose.scheduler.group.model import Group, Job, Member
+from rose.scheduler.group.model import Group, Job, Member, Phase
 from rose.scheduler.group.order import in_order_of
 from rose.scheduler.group.search import ordered
 from rose.scheduler.runtime.channel.messages import Answer, Message, Start, Stop, encode
 from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
 from rose.scheduler.runtime.decide.group_permits import GroupPermits, OrderRow, PermitsRow
-from rose.scheduler.runtime.decide.hosts import Host, Hosts
 from rose.scheduler.runtime.decide.meter import Meter
 from rose.scheduler.runtime.decide.placing import Groups
-from rose.scheduler.runtime.decide.records import JobRecord, JobState, NextPlace
+from rose.scheduler.runtime.decide.records import JobRecord, JobState, NextPlace, RunnerRow
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 NUM_ENDED = 50
@@ -54,8 +53,6 @@ class State:
         self.ended: dict[str, None] = {}
         """The jobs that are over, in that order."""
         self.num_in_state = Counter[JobState]()
-        self.hostless: set[str] = set()
-        """Running jobs that wait for a host."""
         self.touched: set[str] = set()
         """Groups whose permits have changed since the scheduler last looked when they are due."""
         self.queue: list[str] = []
@@ -68,7 +65,7 @@ class State:
         Empty: all of these have left, and the queued job has not been tried since.
         """
         self.would_fit: dict[str, bool] = {}
-        """Whether a queued job would have a place if no job ran; cleared when hosts or drains change."""
+        """Whether a queued job would have a place if no job ran; cleared when nodes or drains change."""
         self.num_submitted = 0
         self.has_new_room = True
         """Something has changed since the queue was last tried that may let a queued job in."""
@@ -76,7 +73,10 @@ class State:
         """A job has been placed or is over since the policy was last asked for moves."""
         self._nodes: dict[str, tuple[int, int]] = {}
         """For each group, its rollout and training nodes; kept when the group is gone."""
-        self.hosts = Hosts()
+        self.runner: RunnerRow | None = None
+        """None until one has been heard."""
+        self.evicted: dict[str, int] = {}
+        """The attempts, by job, whose nodes are about to go away."""
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}
@@ -100,17 +100,16 @@ class State:
                 self.groups.drain(name, msgspec.json.decode(row, type=list[str]))
             elif kind == "past":
                 self.past[name] = msgspec.json.decode(row, type=list[list[int]])
-            elif kind == "host":
-                self.hosts.by_name[name] = msgspec.json.decode(row, type=Host)
-            elif kind == "homes":
-                self.hosts.restore(name, msgspec.json.decode(row, type=dict[str, str]))
+            elif kind == "runner":
+                self.runner = msgspec.json.decode(row, type=RunnerRow)
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
             record.adopted(now, self.clock)
             self._adopt(name, record)
             if record.gives_way is not None:
                 self.takeovers[record.gives_way.to] = (*self.takeovers.get(record.gives_way.to, ()), name)
         self.queue.sort(key=self.turn)
-        self.settle_all()
+        if self.runner is not None:
+            self.groups.offered = self.runner.num_nodes or {}
         self.groups.refresh(now)
         for group in list(self.groups.by_name.values()):
             permits = self.permits_in(group.name)
@@ -136,8 +135,6 @@ class State:
         self._enter(name)
         if not record.state.is_placed:
             return
-        if record.host is None:
-            self.hostless.add(name)
         self._join(name, record.group, record.rollout_nodes)
         if record.next_place is not None:
             self.groups.leave(name, record.group)
@@ -243,32 +240,27 @@ class State:
         if self.past.pop(job, None) is not None:
             self._batch.rows[f"past:{job}"] = None
 
-    def settle_all(self) -> None:
-        """A host has come or gone: gives hosts to the nodes that groups use."""
-        self.groups.offered = self.hosts.totals()
+    def set_runner(self, runner: RunnerRow, num_nodes: dict[Phase, int] | None) -> None:
+        """This runner has the jobs' processes from now on, and so many nodes; None: unlimited."""
+        most = self.runner.most_nodes if self.runner is not None else None
+        self.runner = runner.with_nodes(num_nodes, most)
+        self.keep("runner:", msgspec.json.encode(self.runner))
+        self.groups.offered = self.runner.num_nodes or {}
         self.would_fit.clear()
-        self.hosts.has_room = True
-        for name in [*self.groups.by_name, *self.hosts.homes.keys() - self.groups.by_name.keys()]:
-            self.settle(name)
+        self.has_new_room = True
 
-    def settle(self, group: str) -> None:
-        """Gives hosts to the nodes that this group uses, and frees those that it no longer uses."""
-        if self.hosts.settle(group, self.groups.by_name.get(group)):
-            homes = self.hosts.homes.get(group)
-            self.keep(f"homes:{group}", msgspec.json.encode(homes) if homes is not None else None)
+    @property
+    def is_beside(self) -> bool:
+        """Whether jobs run on the scheduler's own machine: their processes end with their runner."""
+        return self.runner is not None and self.runner.num_nodes is None
 
     def remove(self, job: str, group: str) -> Group:
         """Removes a job from a group, and frees the nodes that only it used."""
         rest = self.groups.remove(job, group)
-        self.settle(group)
         if self.groups.drained.get(group):
             self.would_fit.clear()
         self.has_new_room = True
         return rest
-
-    def hosts_of(self, group: str, rollout_nodes: tuple[int, ...]) -> list[str] | None:
-        """Returns the hosts of a member's nodes, its process's first; None if a node has no host."""
-        return self.hosts.of_job(group, rollout_nodes, self.groups.by_name[group].num_train_nodes)
 
     def certify(self, group: Group, now: float) -> Certificate:
         """Certifies the order in which the members would follow each other. Raises: CertificateError."""
@@ -312,7 +304,6 @@ class State:
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
-        self.settle(group.name)
         self.permits_in(group.name).form(group, certificate, now)
         self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.permits[group.name].rows()[0])
         self.changed_group(group.name)
@@ -357,9 +348,8 @@ class State:
 
     def order(self, order: Start | Stop) -> None:
         """Sends an order to the runner that has the job's process."""
-        host = self.jobs[order.job].host
-        if host is not None:
-            self.send(self.hosts.by_name[host].client, order)
+        if self.runner is not None and self.jobs[order.job].host is not None:
+            self.send(self.runner.client, order)
 
     def send(self, client: str, message: Message) -> None:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))

@@ -44,6 +44,17 @@ CONNECT_TIMEOUT_S = 30.0
 REPORT_S = 1.0
 
 
+class JobNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the job's group, as the job's processes see it."""
+
+    name: str
+    """rollout-0, train-0"""
+    address: str
+    """Where processes on other nodes reach it."""
+    devices: tuple[str, ...] = ()
+    """The devices of the host that are the group's; empty: all of the host's, or none."""
+
+
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     """What the runner tells a job's process, in the file that ROSE_JOB names."""
 
@@ -55,6 +66,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     rollout_nodes: list[int]
     """Their numbers in the group when the attempt starts."""
+    nodes: list[JobNode] = msgspec.field(default_factory=list)
+    """Where the attempt's nodes are: rollout nodes first, then training nodes."""
     num_ranks: int = 1
     """The processes that enter the phases together."""
     cache_folder: str

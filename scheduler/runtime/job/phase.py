@@ -31,7 +31,7 @@ from rose.errors import ConfigError
 from rose.scheduler.cluster.spec import PHASE_NAME
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.cache import WorkingSet
-from rose.scheduler.runtime.job.job import RunningJob, running_job
+from rose.scheduler.runtime.job.job import JobNode, RunningJob, running_job
 from rose.scheduler.runtime.job.recording import IterationDone, PhaseBegan, PhaseRun
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,15 @@ class Progress:
         """
         job = running_job()
         return job.rollout_nodes if job is not None else None
+
+    @property
+    def nodes(self) -> tuple[JobNode, ...]:
+        """The job's nodes with their names, addresses and devices: rollout nodes, then training nodes.
+
+        Empty if no scheduler has started this process.
+        """
+        job = running_job()
+        return tuple(job.file.nodes) if job is not None else ()
 
     def step(self, num_tokens: int, num_running: int = 0) -> None:
         """Says that one forward step of a rollout, or one microbatch of training, is done.

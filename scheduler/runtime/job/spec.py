@@ -3,6 +3,7 @@
 They extend the files of `rose sched explain`, which rose.scheduler.cluster.spec reads.
 """
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,6 +59,35 @@ class RaySpec(Section):
     """None: Ray's own default, a share of the host's memory."""
 
 
+class Launch(StrEnum):
+    """How the command of a job is started."""
+
+    ONCE = "once"
+    """One process, on the job's first rollout node. It starts its ranks itself, as torchrun does."""
+    PER_NODE = "per-node"
+    """One process on each node, such as torchrun with $NODE_RANK and $MASTER_ADDR."""
+    PER_RANK = "per-rank"
+    """`num_ranks` processes, as many on each node, with RANK, WORLD_SIZE and LOCAL_RANK."""
+
+
+class Placement(StrEnum):
+    """Where a Ray cluster puts the nodes of the job's group."""
+
+    PACK = "pack"
+    """On few hosts, if they have room."""
+    SPREAD = "spread"
+    """On many hosts, if they have room."""
+    STRICT_PACK = "strict-pack"
+    """On one host."""
+    STRICT_SPREAD = "strict-spread"
+    """Each on a host of its own."""
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a group keeps the nodes that it starts with: Ray can't keep the promise for more."""
+        return self in (Placement.STRICT_PACK, Placement.STRICT_SPREAD)
+
+
 class RunSpec(JobSpec):
     """JOB.yaml of a job that is run and not only placed."""
 
@@ -78,6 +108,14 @@ class RunSpec(JobSpec):
     """The rollout nodes of `group` that the job is pinned to. None: the first ones."""
     num_ranks: int = Field(default=1, ge=1)
     """The processes that enter the phases together: torchrun's WORLD_SIZE."""
+    launch: Launch = Launch.ONCE
+    placement: Placement = Placement.PACK
+    """On a Ray cluster. Jobs share a group only with jobs of the same placement."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """On a Ray cluster: what Ray prepares on each host, such as `working_dir` and `pip`.
+
+    A `working_dir` that is a folder, relative to the file, is sent to each host, and the command runs there.
+    """
     max_restarts: int = Field(default=3, ge=0)
     """After so many crashes without an iteration in between, the next one fails the job.
 
@@ -108,6 +146,21 @@ class RunSpec(JobSpec):
                 f"asks for {wanted} nodes"
             )
         return self
+
+    @model_validator(mode="after")
+    def _ranks_are_equal(self) -> Self:
+        num_nodes = self.num_nodes
+        if self.launch is Launch.PER_RANK and self.num_ranks % num_nodes:
+            raise ValueError(
+                f"num_ranks {self.num_ranks} on {num_nodes} nodes: launch per-rank starts as many on each "
+                f"node; use a multiple of {num_nodes}, or another `launch`"
+            )
+        return self
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes that the job asks for, of both pools."""
+        return self.phases["rollout"].nodes + self.phases["train"].nodes
 
     @property
     def speed(self) -> RolloutSpeed | None:
@@ -177,6 +230,29 @@ class PreemptionSpec(Section):
     """A job runs at least so long before it gives its place away."""
 
 
+class RayClusterSpec(Section):
+    """The Ray cluster that runs the jobs. A node of a group is a bundle of resources on one Ray node."""
+
+    address: str = "auto"
+    """Where its head answers: HOST:PORT. auto: the one that runs on this host, or $RAY_ADDRESS."""
+    rollout: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
+    """What a rollout node takes of a Ray node, in Ray's names. Custom resources choose the hosts."""
+    train: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
+
+    @field_validator("rollout", "train")
+    @classmethod
+    def _takes_something(cls, bundle: dict[str, float]) -> dict[str, float]:
+        if not bundle or min(bundle.values()) <= 0:
+            raise ValueError(f"{bundle}: a node takes a positive amount of each resource; remove the others")
+        if (gpus := bundle.get("GPU", 1)) != int(gpus):
+            raise ValueError(f"{gpus} GPUs: a node takes whole GPUs, which no other group uses")
+        return bundle
+
+    def bundle(self, node: str) -> dict[str, float]:
+        """Returns the resources of a node such as rollout-0."""
+        return self.rollout if node.startswith(Phase.ROLLOUT) else self.train
+
+
 class ServeSpec(Section):
     """CLUSTER.yaml of `rose sched serve`."""
 
@@ -191,10 +267,10 @@ class ServeSpec(Section):
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
     teams: dict[str, TeamSpec] = Field(default_factory=dict)
     preemption: PreemptionSpec = PreemptionSpec()
+    ray: RayClusterSpec | None = None
+    """Runs jobs on a Ray cluster. None: on the scheduler's own machine."""
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
-    host_lease_s: float = Field(default=30.0, gt=0)
-    """An agent that is silent for this long counts as dead, and its jobs continue on other hosts."""
 
     def team_of(self, spec: RunSpec) -> str:
         """Names the job's team; empty: it has none, or one that this file lacks."""

@@ -5,6 +5,7 @@ from typing import Any
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     AnyCall,
+    Hello,
     Request,
     SchedulerMessage,
     Status,
@@ -101,6 +102,13 @@ class Scheduler:
 
 def _body(outgoing: Outgoing) -> bytes:
     return outgoing.body
+
+
+def hello(scheduler: Scheduler, num_nodes: int, **running: int) -> list[SchedulerMessage]:
+    """The runner of a Ray cluster with so many nodes of each pool connects."""
+    nodes = {"rollout": num_nodes, "train": num_nodes}
+    told = {"host": "ray", "num_nodes": nodes, "running": running, "log_folder": "/logs"}
+    return scheduler.call(Hello, client="ray", **told)
 
 
 def only(kind: type[SchedulerMessage], answers: list[SchedulerMessage]) -> Any:

@@ -38,10 +38,9 @@ class ServedCluster:
         folder: Path,
         url: str | None = None,
         http: str | None = None,
-        has_agents: bool = False,
         **cluster: Any,
     ) -> None:
-        """http: where the dashboard listens; None: there is none. has_agents: jobs run on these alone."""
+        """http: where the dashboard listens; None: there is none."""
         self.folder = folder
         self.url = url if url is not None else f"unix:{folder / 'ch'}"
         path = folder / "cluster.yaml"
@@ -49,7 +48,6 @@ class ServedCluster:
         self.argv = [sys.executable, "-m", "rose.jobs.serve", str(path), "--channel", self.url]
         self.argv += ["--folder", str(folder / "jobs")]
         self.argv += ["--http", http] if http is not None else []
-        self.argv += ["--agents"] if has_agents else []
         self.server = ServerProcess(self.argv, "sched", folder / "sched.log", env=self.environment)
         self._client: ControlClient | None = None
 
@@ -126,13 +124,6 @@ class ServedCluster:
             env={**os.environ, **self.environment},
             check=False,
         )
-
-    def agent(self, host: str, num_nodes: int) -> ServerProcess:
-        """Another host's agent, with so many nodes of each kind; to be started."""
-        argv = [sys.executable, "-m", "rose.jobs.agent", "--host", host]
-        argv += ["--rollout-nodes", str(num_nodes), "--train-nodes", str(num_nodes)]
-        argv += ["--folder", str(self.folder / host)]
-        return ServerProcess(argv, host, self.folder / f"{host}.log", env=self.environment)
 
     def __enter__(self) -> Self:
         self.server.start()

@@ -25,6 +25,7 @@ JOB: dict[str, Any] = {
     "gives_way": None,
     "preemptions": [],
     "note": "",
+    "places": [],
 }
 
 
@@ -39,7 +40,7 @@ def test_a_job_takes_one_line_that_says_what_it_does() -> None:
         "JOB       STATE    GROUP    ITERATIONS  NOW",
         "math-7b   running  group-1  3 of 500    runs rollout, 12 of 64 responses",
         "code-32b  running  group-1  3 of 500    waits for train nodes, held by math-7b",
-        "x         running  group-1  3 of 500    waits for a host",
+        "x         running  group-1  3 of 500    waits for a runner",
         "old       done     group-1  500 of 500",
     ]
 
@@ -63,10 +64,11 @@ def test_ranks_that_others_wait_for_are_told_by_those_that_came() -> None:
 def test_what_went_wrong_and_every_move_stand_below_the_job() -> None:
     ends = {"from": {"group": "group-2"}, "to": {"group": "group-1"}}
     moves = [{**ends, "pause_s": 2.125}, {**ends, "pause_s": None}]
-    job = {**JOB, "restarts": 2, "host": "b", "moves": moves, "moving_to": "main", "note": "lease ran out"}
+    seen = {"restarts": 2, "places": ["train-0 on b"], "note": "lease ran out"}
+    job = {**JOB, **seen, "moves": moves, "moving_to": "main"}
     assert [line.strip() for line in status_lines([job], 80)[2:]] == [
         "started again 2 times",
-        "on host b",
+        "train-0 on b",
         "moved from group-2 to group-1 (paused 2.1 s)",
         "moved from group-2 to group-1 (on its way)",
         "moves to main after this iteration",

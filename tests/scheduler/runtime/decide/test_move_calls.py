@@ -241,7 +241,6 @@ class RandomDay:
         """Checks that no node is held by two phases at once, and that nothing is miscounted."""
         state = self.scheduler.control._state
         state.groups.check_integrity(self.scheduler.now)
-        state.hosts.check_integrity()
         assert set(state.live) | set(state.ended) == set(state.jobs)
         assert sum(state.num_in_state.values()) == len(state.jobs)
         groups = only(Answer, self.scheduler.call(Status)).body["groups"]

@@ -13,7 +13,6 @@ from rose.scheduler.runtime.channel.messages import (
     Answer,
     Cancel,
     Completed,
-    Dead,
     Exited,
     Hello,
     HoldJob,
@@ -140,43 +139,6 @@ def test_all_ranks_of_a_preempted_job_are_told_to_end_when_the_last_has_complete
     assert full.exited("low") == ["high"]
 
 
-def test_a_preempted_job_goes_on_on_another_host_and_the_first_keeps_nothing_of_it() -> None:
-    full = Full(8, **NOW)
-    for host, num in (("h1", 1), ("h2", 2)):
-        offer = {"rollout": num, "train": num}
-        full.scheduler.call(Hello, client=host, running={}, log_folder="/l", host=host, num_nodes=offer)
-    full.scheduler.call(Dead, host="local")
-    hosts = full.scheduler.control._state.hosts
-    hosts.by_name["local"].is_alive = False
-    full.scheduler.control._state.settle_all()
-    submit(full, "big", 9, num_nodes=2)
-    submit(full, "low")
-    assert full.scheduler.job("low")["host"] == "h1"
-    submit(full, "high", 5)
-    full.iterate("low")
-    full.scheduler.call(Exited, job="low", attempt=1, exit_status=0, client="h1")
-    assert full.scheduler.job("high")["host"] == "h1"
-    low = full.scheduler.job("low")
-    assert (low["host"], low["log"]) == (None, "/l/low.log"), "its output is still found"
-    answers = full.scheduler.call(Cancel, job="big")
-    answers = full.scheduler.call(Exited, job="big", attempt=1, exit_status=-15, client="h2")
-    start = only(Start, answers)
-    assert (start.job, start.first_iteration, full.scheduler.job("low")["host"]) == ("low", 1, "h2")
-
-
-def test_a_queued_job_that_ran_on_a_host_that_is_off_is_not_started_by_that() -> None:
-    full = Full(**NOW)
-    full.scheduler.call(
-        Hello, client="agent", running={}, log_folder="/l", host="h", num_nodes={"rollout": 0}
-    )
-    submit(full, "low")
-    submit(full, "high", 5)
-    full.iterate("low")
-    full.exited("low")
-    assert "is alive" in str(only(Answer, full.scheduler.call(Dead, host="local")).error)
-    assert full.states()["low"] == "queued"
-
-
 def test_the_dashboard_and_its_metrics_show_preemptions() -> None:
     full = Full(**NOW)
     submit(full, "low")
@@ -203,7 +165,6 @@ def test_a_victim_without_a_host_is_queued_at_once_and_the_status_still_answers(
         submit(full, name)
     state = full.scheduler.control._state
     state.jobs["hostless"].host = None
-    state.hostless.add("hostless")
     submit(full, "large", 5, num_nodes=2)
     assert full.scheduler.job("large")["earliest"]["after"] == "stays"
     assert full.states() == {"stays": "running", "hostless": "queued", "large": "queued"}

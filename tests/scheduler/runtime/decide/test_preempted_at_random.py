@@ -134,7 +134,6 @@ class World:
     def check(self) -> None:
         state = self.scheduler.control._state
         state.groups.check_integrity(self.scheduler.now)
-        state.hosts.check_integrity()
         for permits in state.permits.values():
             permits.check_integrity()
         for iterations in self.done.values():

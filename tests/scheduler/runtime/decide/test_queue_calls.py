@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 from full_cluster import Full, pool
-from lone_scheduler import Scheduler, error_of, only, spec_of
+from lone_scheduler import Scheduler, error_of, hello, only, spec_of
 
 from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
-    Alive,
     Answer,
     Cancel,
     Completed,
@@ -17,6 +16,7 @@ from rose.scheduler.runtime.channel.messages import (
     Granted,
     Hello,
     HoldJob,
+    Nodes,
     Overview,
     ReleaseJob,
     Start,
@@ -122,21 +122,17 @@ def test_a_job_whose_group_is_drained_keeps_nobody_waiting(is_overtaken_first: b
     assert "behind stuck" in full.submit("later")["why"]
 
 
-def test_a_job_whose_hosts_are_silent_keeps_nobody_waiting_until_they_are_back() -> None:
+def test_a_job_whose_nodes_are_gone_keeps_nobody_waiting_until_they_are_back() -> None:
     full = Full()
-    full.scheduler = Scheduler(policy="solo", groups={}, host_lease_s=5.0, lease_s=1e6)
-    hello: dict[str, Any] = {"num_nodes": {"rollout": 1, "train": 1}, "running": {}, "log_folder": "/logs"}
-    for host in ("one", "two"):
-        full.scheduler.call(Hello, client=host, host=host, **hello)
-    for _ in range(3):
-        full.scheduler.wait(2.0)
-        full.scheduler.call(Alive, client="one", host="one")
+    full.scheduler = Scheduler(policy="solo", groups={}, lease_s=1e6)
+    hello(full.scheduler, 2)
+    full.scheduler.call(Nodes, client="ray", num_nodes={"rollout": 1, "train": 1})
     full.submit("big", num_nodes=2)
     for number in range(MAX_OVERTAKEN + 1):
         assert full.submit(f"job-{number}")["state"] == "running"
         if number < MAX_OVERTAKEN:
             full.end(f"job-{number}")
-    full.scheduler.call(Hello, client="two", host="two", **hello)
+    full.scheduler.call(Nodes, client="ray", num_nodes={"rollout": 2, "train": 2})
     assert "behind big" in full.submit("late")["why"]
     assert full.end(f"job-{MAX_OVERTAKEN}") == ["big"]
 
@@ -200,29 +196,25 @@ def test_a_job_that_could_never_run_is_refused_with_the_numbers() -> None:
 
 
 def test_a_job_that_wants_more_nodes_than_all_hosts_offer_is_refused() -> None:
-    scheduler = Scheduler(policy="solo", groups={}, host_lease_s=5.0)
-    for host in ("one", "two"):
-        nodes = {"rollout": 1, "train": 1}
-        scheduler.call(Hello, client=host, host=host, num_nodes=nodes, running={}, log_folder="/logs")
+    scheduler = Scheduler(policy="solo", groups={})
+    hello(scheduler, 2)
     phases = {"rollout": {"seconds": 1.0, "nodes": 3}, "train": {"seconds": 1.0}}
     error = error_of(scheduler.submit("a", **{**spec_of("a"), "group": None, "phases": phases}))
     assert "rollout needs 3 nodes, all hosts together offer 2" in error
-    scheduler.wait(10.0)
+    scheduler.call(Nodes, client="ray", num_nodes={"rollout": 1, "train": 1})
     phases["rollout"]["nodes"] = 2
     reply = only(Answer, scheduler.submit("a", **{**spec_of("a"), "group": None, "phases": phases}))
-    assert reply.body["state"] == "queued", "hosts that are silent now may come back"
+    assert reply.body["state"] == "queued", "nodes that are gone may come back"
 
 
-def test_a_host_that_comes_starts_what_is_queued() -> None:
+def test_a_node_that_comes_starts_what_is_queued() -> None:
     scheduler = Scheduler(policy="solo", groups={})
-    nodes = {"rollout": 1, "train": 1}
-    scheduler.call(Hello, client="one", host="one", num_nodes=nodes, running={}, log_folder="/logs")
+    hello(scheduler, 1)
     for name in ("a", "b"):
         scheduler.submit(name, **{**spec_of(name), "group": None})
     assert scheduler.job("b")["state"] == "queued"
-    answers = scheduler.call(Hello, client="two", host="two", num_nodes=nodes, running={}, log_folder="/logs")
-    start = only(Start, answers)
-    assert (start.job, scheduler.job("b")["host"]) == ("b", "two")
+    answers = scheduler.call(Nodes, client="ray", num_nodes={"rollout": 2, "train": 2})
+    assert only(Start, answers).job == "b"
 
 
 def test_a_drained_node_that_returns_starts_what_is_queued() -> None:

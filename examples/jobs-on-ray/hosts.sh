@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Ray and the job scheduler on bare hosts, which this host reaches over ssh.
+#   ROLLOUT_HOSTS="r1 r2 r3 r4" TRAIN_HOSTS="t1 t2" examples/jobs-on-ray/hosts.sh examples/jobs-on-ray/cluster.yaml
+set -euo pipefail
+
+cluster=$1
+head=$(hostname -I | cut -d' ' -f1)
+
+redis-server --daemonize yes --bind "$head" --port 6380 --appendonly yes --appendfsync always --protected-mode no
+ray start --head --node-ip-address "$head" --port 6379 --num-gpus 0
+for host in $ROLLOUT_HOSTS; do
+  ssh "$host" "ray start --address $head:6379 --num-gpus 8 --resources '{\"h20\": 1}'"
+done
+for host in $TRAIN_HOSTS; do
+  ssh "$host" "ray start --address $head:6379 --num-gpus 8 --resources '{\"h800\": 1}'"
+done
+exec rose sched serve "$cluster" --channel "redis://$head:6380/0" --http 8200

@@ -1,0 +1,226 @@
+"""The Ray cluster as the scheduler sees it: its nodes and their health, and how many groups' nodes fit there.
+
+Owns the connection, the name by which one scheduler owns the cluster, and a thread that asks for the nodes.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray._private.state import state as ray_state  # Ray has no public way to ask which nodes are draining
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rose.errors import ConfigError, WorkerError
+from rose.jobs.on_ray.actors import Owner
+from rose.jobs.on_ray.leftovers import end_leftovers
+from rose.scheduler.group.model import Phase
+from rose.scheduler.runtime.job.spec import RayClusterSpec
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "rose-sched"
+OWNER = "scheduler"
+OWNER_S = 20.0
+"""Ray may take so long to notice that an earlier scheduler was killed."""
+LOOK_S = 1.0
+CONNECT_S = 10.0
+HEAD_GONE_S = 30.0
+"""Ray ends its own nodes and this process a minute after the head was last heard."""
+ASK_S = 60.0
+
+
+class RayNodes:
+    """The nodes of the cluster that this process has joined."""
+
+    def __init__(self, spec: RayClusterSpec, limits: Mapping[Phase, int | None], who: str) -> None:
+        """Joins the cluster as its only scheduler. limits: the most nodes of each pool.
+
+        Raises: ConfigError without a cluster, beside another scheduler, or if no Ray node can hold a bundle.
+        """
+        self._spec = spec
+        self._limits = limits
+        _join(spec.address)
+        self._head = str(ray.get_runtime_context().gcs_address)
+        self._heard_s = time.monotonic()
+        self._owner = _own(who)
+        self._look()
+        self._check_bundles()
+        self._end_leftovers()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="rose-ray-nodes", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises: WorkerError when the head has been gone for long."""
+        if not self.is_there():
+            silent_s = time.monotonic() - self._heard_s
+            raise WorkerError(
+                f"the Ray head at {self._head} has not answered for {silent_s:.0f} s, and its nodes end "
+                "without it; start Ray and then this command again: jobs go on behind their last iterations"
+            )
+
+    def is_there(self) -> bool:
+        """Whether the head has answered not long ago."""
+        return time.monotonic() - self._heard_s <= HEAD_GONE_S
+
+    def addresses(self) -> list[str]:
+        """Returns the addresses of the living nodes' hosts."""
+        return sorted({str(node["NodeManagerAddress"]) for node in self._alive.values()})
+
+    def is_alive(self, ray_node: str) -> bool:
+        """Whether Ray holds the node for alive, as of this call."""
+        return any(node["NodeID"] == ray_node and node["Alive"] for node in ray.nodes())
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """The nodes that are about to go away."""
+        return self._draining
+
+    def num_nodes(self) -> dict[Phase, int]:
+        """Returns the nodes of each pool that the living Ray nodes can hold at once."""
+        free = [dict(node["Resources"]) for name, node in self._alive.items() if name not in self._draining]
+        return capacity(free, {kind: self._spec.bundle(kind) for kind in Phase}, self._limits)
+
+    def close(self) -> None:
+        self._closed.set()
+        ray.shutdown()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            host, _, port = self._head.rpartition(":")
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, int(port)), timeout=LOOK_S).close()
+                self._heard_s = time.monotonic()
+                try:
+                    self._look()
+                except ray.exceptions.RayError as error:
+                    logger.info("the head did not answer reason=%s", error)
+
+    def _look(self) -> None:
+        self._draining = frozenset(ray_state.get_draining_nodes())
+        self._alive: dict[str, dict[str, Any]] = {
+            node["NodeID"]: node for node in ray.nodes() if node["Alive"]
+        }
+
+    def _check_bundles(self) -> None:
+        for kind in Phase:
+            bundle = self._spec.bundle(kind)
+            nodes = [node["Resources"] for node in self._alive.values()]
+            if not any(_holds(node, bundle) for node in nodes):
+                largest = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
+                raise ConfigError(
+                    f"ray.{kind}: a {kind} node takes {_shown(bundle)}, and none of the {len(nodes)} Ray "
+                    f"nodes can hold that (the most on one: {_shown(largest)}); ask for less in the cluster's"
+                    " file, or start larger Ray nodes first"
+                )
+
+    def _end_leftovers(self) -> None:
+        """Ends what an earlier scheduler's actors have left on any host, once Ray has ended the actors."""
+        deadline = time.monotonic() + OWNER_S
+        while len(ray.util.list_named_actors()) > 1:
+            if time.monotonic() >= deadline:
+                raise WorkerError(
+                    f"Ray still has an earlier scheduler's actors: {ray.util.list_named_actors()}; try again"
+                )
+            time.sleep(LOOK_S)
+        remote = ray.remote(end_leftovers)
+        tasks = [
+            remote.options(num_cpus=0, scheduling_strategy=on_node(node)).remote() for node in self._alive
+        ]
+        for task in tasks:
+            try:
+                ray.get(task, timeout=ASK_S)
+            except ray.exceptions.RayError as error:  # the node is going away
+                logger.warning("a node was not looked through reason=%s", error)
+
+
+def on_node(ray_node: str) -> NodeAffinitySchedulingStrategy:
+    """The strategy for work on one node alone."""
+    return NodeAffinitySchedulingStrategy(ray_node, soft=False)
+
+
+def capacity(
+    free: Sequence[dict[str, float]],
+    bundles: Mapping[Phase, Mapping[str, float]],
+    limits: Mapping[Phase, int | None],
+) -> dict[Phase, int]:
+    """Returns how many nodes of each pool fit at once. Pools share the devices that both want equally."""
+    found = dict.fromkeys(Phase, 0)
+    left = [dict(each) for each in free]
+    open_kinds = list(Phase)
+    while open_kinds:
+        for kind in list(open_kinds):
+            limit = limits[kind]
+            fits = [each for each in left if _holds(each, bundles[kind])]
+            if not fits or (limit is not None and found[kind] >= limit):
+                open_kinds.remove(kind)
+                continue
+            fullest = min(fits, key=lambda each: sum(each.get(name, 0) for name in bundles[kind]))
+            for name, amount in bundles[kind].items():
+                fullest[name] -= amount
+            found[kind] += 1
+    return found
+
+
+def _holds(node: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(node.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()))
+
+
+def _join(address: str) -> None:
+    host, has_port, port = address.rpartition(":")
+    try:
+        if has_port and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"ray.address {address}: no Ray cluster there ({reason}); run `ray start --head`, or remove "
+            "`ray` to run jobs on this machine alone"
+        ) from error
+
+
+def _own(who: str) -> Any:
+    """Becomes the cluster's only scheduler. Raises: ConfigError, naming the other one."""
+    here = on_node(ray.get_runtime_context().get_node_id())
+    deadline = time.monotonic() + OWNER_S
+    while True:
+        try:
+            owner = ray.remote(Owner).options(name=OWNER, num_cpus=0, scheduling_strategy=here).remote(who)
+            ray.get(owner.who.remote(), timeout=ASK_S)
+            return owner
+        except ValueError as error:
+            other = _other()
+            if other is not None and (time.monotonic() >= deadline or not _is_gone(other)):
+                raise ConfigError(
+                    f"the Ray cluster has a scheduler already ({other}); submit jobs to it, or stop it first"
+                ) from error
+            time.sleep(LOOK_S)
+
+
+def _other() -> str | None:
+    try:
+        found: str = ray.get(ray.get_actor(OWNER, namespace=NAMESPACE).who.remote(), timeout=LOOK_S * 5)
+    except (ValueError, ray.exceptions.RayError):
+        return None
+    return found
+
+
+def describe_self(channel: str) -> str:
+    """Names this scheduler for those that find it."""
+    return f"host {os.uname().nodename}, pid {os.getpid()}, channel {channel}"
+
+
+def _is_gone(who: str) -> bool:
+    """Whether the other scheduler was a process of this host that has ended."""
+    host, pid = who.split(", ")[:2]
+    return host == f"host {os.uname().nodename}" and not os.path.exists(f"/proc/{pid.removeprefix('pid ')}")

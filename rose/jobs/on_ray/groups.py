@@ -1,0 +1,197 @@
+"""The placement groups of the scheduler's groups: which bundle of which Ray node is which node of a group.
+
+A group's nodes are placed together when a job needs them first, and given back when no job of the group is
+left. Ray moves a bundle whose node has died. Nodes that a job needs in addition are placed on their own. All
+threads may call.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rose.jobs.on_ray.actors import Keeper, Where
+from rose.scheduler.group.model import Phase
+from rose.scheduler.runtime.job.job import JobNode
+from rose.scheduler.runtime.job.spec import Placement, RayClusterSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One node of a group, on Ray."""
+
+    node: JobNode
+    ray_node: str
+    strategy: PlacementGroupSchedulingStrategy
+    """For actors beside the keeper."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Placed:
+    """Nodes of a group that were placed together."""
+
+    nodes: tuple[str, ...]
+    pg: PlacementGroup
+    keepers: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Questions to keepers that have not answered."""
+    where: dict[str, Where] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the scheduler is told of the groups' nodes."""
+
+    leaving: list[str]
+    """The jobs of groups with nodes that are about to go away."""
+    num_idle: dict[Phase, int]
+    """Placed nodes that no job of their group uses, by pool."""
+
+
+class GroupNodes:
+    """All groups' nodes on one Ray cluster."""
+
+    def __init__(self, spec: RayClusterSpec) -> None:
+        self._spec = spec
+        self._lock = threading.RLock()
+        self._groups: dict[str, list[_Placed]] = {}
+        self._users: dict[str, tuple[str, tuple[str, ...]]] = {}
+        """For each job, its group and its nodes there."""
+        self._condemned: set[str] = set()
+        """Groups that have nodes which are about to go away."""
+        self._view = View(leaving=[], num_idle=dict.fromkeys(Phase, 0))
+
+    def seat(
+        self,
+        job: str,
+        group: str,
+        nodes: tuple[str, ...],
+        placement: Placement,
+        is_wanted: Callable[[], bool],
+    ) -> list[Seat] | None:
+        """Waits until Ray has placed these nodes. Returns them in this order, or None once not wanted."""
+        while is_wanted():
+            with self._lock:
+                if self._users.get(job, (group,))[0] != group:
+                    self.leave(job)
+                if group in self._condemned:
+                    self._users.pop(job, None)  # no process of it runs
+                    if not self._has_jobs(group):
+                        self._remove(group)
+                seats = None
+                if group not in self._condemned:
+                    self._users[job] = (group, nodes)
+                    seats = self._seats(group, nodes, placement)
+            if seats is not None:
+                return seats
+            time.sleep(POLL_S)
+        return None
+
+    def vacate(self, job: str) -> None:
+        """No process of the job is on its nodes; the group keeps them for the next attempt."""
+        with self._lock:
+            group = self._users[job][0] if job in self._users else None
+            if group in self._condemned:
+                self.leave(job)
+
+    def leave(self, job: str) -> None:
+        """The job has left its group, which gives its nodes back if no other job is in it."""
+        with self._lock:
+            if job not in self._users:
+                return
+            group, _ = self._users.pop(job)
+            if not self._has_jobs(group):
+                self._remove(group)
+
+    def view(self, draining: Collection[str]) -> View:
+        """Returns who has to leave, and what is idle; the last answer while Ray is slow to place nodes."""
+        if self._lock.acquire(timeout=POLL_S):
+            try:
+                self._view = View(leaving=self._leaving(draining), num_idle=self._num_idle())
+            finally:
+                self._lock.release()
+        return self._view
+
+    def _leaving(self, draining: Collection[str]) -> list[str]:
+        for group, placed in self._groups.items():
+            if any(where.ray_node in draining for each in placed for where in each.where.values()):
+                self._condemned.add(group)
+        return [job for job, (group, _) in self._users.items() if group in self._condemned]
+
+    def _num_idle(self) -> dict[Phase, int]:
+        used = {(group, node) for group, nodes in self._users.values() for node in nodes}
+        placed = [(group, node) for group, each in self._groups.items() for one in each for node in one.nodes]
+        idle = [node for group, node in placed if (group, node) not in used]
+        return {kind: sum(node.startswith(kind) for node in idle) for kind in Phase}
+
+    def close(self) -> None:
+        with self._lock:
+            for group in list(self._groups):
+                self._remove(group)
+            self._users.clear()
+
+    def _has_jobs(self, group: str) -> bool:
+        return any(each == group for each, _ in self._users.values())
+
+    def _remove(self, group: str) -> None:
+        self._condemned.discard(group)
+        for placed in self._groups.pop(group, []):
+            for keeper in placed.keepers.values():
+                ray.kill(keeper)
+            remove_placement_group(placed.pg)
+
+    def _seats(self, group: str, nodes: Sequence[str], placement: Placement) -> list[Seat] | None:
+        """Returns the nodes if all are placed and their keepers answer."""
+        placed = self._groups.setdefault(group, [])
+        known = {node for each in placed for node in each.nodes}
+        if missing := tuple(node for node in nodes if node not in known):
+            bundles = [self._spec.bundle(node) for node in missing]
+            strategy = placement.value.upper().replace("-", "_")
+            placed.append(_Placed(nodes=missing, pg=placement_group(bundles, strategy=strategy)))
+        seats = [self._seat(each, node) for node in nodes for each in placed if node in each.nodes]
+        found = [each for each in seats if each is not None]
+        return found if len(found) == len(nodes) else None
+
+    def _seat(self, placed: _Placed, node: str) -> Seat | None:
+        if ray.util.placement_group_table(placed.pg)["state"] != "CREATED":
+            return None
+        index = placed.nodes.index(node)
+        strategy = PlacementGroupSchedulingStrategy(placed.pg, placement_group_bundle_index=index)
+        keeper = placed.keepers.get(node)
+        if keeper is None:
+            bundle = dict(self._spec.bundle(node))
+            options = {
+                "num_cpus": bundle.pop("CPU", 0),
+                "num_gpus": bundle.pop("GPU", 0),
+                "resources": bundle,
+            }
+            keeper = ray.remote(Keeper).options(**options, scheduling_strategy=strategy).remote()
+            placed.keepers[node] = keeper
+        asked = placed.asked.setdefault(node, keeper.where.remote())
+        if not ray.wait([asked], timeout=0)[0]:
+            return None
+        del placed.asked[node]
+        try:
+            where: Where = ray.get(asked)
+        except ray.exceptions.ActorUnavailableError:
+            return None
+        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle anew
+            placed.keepers.pop(node, None)
+            placed.where.pop(node, None)
+            return None
+        placed.where[node] = where
+        return Seat(
+            node=JobNode(name=node, address=where.address, devices=where.devices),
+            ray_node=where.ray_node,
+            strategy=strategy,
+        )

@@ -1,0 +1,57 @@
+"""The runner that starts and ends jobs' processes: it appears, comes back, and says how many nodes there are.
+
+Owns the answers to it. The nodes of a process go to no other job before the process is known to have ended.
+A runner that runs an attempt which it should not run is told to end it. Pure: takes ``now``.
+"""
+
+import logging
+
+from rose.scheduler.runtime.channel.messages import Hello, Nodes, Placed, Stop
+from rose.scheduler.runtime.decide.job_calls import JobCalls
+from rose.scheduler.runtime.decide.records import JobState, RunnerRow
+from rose.scheduler.runtime.decide.state import State
+
+logger = logging.getLogger(__name__)
+
+
+class RunnerCalls:
+    """Answers Hello, Nodes and Placed calls."""
+
+    def __init__(self, state: State, jobs: JobCalls) -> None:
+        self._state = state
+        self._jobs = jobs
+
+    def hello(self, client: str, call: Hello, now: float) -> None:
+        """A runner has connected: starts the jobs that it lacks, and stops those that it should not have."""
+        runner = RunnerRow(client=client, log_folder=call.log_folder, host=call.host)
+        self._state.set_runner(runner, call.num_nodes)
+        self._state.answer(client, call.seq)
+        for name, attempt in call.running.items():
+            record = self._state.jobs.get(name)
+            is_right = record is not None and record.state is JobState.RUNNING
+            if record is None or not is_right or record.attempt != attempt:
+                self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
+        for name in list(self._state.live):
+            record = self._state.jobs[name]
+            if not record.state.is_placed:
+                continue
+            if record.host is None:
+                self._jobs.start(name, now)
+            elif call.running.get(name) != record.attempt:
+                self._jobs.bury(name, "its runner was started again", now)
+
+    def nodes(self, client: str, call: Nodes) -> None:
+        """There are more or fewer nodes. Jobs whose nodes go away leave them after their iteration."""
+        self._state.answer(client, call.seq)
+        runner = self._state.runner
+        if runner is not None and runner.client == client:
+            self._state.set_runner(runner, call.num_nodes)
+            self._state.evicted = dict(call.leaving)
+
+    def placed(self, client: str, call: Placed) -> None:
+        """Notes where an attempt's processes are, for people."""
+        self._state.answer(client, call.seq)
+        record = self._state.jobs.get(call.job)
+        if record is not None and record.attempt == call.attempt:
+            record.places = call.places
+            self._state.changed(call.job)

@@ -1,0 +1,81 @@
+"""Ray nodes that die, come and are drained while jobs run on them, and a head that goes away."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from served_cluster import PATIENCE_S, wait_until
+
+from tests.jobs.on_ray.ray_rig import OnRay, RayRig, ray_nodes
+
+FOREVER = 1_000_000
+
+
+def test_jobs_outlive_nodes_that_die_and_leave_nodes_that_are_drained(rig: RayRig, tmp_path: Path) -> None:
+    with OnRay(tmp_path, rig.address) as served:
+        for name in "abc":  # each fills a worker
+            served.submit(name, placement="strict-pack", iterations=FOREVER)
+        wait_until(lambda: all(done(served, name) >= 2 for name in "abc"), served.server.log_tail())
+
+        rig.kill(worker_of(rig, served, "a"))
+        wait_until(lambda: served.job("a")["attempt"] == 2, "the death to be noticed")
+        others = {name: done(served, name) for name in "bc"}
+        wait_until(lambda: all(done(served, name) > others[name] for name in "bc"), "the others to go on")
+        assert "waits for Ray to place rollout-0, train-0" in served.job("a")["places"][0]
+        kept = done(served, "a")
+        rig.add_worker()
+        wait_until(lambda: done(served, "a") > kept + 1, "a to go on")
+        assert_continuous(served, "a", attempts=2)
+        assert {served.job(name)["attempt"] for name in "bc"} == {1}
+        assert "died" in served.job("a")["note"]
+
+        rig.add_worker()
+        drained = worker_of(rig, served, "b")
+        drain(rig, drained)
+        wait_until(lambda: served.job("b")["attempt"] == 2, "b to leave")
+        kept = done(served, "b")
+        wait_until(lambda: done(served, "b") > kept + 1, "b to go on")
+        assert ray_nodes(served.job("b")) != {drained.node_id[:8]}
+        assert_continuous(served, "b", attempts=2)
+        assert served.job("b")["restarts"] == 0
+        rig.kill(drained)
+        kept = done(served, "c")
+        wait_until(lambda: done(served, "c") > kept + 1, "c to go on")
+        assert [served.job(name)["attempt"] for name in "abc"] == [2, 2, 1]
+
+
+def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp_path: Path) -> None:
+    with OnRay(tmp_path, rig.address) as served:
+        served.submit("a", iterations=FOREVER)
+        wait_until(lambda: done(served, "a") >= 1, served.server.log_tail())
+        rig.cluster.remove_node(rig.cluster.head_node, allow_graceful=False)
+        wait_until(lambda: not served.server.is_alive(), "its end")
+        said = [line for line in served.server.log_tail(200).splitlines() if "the Ray head at" in line]
+        assert len(said) == 1 and "start Ray and then this command again" in said[0]
+
+
+def done(served: OnRay, job: str) -> int:
+    return int(served.job(job)["iterations"][0])
+
+
+def worker_of(rig: RayRig, served: OnRay, job: str) -> Any:
+    [name] = ray_nodes(served.job(job))
+    [worker] = [each for each in rig.workers if each.node_id.startswith(name)]
+    return worker
+
+
+def assert_continuous(served: OnRay, job: str, attempts: int) -> None:
+    """No iteration is lost, and only the one that was cut short runs twice."""
+    trained = [each for each in served.notes(job, "phase") if each["phase"] == "train" and each["rank"] == 0]
+    for attempt in range(2, attempts + 1):
+        before = max(each["iteration"] for each in trained if each["attempt"] == attempt - 1)
+        first = min(each["iteration"] for each in trained if each["attempt"] == attempt)
+        assert before <= first <= before + 1
+
+
+def drain(rig: RayRig, worker: Any) -> None:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", rig.address]
+    command += ["--node-id", worker.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    command += ["--reason-message", "maintenance", "--deadline-remaining-seconds", "3600"]
+    subprocess.run(command, check=True, timeout=PATIENCE_S)

@@ -1,0 +1,143 @@
+"""Jobs on a Ray cluster as the scheduler decides about them: nodes that die, drain and come back."""
+
+from typing import Any
+
+import pytest
+from lone_scheduler import Scheduler, error_of, hello, long_job, only, spec_of
+
+from rose.scheduler.runtime.channel.messages import (
+    Answer,
+    Cancel,
+    Completed,
+    Exited,
+    Granted,
+    Hello,
+    Nodes,
+    Placed,
+    SchedulerMessage,
+    Start,
+    Stop,
+)
+
+RAY = {"address": "auto", "rollout": {"GPU": 2}, "train": {"GPU": 2}}
+
+
+def two_jobs() -> Scheduler:
+    """a and b run, each on nodes of its own."""
+    scheduler = Scheduler(policy="solo", groups={}, lease_s=1e6, ray=RAY)
+    hello(scheduler, 2)
+    for name in "ab":
+        assert only(Start, scheduler.submit(name, **{**spec_of(name), "group": None})).job == name
+    return scheduler
+
+
+def exited(scheduler: Scheduler, job: str, attempt: int = 1, **fields: Any) -> list[SchedulerMessage]:
+    how = {"job": job, "attempt": attempt, "exit_status": -9, **fields}
+    return scheduler.call(Exited, client="ray", **how)
+
+
+def test_a_job_whose_node_died_starts_again_behind_its_last_iteration_and_that_is_no_crash() -> None:
+    scheduler = two_jobs()
+    scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    for attempt in range(1, 10):
+        start = only(Start, exited(scheduler, "a", attempt, lost="Ray node 12 on 10.0.0.2 died"))
+        assert (start.job, start.attempt, start.first_iteration) == ("a", attempt + 1, 1)
+    assert "Ray node 12" in scheduler.job("a")["note"]
+    assert (scheduler.job("b")["attempt"], scheduler.job("b")["restarts"]) == (1, 0)
+
+
+def test_a_job_whose_nodes_are_drained_ends_after_its_iteration_and_goes_on_elsewhere() -> None:
+    scheduler = two_jobs()
+    nodes = {"rollout": 1, "train": 1}
+    scheduler.call(Nodes, client="ray", num_nodes=nodes, leaving={"a": 1})
+    assert [each for each in scheduler.wait(1.0) if isinstance(each, Stop)] == []
+    answers = scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    assert only(Answer, answers).body["ends"] and only(Stop, answers).job == "a"
+    start = only(Start, exited(scheduler, "a", exit_status=0))
+    assert (start.job, start.attempt, start.first_iteration) == ("a", 2, 1)
+    assert scheduler.job("a")["restarts"] == 0
+    assert not only(Answer, scheduler.call(Completed, job="b", attempt=1, iteration=0)).body["ends"]
+
+
+def test_a_silent_phase_keeps_its_nodes_until_its_end_is_known() -> None:
+    scheduler = Scheduler(ray=RAY)
+    hello(scheduler, 1)
+    for name in "ab":
+        scheduler.submit(name)
+    scheduler.request("a")
+    scheduler.request("b")
+    answers = scheduler.wait(60.0)
+    assert {each.job for each in answers if isinstance(each, Stop)} == {"a"}, "once a lease"
+    assert not [each for each in answers if isinstance(each, Granted | Start)]
+    assert only(Granted, exited(scheduler, "a")).job == "b"
+
+
+def test_a_runner_that_comes_back_ends_what_it_should_not_run_and_starts_what_it_lacks() -> None:
+    scheduler = two_jobs()
+    scheduler.restart(scheduler.now, "clock 1")
+    answers = hello(scheduler, 2, b=1, c=3)
+    assert [(each.job, each.is_lost) for each in answers if isinstance(each, Stop)] == [("c", True)]
+    assert (only(Start, answers).job, only(Start, answers).attempt) == ("a", 2)
+
+
+def test_a_job_that_was_placed_before_its_runner_came_starts_with_it() -> None:
+    scheduler = Scheduler()
+    assert not [each for each in scheduler.submit("a") if isinstance(each, Start)]
+    answers = scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    assert only(Start, answers).job == "a"
+
+
+def test_it_is_shown_where_an_attempt_runs_until_the_next_one_starts() -> None:
+    scheduler = two_jobs()
+    scheduler.call(Placed, job="a", attempt=1, places=["rollout-0 on 10.0.0.2"], client="ray")
+    scheduler.call(Placed, job="b", attempt=7, places=["of another attempt"], client="ray")
+    assert (scheduler.job("a")["places"], scheduler.job("b")["places"]) == (["rollout-0 on 10.0.0.2"], [])
+    exited(scheduler, "a", lost="its node died")
+    assert scheduler.job("a")["places"] == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_move_on_ray_starts_the_job_on_the_other_nodes_behind_its_last_iteration(is_killed: bool) -> None:
+    scheduler = Scheduler(policy="lifetime", groups={}, move_pause_s=60.0, lease_s=1e6, ray=RAY)
+    hello(scheduler, 2)
+    for name in ("a", "x", "b"):
+        assert only(Start, scheduler.submit(name, **long_job(name))).job == name
+    scheduler.call(Cancel, job="x")
+    exited(scheduler, "x")
+    [mover] = [name for name in "ab" if scheduler.job(name)["moving_to"] is not None]
+    answers = scheduler.call(Completed, job=mover, attempt=1, iteration=0)
+    assert only(Answer, answers).body["ends"]
+    assert (only(Stop, answers).job, only(Stop, answers).forget) == (mover, True)
+    if is_killed:
+        scheduler.restart(5.0)
+    again = scheduler.call(Completed, job=mover, attempt=1, iteration=0)
+    assert only(Answer, again).body["ends"], "asked again"
+    start = only(Start, exited(scheduler, mover, exit_status=0))
+    assert (start.job, start.attempt, start.first_iteration) == (mover, 2, 1)
+    scheduler.wait(3.0)
+    scheduler.request(mover, "rollout", 1, attempt=2)
+    job = scheduler.job(mover)
+    [move] = job["moves"]
+    assert (job["restarts"], move["is_warm"], move["pause_s"]) == (0, False, 3.0)
+
+
+def test_jobs_of_different_placement_share_no_group() -> None:
+    scheduler = Scheduler(policy="weave", groups={"main": {}}, lease_s=1e6, ray=RAY)
+    hello(scheduler, 4)
+    for name, placement in (("a", "pack"), ("b", "spread"), ("c", "pack")):
+        scheduler.submit(name, **{**spec_of(name), "group": None, "placement": placement})
+    groups = [scheduler.job(name)["group"] for name in "abc"]
+    assert groups[0] == groups[2] != groups[1]
+    refused = scheduler.submit("d", group=groups[0], placement="strict-pack")
+    assert "d: placement strict-pack: the jobs of group" in error_of(refused)
+
+
+def test_more_ranks_than_devices_are_refused_with_the_numbers() -> None:
+    scheduler = Scheduler(groups={}, ray=RAY)
+    hello(scheduler, 2)
+    spec = {**spec_of("a"), "group": None, "launch": "per-rank"}
+    refused = scheduler.submit("a", **{**spec, "num_ranks": 6})
+    assert "num_ranks 6 on 2 nodes are 3 on each, and a rollout node has 2 GPUs" in error_of(refused)
+    uneven = error_of(scheduler.submit("a", **{**spec, "num_ranks": 3}))
+    assert "num_ranks 3 on 2 nodes: launch per-rank starts as many on each node" in uneven
+    assert only(Start, scheduler.submit("a", **{**spec, "num_ranks": 4})).job == "a"
