@@ -33,11 +33,7 @@ class Rig:
 
     def slab_bytes(self, num_mib: int) -> int:
         """Returns the bytes of a slab: small ones in a dry run."""
-        return self.backend.granularity * (num_mib if self.is_dry else max(1, num_mib * MIB // self._unit))
-
-    @property
-    def _unit(self) -> int:
-        return self.backend.granularity
+        return self.backend.granularity if self.is_dry else num_mib * MIB
 
     def count(self, number: int) -> int:
         """Returns how often to repeat something that a full run repeats ``number`` times."""
@@ -86,7 +82,7 @@ class Matmuls:
     """Kernels that fill the GPU for as long as is wanted."""
 
     def __init__(self, device: torch.device) -> None:
-        size = 64 if device.type == "cpu" else 8192
+        size = 64 if device.type == "cpu" else 4096
         self._device = device
         self._factors = torch.ones(size, size, device=device, dtype=torch.bfloat16)
         self._product = torch.empty_like(self._factors)
