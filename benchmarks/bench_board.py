@@ -43,6 +43,7 @@ from rose.admission.board import GRACE_S
 from rose.admission.board_snapshot import snapshot
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import NO_WORK, ServingSide
+from rose.config import child_environment
 from rose.errors import WorkerError
 from rose.measure.figures import Figure, percentile
 from rose.memory.pool.pool_memory import BOARD_BYTES
@@ -107,7 +108,7 @@ class Rig:
         script = Path(board_player.__file__)
         argv = [sys.executable, str(script), str(self.page), str(self.record_path), party.kind]
         device = [self.compute] if self.compute is not None else []
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the players import as we do
+        environment = child_environment({"PYTHONPATH": os.pathsep.join(sys.path)})  # they import as we do
         party.process = subprocess.Popen(
             [*argv, str(party.number), str(party.step_ms), *device], env=environment
         )

@@ -1,7 +1,8 @@
 """Attention over a range whose slabs move, with poison, and with CUDA graphs where there are some.
 
 One request's blocks are at positions of a pool's range. Between two steps its slabs move to other positions,
-and the old ones are left full of NaN. The answer must have the bits of the same attention over a plain tensor.
+and the old ones are left full of NaN. The answer must have the bits of the same attention over a plain
+tensor.
 """
 
 import random

@@ -62,7 +62,7 @@ class Rig:
         return 1e6 * (perf_counter() - start)
 
     def start_player(self, script: str, slabs: Slabs, arguments: Sequence[object]) -> "subprocess.Popen[str]":
-        """Starts a script of this folder with the slabs' descriptors: ``script DRY NUM_FDS FD.. ARGUMENT..``"""
+        """Starts a script of this folder: ``script IS_DRY NUM_FDS FD.. ARGUMENT..``, with the slabs' fds."""
         fds = [slabs.export(index) for index in range(slabs.num_fds)]
         argv = [sys.executable, str(Path(__file__).with_name(script)), int(self.is_dry), len(fds), *fds]
         try:

@@ -6,7 +6,7 @@ if none failed. The first parts need torch and a CUDA driver alone.
 
     python benchmarks/gpu/run.py --json gpu.json
     python benchmarks/gpu/run.py --part poison
-    python benchmarks/gpu/run.py --dry-run          on a machine without a GPU: every part runs, on the stand-in
+    python benchmarks/gpu/run.py --dry-run      without a GPU: every part runs, on the stand-in
 """
 
 import argparse
@@ -30,6 +30,7 @@ from lib.harness import run_benchmark  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from rose.config import child_environment  # noqa: E402
 from rose.measure.environment import collect_env  # noqa: E402
 
 PART_TIMEOUT_S = 590.0
@@ -82,7 +83,8 @@ def main() -> int:
         return _measure(arguments)
     names = [arguments.part] if arguments.part is not None else list(PARTS)
     with tempfile.TemporaryDirectory(prefix="rose-gpu-kit-") as folder:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(ROOT)])}
+        paths = os.pathsep.join([str(FOLDER.parent), str(ROOT)])
+        environment = child_environment({"PYTHONPATH": paths})
         if arguments.dry_run:
             environment["LD_LIBRARY_PATH"] = str(_build_stand_in(Path(folder)))
         outcomes = [_run(name, arguments, Path(folder), environment) for name in names]

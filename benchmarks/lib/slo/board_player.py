@@ -1,9 +1,10 @@
 """One party of bench_board: a serving engine or a guest on a page, without a GPU.
 
-    python benchmarks/lib/slo/board_player.py PAGE RECORD serve|guest|idle-serving|idle-guest PARTY STEP_MS [DEVICE]
+    python benchmarks/lib/slo/board_player.py PAGE RECORD KIND PARTY STEP_MS [DEVICE]
 
-Steps are sleeps, or kernels that fill DEVICE, one of torch's. What happened goes into the record, so that it outlives a killed process; PARTY is the place
-in it. A player goes on until the record says stop.
+KIND is serve, guest, idle-serving or idle-guest. Steps are sleeps, or kernels that fill DEVICE, one of
+torch's. What happened goes into the record, so that it outlives a killed process; PARTY is the place in it.
+A player goes on until the record says stop.
 """
 
 import mmap
