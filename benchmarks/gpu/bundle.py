@@ -6,8 +6,8 @@ The machine has torch and its CUDA libraries; the bundle makes an environment be
 
 On the machine:
 
-    mkdir kit && tar xf rose-gpu-kit.tar -C kit
-    sh kit/install.sh && kit/venv/bin/python kit/benchmarks/gpu/run.py --json gpu.json
+    mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar
+    sh install.sh && venv/bin/python benchmarks/gpu/run.py --json gpu.json
 """
 
 import argparse
@@ -29,7 +29,9 @@ set -e
 cd "$(dirname "$0")"
 "${PYTHON:-python3}" -m venv --system-site-packages venv
 venv/bin/python -m pip install -q --no-index --find-links wheels -r requirements.txt
-pwd > "$(venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rose.pth"
+where='import sysconfig; print(sysconfig.get_path("purelib"))'
+# PYTHON may be of an environment itself, whose packages come after this one's.
+{ pwd; "${PYTHON:-python3}" -c "$where"; } > "$(venv/bin/python -c "$where")/rose.pth"
 # The extensions are compiled for one Python; another one compiles them here, with its compiler.
 venv/bin/python -c 'import rose._shm, rose._vmm, rose._delta' 2>/dev/null ||
     venv/bin/python setup.py -q build_ext --inplace

@@ -52,7 +52,7 @@ def compile_kernels(architecture: str) -> bytes:
             log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
             _checked(nvrtc.nvrtcGetProgramLog(program, log))
             raise RuntimeError(f"NVRTC refuses the delta kernels for {architecture}: {log.decode().strip()}")
-        code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
         _checked(nvrtc.nvrtcGetCUBIN(program, code))
         return code
     finally:
