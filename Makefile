@@ -5,10 +5,9 @@ SHELL := bash
 PYTHON_BIN := .venv/bin/python
 # Two processes, also where there are more cores: most tests wait, and the engines' tests are one sequence.
 PYTEST := $(PYTHON_BIN) -m pytest -n 2
-CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.h csrc/*/*.cu tests/*/*.cpp tests/*/*.hpp)
+CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp transfer/format/kernels/* tests/*/*.cpp tests/*/*.hpp)
 CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
-DELTA_LIBRARY ?= rose/librose_delta_cuda.so
 
 # Checked one by one, as two folders may well hold a test_config.py each.
 TYPED_TESTS := "tests/*.py" $(wildcard tests/*/)
@@ -16,7 +15,7 @@ TYPED_TESTS := "tests/*.py" $(wildcard tests/*/)
 TESTS := tests/admission:tests/benchmarks/sim:tests/engine:tests/engine/http:tests/measure:tests/memory:tests/transfer
 SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/scheduler/gpu:tests/scheduler/group:tests/scheduler/runtime
 
-.PHONY: help setup wheels demo test test-fast lint style formatting cxx types contracts names docs format bench cuda clean
+.PHONY: help setup wheels demo test test-fast lint style formatting cxx types contracts names docs format bench gpu-kit clean
 
 help:
 	@echo "make demo       run the main job on this machine (rose demo)"
@@ -26,7 +25,7 @@ help:
 	@echo "make format     rewrite the files as lint wants them"
 	@echo "make docs       build the documentation into site/ (strict, offline)"
 	@echo "make bench      run every benchmark's quick form; one table against the targets"
-	@echo "make cuda       build the delta codec's CUDA kernels, with nvcc (nothing needs them)"
+	@echo "make gpu-kit    dist/rose-gpu-kit.tar: what a GPU machine without network needs to check and measure"
 	@echo "make wheels     a source distribution and a manylinux wheel for this Python, in dist/"
 	@echo "make setup      only make the environment (.venv)"
 	@echo "make clean      remove the environment and build outputs"
@@ -81,9 +80,9 @@ format: setup
 bench: setup
 	@$(PYTHON_BIN) benchmarks/run_all.py $(ARGS)
 
-# One instruction set, older than any GPU that vLLM runs on; the driver compiles it for its own at first use.
-cuda:
-	nvcc -std=c++20 -O3 --shared -Xcompiler -fPIC,-fvisibility=hidden -o $(DELTA_LIBRARY) csrc/delta/delta_cuda.cu
+# For another Python than this one: make gpu-kit ARGS="--python 3.12"
+gpu-kit: setup
+	@$(PYTHON_BIN) benchmarks/gpu/bundle.py $(ARGS)
 
 # The wheel runs on any Linux whose glibc is as new as this machine's symbols need; `cibuildwheel` (pyproject.toml)
 # builds one for each Python, against an old glibc, where there are containers.

@@ -10,6 +10,7 @@ one such step.
 """
 
 import argparse
+import os
 import random
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from rose.admission.board import GRACE_S
 from rose.admission.board_snapshot import snapshot
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import NO_WORK, ServingSide
+from rose.config import child_environment
 from rose.errors import WorkerError
 from rose.measure.figures import Figure, percentile
 from rose.memory.pool.pool_memory import BOARD_BYTES
@@ -79,6 +81,8 @@ class Rig:
     """A page, a record, and the parties on it."""
 
     folder: Path
+    compute: str | None = None
+    """The device on which steps are kernels; without one they are sleeps."""
     parties: list[Party] = field(default_factory=list)
     kills: int = 0
     stops: int = 0
@@ -103,7 +107,11 @@ class Rig:
     def start(self, party: Party) -> None:
         script = Path(board_player.__file__)
         argv = [sys.executable, str(script), str(self.page), str(self.record_path), party.kind]
-        party.process = subprocess.Popen([*argv, str(party.number), str(party.step_ms)])
+        device = [self.compute] if self.compute is not None else []
+        environment = child_environment({"PYTHONPATH": os.pathsep.join(sys.path)})  # they import as we do
+        party.process = subprocess.Popen(
+            [*argv, str(party.number), str(party.step_ms), *device], env=environment
+        )
 
     def count(self, party: Party, word: int) -> int:
         return self.record.load(PARTIES + PARTY_WORDS * party.number + word)
@@ -137,9 +145,9 @@ class Rig:
 
 
 @contextmanager
-def _rig(parties: Sequence[tuple[str, float]]) -> Iterator[Rig]:
+def _rig(parties: Sequence[tuple[str, float]], compute: str | None = None) -> Iterator[Rig]:
     with TemporaryDirectory(prefix="rose-bench-") as folder:
-        rig = Rig(Path(folder))
+        rig = Rig(Path(folder), compute)
         rig.parties = [Party(number, kind, step_ms) for number, (kind, step_ms) in enumerate(parties)]
         try:
             for party in rig.parties:
@@ -153,11 +161,16 @@ def _rig(parties: Sequence[tuple[str, float]]) -> Iterator[Rig]:
                     party.process.wait()
 
 
-def lateness_figure(name: str, num_serving: int, num_guests: int, num_steps: int, seed: int) -> Figure:
-    """Counts serving steps that began later than their bound, while parties are killed and stopped."""
+def lateness_figure(
+    name: str, num_serving: int, num_guests: int, num_steps: int, seed: int, compute: str | None = None
+) -> Figure:
+    """Counts serving steps that began later than their bound, while parties are killed and stopped.
+
+    ``compute``: the device on which steps are kernels; without one they are sleeps.
+    """
     rng = random.Random(seed)
     guests = [(GUEST, STEP_MS[number]) for number in range(num_guests)]
-    with _rig([(SERVING, 0.0)] * num_serving + guests) as rig:
+    with _rig([(SERVING, 0.0)] * num_serving + guests, compute) as rig:
         give_up_s = time.monotonic() + PATIENCE_S
         while rig.steps(SERVING) < num_steps and time.monotonic() < give_up_s:
             time.sleep(rng.random() * 2 * FAULT_EVERY_S)

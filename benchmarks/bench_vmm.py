@@ -21,7 +21,7 @@ import ctypes
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -109,8 +109,8 @@ class CudaRecreation:
 class SizeBench:
     """All operations on a batch of slabs of one size."""
 
-    def __init__(self, backend: Backend, kind: BackendKind, slab_bytes: int) -> None:
-        self.num_slabs = BATCH_BYTES // slab_bytes
+    def __init__(self, backend: Backend, kind: BackendKind, slab_bytes: int, batch_bytes: int) -> None:
+        self.num_slabs = batch_bytes // slab_bytes
         self._all = list(range(self.num_slabs))
         slabs = backend.create(self.num_slabs, slab_bytes, "bench")
         self._donor, self._heir = slabs.reserve(self.num_slabs), slabs.reserve(self.num_slabs)
@@ -148,23 +148,34 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     kind = BackendKind(args.backend)
     backend = open_backend(kind, args.device)
     sizes_mib = QUICK_SIZES_MIB if args.quick else SIZES_MIB
+    return measure_sizes(backend, kind, sizes_mib, BATCH_BYTES, 4 if args.quick else 20)
+
+
+def measure_sizes(
+    backend: Backend, kind: BackendKind, sizes_mib: Sequence[int], batch_bytes: int, num_rounds: int
+) -> list[Figure]:
+    """Measures batches of each size in turn, round by round."""
     for size_mib in sizes_mib:
         if size_mib * MIB % backend.granularity != 0:
             raise ConfigError(f"slabs of {size_mib} MiB: not a multiple of {backend.granularity} bytes")
     seconds: dict[int, Seconds] = {size_mib: defaultdict(list) for size_mib in sizes_mib}
-    for _ in range(4 if args.quick else 20):
+    for _ in range(num_rounds):
         for size_mib in sizes_mib:
             # One size at a time: all of them at once would need gigabytes.
-            bench = SizeBench(backend, kind, size_mib * MIB)
+            bench = SizeBench(backend, kind, size_mib * MIB, batch_bytes)
             bench.measure(defaultdict(list))  # not kept: first touch of tables and code
             bench.measure(seconds[size_mib])
             bench.close()
-    return [figure for size_mib in sizes_mib for figure in _figures(size_mib, seconds[size_mib], kind)]
+    return [
+        figure
+        for size_mib in sizes_mib
+        for figure in _figures(size_mib, seconds[size_mib], kind, batch_bytes)
+    ]
 
 
-def _figures(size_mib: int, seconds: Seconds, kind: BackendKind) -> list[Figure]:
+def _figures(size_mib: int, seconds: Seconds, kind: BackendKind, batch_bytes: int) -> list[Figure]:
     case = f"[{size_mib}MiB]"
-    num_slabs, num_gib = BATCH_BYTES // (size_mib * MIB), BATCH_BYTES / (1024 * MIB)
+    num_slabs, num_gib = batch_bytes // (size_mib * MIB), batch_bytes / (1024 * MIB)
     per_gib = {name: [each * 1e3 / num_gib for each in values] for name, values in seconds.items()}
     per_slab = {name: [each * 1e6 / num_slabs for each in values] for name, values in seconds.items()}
     speedups = [recreate / move for recreate, move in zip(seconds["recreate"], seconds["move"], strict=True)]

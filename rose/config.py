@@ -21,9 +21,6 @@ from rose.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 
-DELTA_LIBRARY = Path(__file__).with_name("librose_delta_cuda.so")
-"""Where `make cuda` puts the optional kernels."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -54,8 +51,6 @@ class Settings:
     """What a job's process was started for (ROSE_JOB); the runner sets it, users don't."""
     front_secret: str | None = None
     """What a router knows its own fronts by (ROSE_FRONT_SECRET); the router sets it, users don't."""
-    delta_library: Path = DELTA_LIBRARY
-    """The delta codec's CUDA kernels that `make cuda` builds (ROSE_DELTA_LIBRARY)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -75,7 +70,6 @@ class Settings:
             channel=variables.get("ROSE_CHANNEL") or None,
             job_file=Path(variables["ROSE_JOB"]) if variables.get("ROSE_JOB") else None,
             front_secret=variables.get("ROSE_FRONT_SECRET") or None,
-            delta_library=Path(variables.get("ROSE_DELTA_LIBRARY") or DELTA_LIBRARY),
         )
 
     def key_variables(self) -> dict[str, str]:

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-# What this user has set for ROSE, runs and has measured is none of the business of tests; a library that was
-# chosen for them is.
+# What this user has set for ROSE, runs and has measured is none of the business of tests.
 _OWN = tempfile.TemporaryDirectory(prefix="rose-tests-")
-for _name in [each for each in os.environ if each.startswith("ROSE_") and each != "ROSE_DELTA_LIBRARY"]:
+for _name in [each for each in os.environ if each.startswith("ROSE_")]:
     del os.environ[_name]
 os.environ.update(ROSE_RUNTIME_DIR=f"{_OWN.name}/run", ROSE_CACHE_DIR=f"{_OWN.name}/cache")
 

@@ -12,30 +12,49 @@ Device::Device(const std::string& library, int ordinal) : name_("device " + std:
   load(library);
   ROSE_CUDA(*this, cuInit, (0), library);
   find_device(ordinal);
-  // Torch uses the primary context too; without our own hold it could go while slabs are mapped.
-  ROSE_CUDA(*this, cuDevicePrimaryCtxRetain, (&context_, device_), "");
-  try {
-    Current current(*this);
-    ROSE_CUDA(*this, cuStreamCreate, (&stream_, CU_STREAM_NON_BLOCKING), "");
-    ROSE_CUDA(*this, cuMemGetAllocationGranularity,
-              (&granularity_, &allocation_, CU_MEM_ALLOC_GRANULARITY_MINIMUM), "");
-  } catch (...) {
-    release();
-    throw;
-  }
+  ROSE_CUDA(*this, cuMemGetAllocationGranularity,
+            (&granularity_, &allocation_, CU_MEM_ALLOC_GRANULARITY_MINIMUM), "");
 }
 
 Device::~Device() {
-  if (is_usable()) release();
-}
-
-void Device::release() {
+  if (!is_usable() || context_ == nullptr) return;
   if (stream_ != nullptr && calls_.cuCtxPushCurrent(context_) == CUDA_SUCCESS) {
     calls_.cuStreamDestroy(stream_);
     CUcontext popped = nullptr;
     calls_.cuCtxPopCurrent(&popped);
   }
   calls_.cuDevicePrimaryCtxRelease(device_);
+}
+
+// Torch uses the primary context too; without our own hold it could go while slabs are mapped.
+CUcontext Device::context() const {
+  std::call_once(has_context_, [&] { ROSE_CUDA(*this, cuDevicePrimaryCtxRetain, (&context_, device_), ""); });
+  return context_;
+}
+
+CUstream Device::stream() const {
+  std::call_once(has_stream_,
+                 [&] { ROSE_CUDA(*this, cuStreamCreate, (&stream_, CU_STREAM_NON_BLOCKING), ""); });
+  return stream_;
+}
+
+std::size_t Device::free_bytes() const {
+  require_usable();
+  CUcontext context = nullptr;
+  ROSE_CUDA(*this, cuDevicePrimaryCtxRetain, (&context, device_), "");
+  std::size_t free = 0, total = 0;
+  CUresult result = calls_.cuCtxPushCurrent(context);
+  if (result == CUDA_SUCCESS) {
+    result = calls_.cuMemGetInfo(&free, &total);
+    calls_.cuCtxPopCurrent(&context);
+  }
+  calls_.cuDevicePrimaryCtxRelease(device_);
+  check(result, "cuMemGetInfo", "");
+  return free;
+}
+
+void Device::require_usable() const {
+  if (!is_usable()) throw_bad_argument("slabs of a GPU can't be used in a forked child: spawn it");
 }
 
 // The library is never closed: the driver keeps threads and exit handlers of its own.
@@ -98,7 +117,7 @@ void Device::check(CUresult result, const char* call, const std::string& what) c
 }
 
 Current::Current(const Device& device) : device_(device) {
-  if (!device.is_usable()) throw_bad_argument("slabs of a GPU can't be used in a forked child: spawn it");
+  device.require_usable();
   ROSE_CUDA(device, cuCtxPushCurrent, (device.context()), "");
 }
 

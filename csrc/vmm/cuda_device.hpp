@@ -1,7 +1,11 @@
 // One GPU of a process: the driver library, loaded at run time, and the device's primary context.
+//
+// A context takes hundreds of megabytes of the GPU. Memory is made, exported and imported without one, so a
+// process that only owns memory has none.
 
 #pragma once
 
+#include <mutex>
 #include <string>
 
 #include "cuda_api.hpp"
@@ -18,10 +22,16 @@ class Device {
   ~Device();
 
   const Calls& calls() const { return calls_; }
-  CUcontext context() const { return context_; }
-  CUstream stream() const { return stream_; }
+  // The primary context, which the first call retains for as long as this lives.
+  CUcontext context() const;
+  // For fills that nobody gave a stream: the default stream would wait for the engine's kernels. A context
+  // must be current.
+  CUstream stream() const;
+  // Free device memory. Asks in a context that ends with the call, if this process has no other.
+  std::size_t free_bytes() const;
   // Whether driver calls make sense: a forked child has no CUDA.
   bool is_usable() const { return owner_.is_this(); }
+  void require_usable() const;
   std::size_t granularity() const { return granularity_; }
   const CUmemAllocationProp& allocation() const { return allocation_; }
   CUmemAccessDesc access(int flags) const { return {allocation_.location, flags}; }
@@ -32,14 +42,14 @@ class Device {
  private:
   void load(const std::string& library);
   void find_device(int ordinal);
-  void release();
   int attribute(int number, const char* name) const;
 
   Calls calls_;
   std::string name_;  // "device 0", for messages
   CUdevice device_ = 0;
-  CUcontext context_ = nullptr;
-  CUstream stream_ = nullptr;  // fills run here: the default stream would wait for the engine's kernels
+  mutable std::once_flag has_context_, has_stream_;
+  mutable CUcontext context_ = nullptr;
+  mutable CUstream stream_ = nullptr;
   CUmemAllocationProp allocation_{};
   std::size_t granularity_ = 0;
   OwnerProcess owner_;

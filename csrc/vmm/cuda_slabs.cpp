@@ -119,10 +119,10 @@ class CudaSpace : public AddressSpace {
     set_access(first, count, CU_MEM_ACCESS_FLAGS_PROT_READ);
   }
 
-  void fill(std::size_t first, std::size_t count, unsigned char byte) override {
+  void fill(std::size_t first, std::size_t count, unsigned char byte, Stream given) override {
     Current current(*device_);
-    ROSE_CUDA(*device_, cuMemsetD8Async, (at(first), byte, count * slab_bytes_, device_->stream()),
-              where(first, count));
+    CUstream stream = given ? reinterpret_cast<CUstream>(*given) : device_->stream();
+    ROSE_CUDA(*device_, cuMemsetD8Async, (at(first), byte, count * slab_bytes_, stream), where(first, count));
   }
 
   void settle() override {
@@ -164,7 +164,7 @@ class CudaSpace : public AddressSpace {
     put(position, made[0], "the guard");
     holds_[position] = Holds::kGuard;
     allow(position, 1);
-    fill(position, 1, 0);
+    fill(position, 1, 0, std::nullopt);
     settle();
     clear(position);
     guards_.take(made);
@@ -203,7 +203,7 @@ class CudaSlabs : public Slabs {
 
   int export_fd(std::size_t index) const override {
     if (index >= num_slabs()) throw_bad_argument("slab " + text(index) + " of " + text(num_slabs()));
-    Current current(*device_);
+    device_->require_usable();
     int fd = -1;
     ROSE_CUDA(*device_, cuMemExportToShareableHandle,
               (&fd, (*handles_)[index], CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
@@ -228,17 +228,12 @@ class CudaBackend : public DeviceBackend {
 
   std::size_t granularity() const override { return device_->granularity(); }
 
-  std::size_t free_bytes() const override {
-    Current current(*device_);
-    std::size_t free = 0, total = 0;
-    ROSE_CUDA(*device_, cuMemGetInfo, (&free, &total), "");
-    return free;
-  }
+  std::size_t free_bytes() const override { return device_->free_bytes(); }
 
   std::shared_ptr<const Slabs> create(std::size_t num_slabs, std::size_t slab_bytes, const std::string&,
                                       const std::function<void()>& check_stop) const override {
     check_slabs(num_slabs, slab_bytes, granularity());
-    Current current(*device_);
+    device_->require_usable();
     auto handles = std::make_shared<Handles>(device_);
     for (std::size_t slab = 0; slab < num_slabs; ++slab) {
       check_stop();
@@ -250,7 +245,7 @@ class CudaBackend : public DeviceBackend {
 
   std::shared_ptr<const Slabs> import(const std::vector<int>& fds, std::size_t slab_bytes) const override {
     check_slabs(fds.size(), slab_bytes, granularity());
-    Current current(*device_);
+    device_->require_usable();
     auto handles = std::make_shared<Handles>(device_);
     for (std::size_t slab = 0; slab < fds.size(); ++slab) {
       handles->import(fds[slab], "slab " + text(slab) + " of " + text(fds.size()) + ", descriptor " +

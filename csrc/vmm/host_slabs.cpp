@@ -114,7 +114,7 @@ class HostSpace : public AddressSpace {
 
   void guard(std::size_t first, std::size_t count) override { empty(first, count, PROT_READ); }
 
-  void fill(std::size_t first, std::size_t count, unsigned char byte) override {
+  void fill(std::size_t first, std::size_t count, unsigned char byte, Stream) override {
     fill_past_caches(at(first), count * slab_bytes_, byte);
   }
 

@@ -116,22 +116,27 @@ py::class_<Type> bind_range(py::module_& m, const char* name, const Options&... 
       .def(
           "map",
           [](Type& self, std::size_t position, std::size_t slab, bool zero) {
-            self.map({position}, {slab}, zero);
+            self.map({position}, {slab}, zero, std::nullopt);
           },
           py::arg("position"), py::arg("slab"), py::kw_only(), py::arg("zero") = true, ReleaseGil())
       .def(
-          "unmap", [](Type& self, std::size_t position, bool fence) { self.unmap({position}, fence); },
+          "unmap", [](Type& self, std::size_t position, bool fence) { self.unmap({position}, fence, true); },
           py::arg("position"), py::kw_only(), py::arg("fence") = true, ReleaseGil())
       .def(
           "map_many",
-          [](Type& self, const Numbers& positions, const Numbers& slabs, bool zero) {
-            self.map(positions, slabs, zero);
+          [](Type& self, const Numbers& positions, const Numbers& slabs, bool zero, Stream stream) {
+            self.map(positions, slabs, zero, stream);
           },
-          py::arg("positions"), py::arg("slabs"), py::kw_only(), py::arg("zero") = true, ReleaseGil())
+          py::arg("positions"), py::arg("slabs"), py::kw_only(), py::arg("zero") = true,
+          py::arg("stream") = py::none(), ReleaseGil())
       .def(
           "unmap_many",
-          [](Type& self, const Numbers& positions, bool fence) { self.unmap(positions, fence); },
-          py::arg("positions"), py::kw_only(), py::arg("fence") = true, ReleaseGil())
+          [](Type& self, const Numbers& positions, bool fence, bool guard) {
+            self.unmap(positions, fence, guard);
+          },
+          py::arg("positions"), py::kw_only(), py::arg("fence") = true, py::arg("guard") = true, ReleaseGil())
+      .def(
+          "guard", [](Type& self) { self.guard(); }, ReleaseGil())
       .def(
           "zero", [](Type& self, std::size_t position) { self.zero({position}); }, py::arg("position"),
           ReleaseGil())

@@ -45,43 +45,49 @@ Range::Range(std::shared_ptr<const Slabs> slabs, std::size_t num_positions, Rang
   if (options_.guard) space_->guard(0, num_positions);
 }
 
-void Range::map(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs, bool zero) {
+void Range::map(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs, bool zero,
+                Stream stream) {
   std::lock_guard lock(mutex_);
   check_map(positions, slabs);
   Runs runs = runs_of(positions);
-  if (options_.guard) space_->fence();  // running kernels may still read the guards that go now
   try {
     for (std::size_t i = 0; i < positions.size(); ++i) attach(positions[i], slabs[i]);
     for (const Run& run : runs) space_->allow(run.first, run.count);
-    if (zero) fill(runs, 0);
+    if (zero) fill(runs, 0, stream);
   } catch (Failure& failure) {
     failure.add(undo_map(positions));
     throw;
   }
+  for (std::size_t position : positions) bare_.erase(position);
 }
 
-void Range::unmap(const std::vector<std::size_t>& positions, bool fence) {
+void Range::unmap(const std::vector<std::size_t>& positions, bool fence, bool guard_now) {
   std::lock_guard lock(mutex_);
   check_mapped(positions);
   std::vector<std::size_t> slabs(positions.size());
   std::transform(positions.begin(), positions.end(), slabs.begin(),
                  [&](std::size_t position) { return slab_at_[position]; });
-  Runs runs = runs_of(positions);
   if (fence) space_->fence();
-  if (options_.poison) fill(runs, kPoison);
+  if (options_.poison) fill(runs_of(positions), kPoison, std::nullopt);
   try {
     for (std::size_t position : positions) detach(position);
-    guard_empty(runs);
+    if (options_.guard) bare_.insert(positions.begin(), positions.end());
+    if (guard_now) guard_bare();
   } catch (Failure& failure) {
     failure.add(undo_unmap(positions, slabs));
     throw;
   }
 }
 
+void Range::guard() {
+  std::lock_guard lock(mutex_);
+  guard_bare();
+}
+
 void Range::zero(const std::vector<std::size_t>& positions) {
   std::lock_guard lock(mutex_);
   check_mapped(positions);
-  fill(runs_of(positions), 0);
+  fill(runs_of(positions), 0, std::nullopt);
 }
 
 void Range::fence() {
@@ -106,14 +112,14 @@ void Range::detach(std::size_t position) {
   slab_at_[position] = kNoSlab;
 }
 
-void Range::fill(const Runs& runs, unsigned char byte) {
-  for (const Run& run : runs) space_->fill(run.first, run.count, byte);
-  space_->settle();
+void Range::fill(const Runs& runs, unsigned char byte, Stream stream) {
+  for (const Run& run : runs) space_->fill(run.first, run.count, byte, stream);
+  if (!stream) space_->settle();
 }
 
-void Range::guard_empty(const Runs& runs) {
-  if (!options_.guard) return;
-  for (const Run& run : runs) space_->guard(run.first, run.count);
+void Range::guard_bare() {
+  for (const Run& run : runs_of({bare_.begin(), bare_.end()})) space_->guard(run.first, run.count);
+  bare_.clear();
 }
 
 std::string Range::undo_map(const std::vector<std::size_t>& positions) {
@@ -126,7 +132,7 @@ std::string Range::undo_map(const std::vector<std::size_t>& positions) {
   for (std::size_t position : positions) {
     try {
       if (slab_at_[position] != kNoSlab) detach(position);
-      guard_empty({{position, 1}});
+      if (options_.guard && bare_.count(position) == 0) space_->guard(position, 1);
     } catch (const std::exception& error) {
       trouble += kUndoFailed + error.what();
     }
@@ -141,6 +147,7 @@ std::string Range::undo_unmap(const std::vector<std::size_t>& positions,
     if (slab_at_[positions[i]] != kNoSlab) continue;
     try {
       attach(positions[i], slabs[i]);
+      bare_.erase(positions[i]);
       space_->allow(positions[i], 1);
     } catch (const std::exception& error) {
       trouble += kUndoFailed + error.what();

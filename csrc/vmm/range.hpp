@@ -15,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -43,10 +44,16 @@ class Range {
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
 
-  // Maps slabs[i] at positions[i]; with `zero` it is filled with zeros.
-  void map(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs, bool zero);
-  // With `fence`, all work of this process on the device ends first.
-  void unmap(const std::vector<std::size_t>& positions, bool fence);
+  // Maps slabs[i] at positions[i]; with `zero` it is filled with zeros. The fill is done when the call
+  // returns, or has its place in the order of `stream`. Never waits for other work on the device: a kernel
+  // that strays to one of these positions while its guard is exchanged for the slab faults.
+  void map(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs, bool zero,
+           Stream stream);
+  // With `fence`, all work of this process on the device ends first. Without `guard_now`, the positions
+  // fault until guard() is called: guarding takes about as long as unmapping, and others wait for the slabs.
+  void unmap(const std::vector<std::size_t>& positions, bool fence, bool guard_now);
+  // Guards the positions that unmap() left without a guard.
+  void guard();
   // Fills mapped positions with zeros; the fill is done when the call returns.
   void zero(const std::vector<std::size_t>& positions);
   void fence();
@@ -65,8 +72,8 @@ class Range {
 
   void attach(std::size_t position, std::size_t slab);
   void detach(std::size_t position);
-  void fill(const Runs& runs, unsigned char byte);
-  void guard_empty(const Runs& runs);
+  void fill(const Runs& runs, unsigned char byte, Stream stream);
+  void guard_bare();
   // Return what went wrong while undoing, "" if nothing did. slab_at_ is right in any case.
   std::string undo_map(const std::vector<std::size_t>& positions);
   std::string undo_unmap(const std::vector<std::size_t>& positions, const std::vector<std::size_t>& slabs);
@@ -76,6 +83,7 @@ class Range {
   std::unique_ptr<AddressSpace> space_;
   std::vector<std::size_t> slab_at_;      // per position, kNoSlab where it is empty
   std::vector<std::size_t> position_of_;  // per slab, kNoSlab where it is not mapped here
+  std::set<std::size_t> bare_;            // empty positions of a guarded range that have no guard
   mutable std::mutex mutex_;
 };
 

@@ -7,12 +7,17 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace rose {
+
+// A stream of the device, as the number that torch and the driver know it by. 0 is the default stream.
+using Stream = std::optional<std::uintptr_t>;
 
 // Addresses for a number of positions. Not thread-safe. Every call leaves things as they were if it throws.
 class AddressSpace {
@@ -27,9 +32,11 @@ class AddressSpace {
   virtual void detach(std::size_t position) = 0;
   // Makes a run of empty positions read as zeros; a write faults.
   virtual void guard(std::size_t first, std::size_t count) = 0;
-  // Starts to fill a run of allowed positions; it must be settled before any of them is detached.
-  virtual void fill(std::size_t first, std::size_t count, unsigned char byte) = 0;
-  // Waits for the fills.
+  // Starts to fill a run of allowed positions; it must have ended before any of them is detached. It runs on
+  // `stream`, in the order of the work there, or beside all other work if there is none. The host has no
+  // streams: it fills at once.
+  virtual void fill(std::size_t first, std::size_t count, unsigned char byte, Stream stream) = 0;
+  // Waits for the fills that have no stream.
   virtual void settle() = 0;
   // Waits until no work of this process can touch the memory any more.
   virtual void fence() = 0;

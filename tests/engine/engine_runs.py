@@ -276,7 +276,7 @@ class _ConsumedRollout:
 
     def _lose_all(self, why: str) -> None:
         tenant = self.tenant
-        self.driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_ops, why)
+        self.driver.step_until(lambda: tenant.num_owned == 1 and not tenant.has_unmaps, why)
         self.compare(why)
 
     def checks(self, num_moves: int) -> EventChecks:

@@ -78,10 +78,8 @@ class _LateRange:
         self._range = kv_range
         self._wait = wait
 
-    def unmap_many(self, positions: list[int], *, fence: bool = True) -> None:
-        if fence:
-            self._wait()
-        self._range.unmap_many(positions)
+    def fence(self) -> None:
+        self._wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._range, name)

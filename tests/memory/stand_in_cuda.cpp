@@ -102,6 +102,11 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = current.empty() ? nullptr : current.back();
+  return CUDA_SUCCESS;
+}
+
 CUresult cuCtxSynchronize() {
   ENTER("cuCtxSynchronize");
   if (current.empty()) return kInvalidContext;
@@ -134,7 +139,8 @@ CUresult cuStreamSynchronize(CUstream stream) {
 CUresult cuMemsetD8Async(Ptr start, unsigned char byte, std::size_t num_bytes, CUstream stream) {
   ENTER("cuMemsetD8Async");
   if (current.empty()) return kInvalidContext;
-  if (streams.count(stream) == 0 || !may(CU_MEM_ACCESS_FLAGS_PROT_READWRITE, start, num_bytes)) {
+  bool is_known = stream == nullptr || streams.count(stream) != 0;  // null: the default stream
+  if (!is_known || !may(CU_MEM_ACCESS_FLAGS_PROT_READWRITE, start, num_bytes)) {
     return kInvalidValue;
   }
   pending.push_back({start, num_bytes, byte});

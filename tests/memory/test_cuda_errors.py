@@ -6,6 +6,7 @@ its own is not shown here.
 
 import ctypes
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -163,14 +164,49 @@ def test_slabs_are_unmapped_only_after_the_device_is_idle(stand_in: StandIn) -> 
     assert stand_in.calls(range_.fence) == ["cuCtxSynchronize"]
 
 
-def test_a_guard_is_replaced_only_after_the_device_is_idle(stand_in: StandIn) -> None:
+def test_mapping_never_waits_for_the_device(stand_in: StandIn) -> None:
     range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4, guard=True)
-    calls = stand_in.calls(lambda: range_.map(1, 2, zero=False))
-    assert calls == ["cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"]
+    exchange = ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"]
+    assert stand_in.calls(lambda: range_.map(1, 2, zero=False)) == exchange
+    default_stream = 0
+    zeroed = stand_in.calls(lambda: range_.map_many([2], [0], stream=default_stream))
+    assert zeroed == [*exchange, "cuMemsetD8Async"]
+    range_.fence()
+    assert stand_in.read(range_, 2) == {0}
+
+
+def test_slabs_leave_before_their_positions_are_guarded_if_so_wished(stand_in: StandIn) -> None:
+    range_ = stand_in.backend.create(4, stand_in.slab_bytes, "test").reserve(5, guard=True)
+    range_.map_many([0, 1, 2, 3], [0, 1, 2, 3])
+    unmap = stand_in.calls(lambda: range_.unmap_many([1, 2, 3], fence=False, guard=False))
+    assert unmap == ["cuMemUnmap"] * 3
+    assert stand_in.accesses(range_) == ["rw", "", "", "", "r"]
+    bare = stand_in.calls(lambda: range_.map(3, 1, zero=False))
+    assert bare == ["cuMemMap", "cuMemSetAccess"]
+    assert stand_in.calls(range_.guard) == ["cuMemMap"] * 2 + ["cuMemSetAccess"]
+    assert stand_in.accesses(range_) == ["rw", "r", "r", "rw", "r"]
+    assert stand_in.calls(range_.guard) == []
+
+
+def test_memory_is_made_exported_and_imported_without_a_context(stand_in: StandIn) -> None:
+    device = CudaDevice(0, str(stand_in.library))
+
+    def own() -> None:
+        slabs = device.create(2, device.granularity)
+        fds = [slabs.export(index) for index in range(slabs.num_fds)]
+        device.import_fds(fds, device.granularity)
+        for fd in fds:
+            os.close(fd)
+
+    num_held = stand_in.num_held()
+    assert not [call for call in stand_in.calls(own) if "Ctx" in call]
+    assert device.free_bytes > 0
+    assert stand_in.num_held() == num_held  # the context that was asked has ended
 
 
 def test_access_and_zeroing_take_one_call_for_neighbours(stand_in: StandIn) -> None:
     range_ = stand_in.backend.create(6, stand_in.slab_bytes, "test").reserve(9)
+    range_.map(0, 5)  # the first fill makes the stream for fills
     calls = stand_in.calls(lambda: range_.map_many([4, 1, 3, 2, 7], [0, 1, 2, 3, 4]))
     zero = ["cuMemsetD8Async"] * 2 + ["cuStreamSynchronize"]
     assert calls == ["cuMemMap"] * 5 + ["cuMemSetAccess"] * 2 + zero

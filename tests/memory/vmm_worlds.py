@@ -12,22 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.memory.slabs.backend import Backend, CudaBackend, HostBackend, SlabRange
+from rose.transfer.format.device_kernels import SOURCES as KERNELS
 
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-STAND_IN_SOURCE = Path(__file__).with_name("stand_in_cuda.cpp")
+FOLDER = Path(__file__).parent
+STAND_IN_SOURCES = ("stand_in_cuda.cpp", "stand_in_modules.cpp", "kernels_on_host.cpp")
+
+
+def build_library(library: Path, *sources: str) -> Path:
+    """Compiles C++ files of this folder into a library; skips the test where there is no compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        import pytest  # not needed in the processes that tests start
+
+        pytest.skip("no C++ compiler for the stand-in CUDA driver")
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-I", str(KERNELS)]
+    paths = [str(FOLDER / source) for source in sources]
+    subprocess.run([compiler, *options, *paths, "-o", str(library), "-ldl"], check=True)
+    return library
 
 
 def build_stand_in(folder: Path) -> Path:
-    """Compiles the stand-in driver; skips the test where there is no compiler."""
-    import pytest  # not needed in the processes that tests start
-
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler for the stand-in CUDA driver")
-    library = folder / "libstand_in_cuda.so"
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([*command, str(STAND_IN_SOURCE), "-o", str(library)], check=True)
-    return library
+    """Compiles the stand-in driver, under the driver's own name."""
+    return build_library(folder / "libcuda.so.1", *STAND_IN_SOURCES)
 
 
 class World:

@@ -1,17 +1,15 @@
 """These fixtures start real relays, each in its own process, and build the device's codec."""
 
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from host_kernels import HostKernels
 from relay_process import RelayProcess, SharedRelays, StartRelay
+from vmm_worlds import build_library
 
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
 
-ROOT = Path(__file__).parents[2]
 KINDS = ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
 
 
@@ -64,20 +62,7 @@ def relay(relay_url: str) -> Iterator[Relay]:
 
 
 @pytest.fixture(scope="session")
-def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the CUDA kernels as an operator builds them, and returns their path."""
-    if shutil.which("nvcc") is None or shutil.which("make") is None:
-        pytest.skip("no nvcc and make here")
-    library = tmp_path_factory.mktemp("cuda") / "librose_delta_cuda.so"
-    subprocess.run(["make", "-C", ROOT, "cuda", f"DELTA_LIBRARY={library}"], check=True)
-    return library
-
-
-@pytest.fixture(scope="session")
-def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiles the work of the kernels' threads for the processor, and returns the path."""
-    library = tmp_path_factory.mktemp("host") / "libgrid_on_host.so"
-    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    source = Path(__file__).with_name("grid_on_host.cpp")
-    subprocess.run(["g++", *options, "-o", library, source], check=True)
-    return library
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    """Compiles the work of the kernels' threads for the processor."""
+    folder = tmp_path_factory.mktemp("host")
+    return HostKernels(build_library(folder / "libkernels_on_host.so", "kernels_on_host.cpp"))

@@ -1,20 +1,19 @@
 """The delta codec where the tensors lie: compares, compacts and applies on a CUDA device.
 
-Owns the choice between the processor and the device (device_deltas), the loading of the kernels' library
-(csrc/delta/delta_cuda.h), and the buffers of a call. The result is the same rose._delta.Delta that the
-processor makes, with the bits and hashes of csrc/delta/sparse.hpp, so every codec's bytes are the same; only
-the changes cross to the host. Imports torch only when a library is loaded. ROSE builds and runs without it.
+Owns the choice between the processor and the device (device_deltas), and the buffers of a call; the kernels
+are device_kernels.py's. The result is the same rose._delta.Delta that the processor makes, with the bits and
+hashes of csrc/delta/sparse.hpp, so every codec's bytes are the same; only the changes cross to the host.
+Imports torch only when there are kernels. ROSE runs without them.
 """
 
-import ctypes
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rose import _delta
+from rose.transfer.format.device_kernels import WIDTHS, DeviceKernels, device_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,8 @@ _RUN = 2048
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def device_deltas(device: Any, library: Path) -> "DeviceDeltas | None":
-    """Returns the codec on a CUDA device where the kernels are built; None: use the processor's
+def device_deltas(device: Any) -> "DeviceDeltas | None":
+    """Returns the codec on a CUDA device where the kernels can be compiled; None: use the processor's
     (format/codec.py).
 
     For weights on a CUDA device, the log says which one was chosen.
@@ -35,37 +34,29 @@ def device_deltas(device: Any, library: Path) -> "DeviceDeltas | None":
     if device is None or device.type != "cuda":
         return None
     try:
-        deltas = DeviceDeltas(library)
-    except OSError as error:
+        kernels = device_kernels(device.index if device.index is not None else 0)
+    except ImportError as error:
         logger.info(
-            "codec=processor: weights are on %s, but its kernels (make cuda) don't load: %s", device, error
+            "codec=processor: weights are on %s, but cuda-python is missing (install vllm-rose[cuda]): %s",
+            *(device, error),
         )
         return None
-    logger.info("codec=%s: kernels of %s", device, library)
-    return deltas
+    except RuntimeError as error:
+        logger.warning("codec=processor: weights are on %s, but its kernels can't be made: %s", device, error)
+        return None
+    logger.info("codec=%s: kernels compiled", device)
+    return DeviceDeltas(kernels)
 
 
 class DeviceDeltas:
-    """Calls the kernels. library: built from csrc/delta/delta_cuda.cu.
+    """Calls the kernels. Tensors are contiguous vectors on one device, read as raw bits; calls run on its
+    current stream."""
 
-    Tensors are contiguous vectors on one device, read as raw bits; calls run on its current stream. Raises:
-    OSError when the library can't be loaded.
-    """
-
-    def __init__(self, library: Path) -> None:
+    def __init__(self, kernels: DeviceKernels) -> None:
         import torch
 
         self._torch = torch
-        self._calls = ctypes.CDLL(str(library))
-        pointer, number = ctypes.c_void_p, ctypes.c_uint64
-        for name, types in (
-            ("rose_delta_mark", [ctypes.c_int, pointer, pointer, number, *3 * [pointer]]),
-            ("rose_delta_compact", [ctypes.c_int, pointer, pointer, number, number, *6 * [pointer]]),
-            ("rose_delta_add", [ctypes.c_int, pointer, number, number, *3 * [pointer], ctypes.c_int]),
-        ):
-            call = getattr(self._calls, name)
-            call.restype = ctypes.c_char_p
-            call.argtypes = types if name != "rose_delta_add" else [*types, pointer, pointer]
+        self._kernels = kernels
 
     def zeros(self, size: int, width: int, device: Any) -> Any:
         """Returns a vector that these calls accept. Raises: MemoryError."""
@@ -96,7 +87,7 @@ class DeviceDeltas:
         counts = torch.zeros(-(-size // _BLOCK) * (_BLOCK // _RUN), dtype=torch.int32, device=device)
         stream = self._stream(device)
         both = (width, old.data_ptr(), new.data_ptr(), size)
-        self._check(self._calls.rose_delta_mark(*both, masks.data_ptr(), counts.data_ptr(), stream))
+        self._kernels.mark(*both, masks.data_ptr(), counts.data_ptr(), stream)
         ends = torch.cumsum(counts, 0, dtype=torch.int64)
         offsets = ends - counts
         num_changed = int(ends[-1]) if num_runs > 0 else 0
@@ -105,7 +96,7 @@ class DeviceDeltas:
         change = torch.zeros(2, dtype=torch.int64, device=device)
         buffers = (masks, offsets, places, differences, change)
         addresses = [buffer.data_ptr() for buffer in buffers]
-        self._check(self._calls.rose_delta_compact(*both, first_index, *addresses, stream))
+        self._kernels.compact(*both, first_index, addresses, stream)
         delta = _delta.Delta.from_parts(
             counts.view(-1, _BLOCK // _RUN).sum(1).cpu().numpy().astype(np.uint32),
             places.cpu().numpy().view(np.uint16),
@@ -145,8 +136,7 @@ class DeviceDeltas:
         addresses = [part.data_ptr() for part in parts]
         where = (width, base.data_ptr(), size, first_index)
         with self._on(device):
-            stream = self._stream(device)
-            self._check(self._calls.rose_delta_add(*where, *addresses, is_reverse, change.data_ptr(), stream))
+            self._kernels.add(*where, addresses, is_reverse, change.data_ptr(), self._stream(device))
         return _lanes(change)
 
     def _on(self, device: Any) -> AbstractContextManager[Any]:
@@ -156,19 +146,16 @@ class DeviceDeltas:
         )
         return context
 
-    def _stream(self, device: Any) -> int | None:
-        return self._torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    def _stream(self, device: Any) -> int:
+        return self._torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
     @staticmethod
     def _require_vector(tensor: Any) -> int:
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"need a contiguous vector, got shape {tuple(tensor.shape)}")
+        if tensor.element_size() not in WIDTHS:
+            raise ValueError(f"elements must be 1, 2 or 4 bytes wide, got {tensor.element_size()}")
         return int(tensor.numel())
-
-    @staticmethod
-    def _check(error: bytes | None) -> None:
-        if error is not None:
-            raise RuntimeError(f"delta kernels: {error.decode()}")
 
 
 def _lanes(change: Any) -> Lanes:

@@ -9,7 +9,6 @@ different buckets.
 import logging
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,13 +40,10 @@ class KeptCopy(Protocol):
         """Undoes the bucket's last follow(). before: the bucket's hash before it."""
 
 
-def open_kept_copy(source: TorchSource, planes: WeightPlanes, library: Path) -> KeptCopy:
-    """Compares on the device if all weights lie on one that has kernels and room, else on the processor.
-
-    library: the kernels (rose.transfer.format.device_delta).
-    """
+def open_kept_copy(source: TorchSource, planes: WeightPlanes) -> KeptCopy:
+    """Compares on the device if all weights lie on one that has kernels and room, else on the processor."""
     device = source.device()
-    deltas = device_deltas(device, library)
+    deltas = device_deltas(device)
     if deltas is None:
         return HostCopy(source, planes)
     try:

@@ -168,7 +168,7 @@ class WeightPublisher:
         self._is_followed = False
         self._is_under_way = False
         """Whether a version was begun whose commit is not known of yet."""
-        self._kept = open_kept_copy(self._source, self._planes, settings.delta_library)
+        self._kept = open_kept_copy(self._source, self._planes)
         self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, num_threads)
 
     @property

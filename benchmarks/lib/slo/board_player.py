@@ -1,15 +1,17 @@
 """One party of bench_board: a serving engine or a guest on a page, without a GPU.
 
-    python benchmarks/lib/slo/board_player.py PAGE RECORD serve|guest|idle-serving|idle-guest PARTY STEP_MS
+    python benchmarks/lib/slo/board_player.py PAGE RECORD KIND PARTY STEP_MS [DEVICE]
 
-Steps are sleeps. What happened goes into the record, so that it outlives a killed process; PARTY is the place
-in it. A player goes on until the record says stop.
+KIND is serve, guest, idle-serving or idle-guest. Steps are sleeps, or kernels that fill DEVICE, one of
+torch's. What happened goes into the record, so that it outlives a killed process; PARTY is the place in it.
+A player goes on until the record says stop.
 """
 
 import mmap
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rose._shm import Words
@@ -34,6 +36,8 @@ SERVING_STEP_S = 0.0002
 SLACK_S, HANDOVER_S = 0.004, 0.002
 HAS_WORK, DECLINES = 0.7, 0.1
 LONGEST_IDLE_S = 0.004
+Compute = Callable[[float], None]
+"""Computes for a number of seconds."""
 
 
 def open_words(path: str, num_bytes: int) -> Words:
@@ -42,12 +46,13 @@ def open_words(path: str, num_bytes: int) -> Words:
 
 
 def main() -> int:
+    compute = _matmuls(sys.argv[6]) if len(sys.argv) > 6 else time.sleep
     words, record = open_words(sys.argv[1], BOARD_BYTES), open_words(sys.argv[2], RECORD_BYTES)
     party, step_s = PARTIES + PARTY_WORDS * int(sys.argv[4]), float(sys.argv[5]) / 1000
     if sys.argv[3] == "serve":
-        serve(words, record, party)
+        serve(words, record, party, compute)
     elif sys.argv[3] == "guest":
-        roll_out(words, record, party, step_s)
+        roll_out(words, record, party, step_s, compute)
     else:
         _attached = ServingSide(words) if sys.argv[3] == "idle-serving" else RolloutSide(words)
         record.add(party + STEPS, 1)
@@ -56,7 +61,14 @@ def main() -> int:
     return 0
 
 
-def serve(words: Words, record: Words, party: int) -> None:
+def _matmuls(device: str) -> Compute:
+    import torch
+    from gpu.rig import Matmuls
+
+    return Matmuls(torch.device(device))
+
+
+def serve(words: Words, record: Words, party: int, compute: Compute) -> None:
     rng, side = random.Random(party), ServingSide(words)
     while not record.load(STOP):
         if rng.random() < HAS_WORK:
@@ -69,7 +81,7 @@ def serve(words: Words, record: Words, party: int) -> None:
         side.begin_step()
         began_ns = time.monotonic_ns()
         _expect_no_guest(words, record, side.slot)
-        time.sleep(SERVING_STEP_S)
+        compute(SERVING_STEP_S)
         ended_ns = time.monotonic_ns()
         side.end_step(NO_WORK)
         # A step in which this process was stopped itself says nothing.
@@ -80,7 +92,7 @@ def serve(words: Words, record: Words, party: int) -> None:
     side.detach()
 
 
-def roll_out(words: Words, record: Words, party: int, step_s: float) -> None:
+def roll_out(words: Words, record: Words, party: int, step_s: float, compute: Compute) -> None:
     rng, side, me = random.Random(party), RolloutSide(words), own_identity()
     side.set_want(True, step_s)
     while not record.load(STOP):
@@ -92,7 +104,7 @@ def roll_out(words: Words, record: Words, party: int, step_s: float) -> None:
         elif view.may_start and side.try_begin(time.monotonic() + 2 * step_s, view):
             record.store(COMPUTES + side.slot, me)
             _expect_no_guest(words, record, None, but=side.slot)
-            time.sleep(step_s)
+            compute(step_s)
             record.store(COMPUTES + side.slot, 0)
             side.end_step(1)
             record.add(party + STEPS, 1)

@@ -112,12 +112,19 @@ class Tenant:
         return self.ledger.num_owned(self.client.slot)
 
     @property
-    def has_ops(self) -> bool:
-        return bool(self._ops)
+    def has_unmaps(self) -> bool:
+        """Whether slabs wait to be unmapped, which others may need. Slabs to map wait for a step."""
+        return bool(self._ops.unmap)
 
-    def take_ops(self) -> SlabOps:
-        """Returns the operations for the step that is about to be scheduled, and forgets them."""
+    def take_ops(self, *, uses_memory: bool) -> SlabOps:
+        """Returns the operations for the pass that was just scheduled, and forgets them.
+
+        A pass that does not use new memory maps none: zeroing computes on the GPU, where such a pass of a
+        rollout engine has no grant.
+        """
         ops, self._ops = self._ops, SlabOps()
+        if not uses_memory:
+            ops.map, self._ops.map = [], ops.map
         return ops
 
     def slabs_for(self, num_blocks: int) -> int:

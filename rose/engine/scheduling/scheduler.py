@@ -138,8 +138,10 @@ class RoseScheduler(Scheduler):
         if output.total_num_scheduled_tokens > 0:
             self._last_scheduled = frozenset(output.num_scheduled_tokens)
             self.recorder.started(output, self.requests, self._began_s)
-        if self.tenant is not None and self.tenant.has_ops:
-            output.rose_ops = self.tenant.take_ops()
+        if self.tenant is not None:
+            is_loading = output.kv_connector_metadata is not None
+            uses_memory = output.total_num_scheduled_tokens > 0 or is_loading
+            output.rose_ops = self.tenant.take_ops(uses_memory=uses_memory)
         self._in_flight.append(output)
         self._bound_in_flight()
         self._publish_status()
@@ -200,8 +202,8 @@ class RoseScheduler(Scheduler):
 
     def _must_pass(self) -> bool:
         """Returns whether a pass is due although it may schedule nothing: to obey a command, to answer for
-        ended requests, or to send the workers slab operations."""
-        return self._must_step or bool(self._ended) or self._has_ops() or self._has_kv_events()
+        ended requests, or to have the workers unmap slabs."""
+        return self._must_step or bool(self._ended) or self._has_unmaps() or self._has_kv_events()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
@@ -310,8 +312,8 @@ class RoseScheduler(Scheduler):
         )
         return list(islice(waiting, free_slots))
 
-    def _has_ops(self) -> bool:
-        return self.tenant is not None and self.tenant.has_ops
+    def _has_unmaps(self) -> bool:
+        return self.tenant is not None and self.tenant.has_unmaps
 
     def _has_kv_events(self) -> bool:
         """Returns whether KV events wait for a step to publish them, as after a reset of an idle engine's

@@ -40,19 +40,28 @@ class SlabRange(Protocol):
     @property
     def slab_bytes(self) -> int: ...
 
-    def map_many(self, positions: list[int], slabs: list[int], *, zero: bool = True) -> None:
+    def map_many(
+        self, positions: list[int], slabs: list[int], *, zero: bool = True, stream: int | None = None
+    ) -> None:
         """Maps ``slabs[i]`` at ``positions[i]``, all of them or none, and fills them with zeros.
 
+        It never waits for the device's other work. The zeros are there when the call returns; with ``stream``
+        (a cudaStream_t), for the work that is put on that stream later. The host fills at once.
         Raises: ValueError for a mapped position or slab, VmmError where the system or the driver fails.
         """
         ...
 
-    def unmap_many(self, positions: list[int], *, fence: bool = True) -> None:
+    def unmap_many(self, positions: list[int], *, fence: bool = True, guard: bool = True) -> None:
         """Empties the positions, all of them or none.
 
         ``fence`` waits for this process's work on the device; leave it out only when that work is done.
-        Raises: ValueError where nothing is mapped, VmmError.
+        Without ``guard``, the positions of a guarded range fault until :meth:`guard`: others get the slabs
+        sooner. Raises: ValueError where nothing is mapped, VmmError.
         """
+        ...
+
+    def guard(self) -> None:
+        """Guards what :meth:`unmap_many` left without a guard, in a guarded range. Raises: VmmError."""
         ...
 
     def map(self, position: int, slab: int, *, zero: bool = True) -> None: ...
@@ -148,7 +157,10 @@ class CudaBackend:
     """Slabs in the memory of one GPU."""
 
     def __init__(self, device: int, library: str = CUDA_DRIVER) -> None:
-        """Loads the driver and retains the device's primary context. Raises: ValueError, VmmError."""
+        """Loads the driver. The first range retains the device's primary context; slabs need none.
+
+        Raises: ValueError, VmmError.
+        """
         self._device = CudaDevice(device, library)
 
     @property

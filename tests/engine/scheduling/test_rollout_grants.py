@@ -108,6 +108,28 @@ def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: A
     assert board(rollout).load(Word.R_WANT) == 0
 
 
+def test_slabs_are_mapped_by_a_step_that_uses_them_and_unmapped_by_any_pass(rollout: Any) -> None:
+    """Zeroing computes on the GPU, where a pass without a grant has no right to."""
+    tenant = rollout.tenant
+    ServingSide(board(rollout)).publish(
+        ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER)
+    )
+    rollout.add_request(Request("a", [1] * 9, SamplingParams(max_tokens=4), None))
+    refused = rollout.schedule()
+    assert refused.total_num_scheduled_tokens == 0
+    num_grown = tenant.grow(2)
+    waiting = rollout.schedule()
+    assert num_grown == 2 and waiting.total_num_scheduled_tokens == 0 and not waiting.rose_ops
+    assert not rollout._must_pass()
+    given = tenant.idle_positions()[:1]
+    tenant.give_back(given)  # never mapped, so no worker hears of it
+    rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
+    step = rollout.schedule()
+    assert step.total_num_scheduled_tokens == 9
+    assert step.rose_ops.map and not step.rose_ops.unmap
+    assert given[0] not in dict(step.rose_ops.map)
+
+
 class Waits(RolloutSide):
     """No grant comes; after some waits there is input for the engine's loop."""
 

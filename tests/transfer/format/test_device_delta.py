@@ -1,6 +1,9 @@
 """The device's kernels give the processor's bits, on a GPU or thread by thread on the processor."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from random_bits import WIDTHS, Width, changed_bits
+from vmm_worlds import build_stand_in
 
 from rose import _delta
 from rose.transfer.format.device_delta import DeviceDeltas, device_deltas
+from rose.transfer.format.device_kernels import compile_kernels, device_kernels
+
+ROOT = Path(__file__).parents[3]
 
 World = tuple[DeviceDeltas, str]
 SIZES = (1, 31, 2049, 65_536, 200_003)
@@ -22,8 +29,8 @@ SIZES = (1, 31, 2049, 65_536, 200_003)
 def world(request: pytest.FixtureRequest) -> World:
     """Returns the device's codec, and the device that its tensors are on."""
     if request.param == "gpu":
-        return DeviceDeltas(request.getfixturevalue("cuda_library")), "cuda"
-    return DeviceDeltas(request.getfixturevalue("host_library")), "cpu"
+        return DeviceDeltas(device_kernels(0)), "cuda"
+    return DeviceDeltas(request.getfixturevalue("host_kernels")), "cpu"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -59,7 +66,7 @@ def test_tensors_that_do_not_fit_are_refused_before_a_kernel_runs(world: World) 
         deltas.between(x, x[:32], 0)
     with pytest.raises(ValueError, match="contiguous"):
         deltas.between(x[::2], x[::2], 0)
-    with pytest.raises(RuntimeError, match="1, 2 or 4 bytes"):
+    with pytest.raises(ValueError, match="1, 2 or 4 bytes wide, got 8"):
         deltas.between(x.view(torch.int64), x.view(torch.int64), 0)
     bits = np.zeros(32, np.uint16)
     delta, _ = _delta.Delta.between(bits, [bits], 0)
@@ -67,31 +74,64 @@ def test_tensors_that_do_not_fit_are_refused_before_a_kernel_runs(world: World) 
         deltas.apply(delta, x, 0)
 
 
-def test_the_kernels_compile_and_export_their_calls(cuda_library: Path) -> None:
-    DeviceDeltas(cuda_library)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_compile_without_a_gpu_or_a_toolkit(architecture: str) -> None:
+    _require_nvrtc()
+    assert compile_kernels(architecture).startswith(b"\x7fELF")
 
 
-def test_the_processors_codec_is_chosen_for_tensors_in_host_memory(host_library: Path) -> None:
-    assert device_deltas(torch.device("cpu"), host_library) is None
-    assert device_deltas(None, host_library) is None
+def test_an_architecture_that_nvrtc_does_not_know_is_named() -> None:
+    _require_nvrtc()
+    with pytest.raises(RuntimeError, match="NVRTC refuses the delta kernels for sm_1"):
+        compile_kernels("sm_1")
 
 
-def test_the_kernels_are_chosen_for_a_device_that_has_them(
-    host_library: Path, caplog: pytest.LogCaptureFixture
+def test_the_driver_gets_the_kernels_arguments_from_cuda_python(tmp_path: Path) -> None:
+    """In a process of its own, as everything there finds the stand-in for the driver."""
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
+    build_stand_in(tmp_path)
+    code = """
+import numpy as np, torch
+from rose import _delta
+from rose.transfer.format.device_delta import DeviceDeltas
+from rose.transfer.format.device_kernels import DeviceKernels
+old = np.arange(70_001, dtype=np.uint16)
+new = old + (old % 5 == 0)
+expected, lanes = _delta.Delta.between(old, [new], 2**40)
+deltas = DeviceDeltas(DeviceKernels(0, b"no code"))
+x, y = (torch.from_numpy(bits.view(np.int16)) for bits in (old, new))
+delta, change = deltas.between(x, y, 2**40)
+assert (delta.g8s(), change) == (expected.g8s(), lanes)
+assert deltas.apply(expected, x, 2**40) == lanes and torch.equal(x, y)
+print("equal")
+"""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, text=True, capture_output=True, env=environment
+    )
+    assert done.stdout == "equal\n", done.stderr
+
+
+def _require_nvrtc() -> None:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-python is not installed")
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+def test_the_processors_codec_is_chosen_for_tensors_in_host_memory() -> None:
+    assert device_deltas(torch.device("cpu")) is None
+    assert device_deltas(None) is None
+
+
+def test_without_a_driver_or_cuda_python_the_processor_is_chosen_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(device_deltas(torch.device("cuda", 1), host_library), DeviceDeltas)
-    assert f"codec=cuda:1: kernels of {host_library}" in caplog.text
-
-
-def test_without_kernels_the_processor_is_chosen_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    assert device_deltas(torch.device("cuda", 0), tmp_path / "missing.so") is None
+    assert device_deltas(torch.device("cuda", 100)) is None
     (record,) = caplog.records
-    assert "codec=processor" in record.message and "make cuda" in record.message
-    assert "cuda:0" in record.message and "missing.so" in record.message
+    assert "codec=processor: weights are on cuda:100" in record.message
 
 
 def test_parts_that_form_no_valid_difference_are_refused() -> None:

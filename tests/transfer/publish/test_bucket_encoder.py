@@ -9,6 +9,7 @@ import torch
 
 from rose.transfer.format.codec import Bits, Codec, decode
 from rose.transfer.format.device_delta import DeviceDeltas
+from rose.transfer.format.device_kernels import device_kernels
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.bucket_encoder import BucketEncoder
@@ -26,7 +27,7 @@ def place(request: pytest.FixtureRequest) -> Place:
         return torch.device("cpu"), HostCopy
     is_gpu = request.param == "gpu"
     device = torch.device("cuda" if is_gpu else "cpu")
-    deltas = DeviceDeltas(request.getfixturevalue("cuda_library" if is_gpu else "host_library"))
+    deltas = DeviceDeltas(device_kernels(0) if is_gpu else request.getfixturevalue("host_kernels"))
     return device, lambda source, planes: DeviceCopy(source, planes, deltas, device)
 
 

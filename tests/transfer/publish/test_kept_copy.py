@@ -1,10 +1,9 @@
 """The result is the same wherever a trainer's weights are compared."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from host_kernels import HostKernels
 
 from rose.transfer.format.device_delta import DeviceDeltas
 from rose.transfer.format.layout import Layout
@@ -28,13 +27,13 @@ def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("cast", [None, "bfloat16"])
 def test_a_device_gives_the_processors_patches_hashes_and_planes(
-    host_library: Path, cast: str | None
+    host_kernels: HostKernels, cast: str | None
 ) -> None:
     weights = tensors(torch.float16)
     source = TorchSource(weights, cast)
     layout = Layout(source.specs(), bucket_bytes=40_000)
     host = HostCopy(source, WeightPlanes(layout))
-    device = DeviceCopy(source, WeightPlanes(layout), DeviceDeltas(host_library), CPU)
+    device = DeviceCopy(source, WeightPlanes(layout), DeviceDeltas(host_kernels), CPU)
     for bucket in layout.buckets:
         host.fill(bucket)
         device.fill(bucket)
@@ -50,11 +49,13 @@ def test_a_device_gives_the_processors_patches_hashes_and_planes(
     device.planes.check_integrity()
 
 
-def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(host_library: Path) -> None:
+def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(
+    host_kernels: HostKernels,
+) -> None:
     weight = torch.zeros(9000, dtype=torch.bfloat16)
     source = TorchSource({"a": weight}, None)
     planes = WeightPlanes(Layout(source.specs()))
-    kept = DeviceCopy(source, planes, DeviceDeltas(host_library), CPU)
+    kept = DeviceCopy(source, planes, DeviceDeltas(host_kernels), CPU)
     (bucket,) = planes.layout.buckets
     kept.fill(bucket)
     planes.fill(bucket, np.ones(9000, np.uint16))
@@ -65,16 +66,16 @@ def test_a_device_copy_that_differs_from_the_hosts_is_found_and_nothing_changes(
     planes.check_integrity()
 
 
-def test_weights_in_host_memory_are_compared_there(host_library: Path) -> None:
+def test_weights_in_host_memory_are_compared_there() -> None:
     source = TorchSource({"a": torch.zeros(4)}, None)
-    kept = open_kept_copy(source, WeightPlanes(Layout(source.specs())), host_library)
+    kept = open_kept_copy(source, WeightPlanes(Layout(source.specs())))
     assert isinstance(kept, HostCopy)
 
 
 @pytest.mark.gpu
-def test_weights_on_a_device_are_compared_there(cuda_library: Path) -> None:
+def test_weights_on_a_device_are_compared_there() -> None:
     source = TorchSource({"a": torch.zeros(4, device="cuda")}, None)
-    kept = open_kept_copy(source, WeightPlanes(Layout(source.specs())), cuda_library)
+    kept = open_kept_copy(source, WeightPlanes(Layout(source.specs())))
     assert isinstance(kept, DeviceCopy)
 
 

@@ -1,13 +1,13 @@
 // Owns the state hash of one element: two 64-bit lanes, summed modulo 2^64 over (global element index, raw
 // bits). The sum is independent of the order and the sharding of the elements, and the change of one element
 // moves it by hash(new) - hash(old), so an update costs O(changed). Never reads values as numbers. Runs on
-// the processor and, compiled by nvcc, on the device.
+// the processor and, compiled by NVRTC, on the device.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#ifdef __CUDACC__
+#ifdef __CUDACC__  // NVRTC defines it too
 #define ROSE_ANYWHERE __host__ __device__
 #else
 #define ROSE_ANYWHERE

@@ -1,4 +1,4 @@
-// Owns the work of one thread of each CUDA kernel. delta_cuda.cu makes kernels from it, and the tests run it
+// Owns the work of one thread of each CUDA kernel. delta.cu makes kernels from it, and the tests run it
 // on the processor, thread by thread. The difference has the form of sparse.hpp: places inside blocks of 64
 // Ki elements, in rising order, and the wrap differences.
 //
@@ -17,7 +17,7 @@ constexpr std::size_t kGroup = 32;
 constexpr std::size_t kGroupsPerRun = 64;
 constexpr std::size_t kBlockElements = 65536;
 
-constexpr std::size_t divide_up(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+ROSE_ANYWHERE constexpr std::size_t divide_up(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 ROSE_ANYWHERE inline unsigned count_ones(std::uint32_t mask) {
 #ifdef __CUDA_ARCH__

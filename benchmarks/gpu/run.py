@@ -1,0 +1,199 @@
+"""Checks and measures on a GPU what the tests show on a stand-in driver: one command, unattended.
+
+Each part runs in a process of its own, for ten minutes at most; a part that fails does not stop the others.
+Each prints one table. The summary says which parts passed, failed or were skipped, and why. The status is 0
+if none failed. The first parts need torch and a CUDA driver alone.
+
+    python benchmarks/gpu/run.py --json gpu.json
+    python benchmarks/gpu/run.py --part poison
+    python benchmarks/gpu/run.py --dry-run      without a GPU: every part runs, on the stand-in
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+sys.path[:0] = [str(FOLDER.parent), str(ROOT)]
+
+from lib.harness import run_benchmark  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from rose.config import child_environment  # noqa: E402
+from rose.measure.environment import collect_env  # noqa: E402
+
+PART_TIMEOUT_S = 590.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One thing to run: a function of a module in this folder."""
+
+    module: str
+    function: str = "measure"
+    needs: tuple[str, ...] = ()
+    """Modules without which it is skipped."""
+    is_in_dry_run: bool = True
+
+
+PARTS = {
+    "contract": Part(module="suites", function="measure_contract", needs=("pytest", "hypothesis")),
+    "costs": Part(module="driver_costs"),
+    "moves": Part(module="slab_moves", function="measure_moves"),
+    "guards": Part(module="slab_moves", function="measure_guards"),
+    "aliasing": Part(module="slab_moves", function="measure_aliasing"),
+    "cut": Part(module="slab_moves", function="measure_cut"),
+    "beside": Part(module="beside_kernels"),
+    "poison": Part(module="poison"),
+    "offsets": Part(module="offsets"),
+    "delta": Part(module="delta_kernels", needs=("cuda.bindings",)),
+    "contexts": Part(module="contexts"),
+    "board": Part(module="suites", function="measure_board"),
+    "engines": Part(module="suites", function="measure_engines", needs=("vllm",), is_in_dry_run=False),
+    "kvcached": Part(module="suites", function="measure_kvcached", needs=("kvcached",)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a part."""
+
+    part: str
+    status: str
+    """``passed``, ``failed`` or ``skipped``."""
+    reason: str
+    seconds: float
+    figures: list[dict[str, Any]]
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    if arguments.in_process:
+        return _measure(arguments)
+    names = [arguments.part] if arguments.part is not None else list(PARTS)
+    with tempfile.TemporaryDirectory(prefix="rose-gpu-kit-") as folder:
+        paths = os.pathsep.join([str(FOLDER.parent), str(ROOT)])
+        environment = child_environment({"PYTHONPATH": paths})
+        if arguments.dry_run:
+            environment["LD_LIBRARY_PATH"] = str(_build_stand_in(Path(folder)))
+        outcomes = [_run(name, arguments, Path(folder), environment) for name in names]
+    _summarize(outcomes)
+    if arguments.json is not None:
+        _write(arguments, outcomes)
+    return int(any(outcome.status == "failed" for outcome in outcomes))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=list(PARTS), help="only this part")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write env, figures and outcomes here")
+    parser.add_argument("--quick", action="store_true", help="few repeats: wide spreads")
+    parser.add_argument("--dry-run", action="store_true", help="on the stand-in driver; implies --quick")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _build_stand_in(folder: Path) -> Path:
+    """Compiles the stand-in driver; returns the folder that it is in."""
+    sys.path.append(str(ROOT / "tests" / "memory"))
+    from vmm_worlds import build_stand_in
+
+    build_stand_in(folder)
+    return folder
+
+
+def _run(name: str, arguments: argparse.Namespace, folder: Path, environment: dict[str, str]) -> Outcome:
+    """Runs a part in its own process."""
+    part = PARTS[name]
+    missing = [module for module in part.needs if not _has(module)]
+    if missing or (arguments.dry_run and not part.is_in_dry_run):
+        reason = f"{', '.join(missing)} not installed" if missing else "not part of a dry run"
+        return Outcome(part=name, status="skipped", reason=reason, seconds=0.0, figures=[])
+    report = folder / f"{name}.json"
+    argv = [sys.executable, str(FOLDER / "run.py"), "--in-process", "--part", name, "--json", str(report)]
+    argv += ["--quick"] * (arguments.quick or arguments.dry_run) + ["--dry-run"] * arguments.dry_run
+    print(f"== {name}", flush=True)
+    start = time.monotonic()
+    log = folder / f"{name}.log"
+    with log.open("w") as errors:
+        try:
+            status = subprocess.run(
+                argv, check=False, env=environment, stderr=errors, timeout=PART_TIMEOUT_S
+            ).returncode
+            reason = (log.read_text().strip().splitlines() or [f"status {status}"])[-1] if status else ""
+        except subprocess.TimeoutExpired:
+            status, reason = 124, f"stopped after {PART_TIMEOUT_S:.0f} s"
+    if status:
+        sys.stderr.write(log.read_text()[-4000:])
+    figures = json.loads(report.read_text())["figures"] if report.exists() else []
+    return Outcome(
+        part=name,
+        status="failed" if status else "passed",
+        reason=reason or _missed(figures),
+        seconds=round(time.monotonic() - start, 1),
+        figures=figures,
+    )
+
+
+def _missed(figures: list[dict[str, Any]]) -> str:
+    """Names the figures that miss their targets."""
+    from run_all import meets
+
+    missed = [each["name"] for each in figures if meets(each["value"], each["target"]) is False]
+    return f"misses its target: {', '.join(missed)}" if missed else ""
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    """Measures one part in this process."""
+    part = PARTS[arguments.part]
+    measure = getattr(importlib.import_module(f"gpu.{part.module}"), part.function)
+    from gpu.rig import Rig
+
+    argv = ["--json", str(arguments.json), *(["--quick"] if arguments.quick else [])]
+    rig = Rig(is_dry=arguments.dry_run, is_quick=arguments.quick)
+    return run_benchmark(measure.__doc__, lambda _: measure(rig), argv=argv)
+
+
+def _summarize(outcomes: list[Outcome]) -> None:
+    table = Table(title="GPU kit")
+    for column in ("part", "status", "seconds", "reason"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    for outcome in outcomes:
+        table.add_row(outcome.part, outcome.status, f"{outcome.seconds:.0f}", outcome.reason)
+    Console().print(table, markup=False)
+
+
+def _write(arguments: argparse.Namespace, outcomes: list[Outcome]) -> None:
+    env = collect_env(seed=0, quick=arguments.quick or arguments.dry_run).to_json()
+    commit = ROOT / "COMMIT"  # in a bundle, which has no git
+    if env["commit"] is None and commit.exists():
+        env["commit"] = commit.read_text().strip()
+    env["is_dry_run"] = arguments.dry_run
+    figures = [figure for outcome in outcomes for figure in outcome.figures]
+    parts = [{key: value for key, value in asdict(each).items() if key != "figures"} for each in outcomes]
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps({"env": env, "figures": figures, "parts": parts}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
