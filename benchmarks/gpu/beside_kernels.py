@@ -4,9 +4,9 @@ import os
 import sys
 from time import perf_counter
 
-from gpu.rig import Matmuls, Rig
 from lib.harness import median_figure
 
+from gpu.rig import Matmuls, Rig
 from rose.measure.figures import Figure, percentile
 
 NUM_SLABS = 16

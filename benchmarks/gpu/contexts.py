@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from gpu.rig import Matmuls, Rig, check
 from lib.harness import median_figure
 
+from gpu.rig import Matmuls, Rig, check
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import CudaBackend

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from gpu.rig import Rig
 from lib.harness import median_figure
 
+from gpu.rig import Rig
 from rose import _delta
 from rose.measure.figures import Figure
 from rose.transfer.format.device_delta import DeviceDeltas

@@ -6,9 +6,9 @@ from collections import defaultdict
 from time import perf_counter
 from typing import Any
 
-from gpu.rig import Rig
 from lib.harness import median_figure
 
+from gpu.rig import Rig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import CUDA_DRIVER
 

@@ -5,8 +5,8 @@ in a cache of vLLM's own layout and not here. A range needs no memory where noth
 """
 
 import torch
-from gpu.rig import Rig
 
+from gpu.rig import Rig
 from rose.measure.figures import Figure
 
 RANGE_BYTES = 9 << 30

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 
 import torch
-from gpu.rig import Rig
 
+from gpu.rig import Rig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import SlabRange
 

@@ -5,9 +5,9 @@ from time import perf_counter
 
 import bench_vmm
 import torch
-from gpu.rig import MIB, Rig
 from lib.harness import median_figure
 
+from gpu.rig import MIB, Rig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import BackendKind, SlabRange
 

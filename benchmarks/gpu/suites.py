@@ -7,8 +7,8 @@ import sys
 
 import bench_board
 import bench_kvcached
-from gpu.rig import ROOT, Rig
 
+from gpu.rig import ROOT, Rig
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 
