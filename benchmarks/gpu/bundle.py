@@ -7,7 +7,7 @@ The machine has torch and its CUDA libraries; the bundle makes an environment be
 On the machine:
 
     mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar
-    sh install.sh && venv/bin/python benchmarks/gpu/run.py --json gpu.json
+    sh install && venv/bin/python benchmarks/gpu/run.py --json gpu.json
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> int:
         folder = Path(name)
         _download(requirements, arguments.python, folder / "wheels")
         (folder / "requirements.txt").write_text("\n".join(requirements) + "\n")
-        (folder / "install.sh").write_text(INSTALL)
+        (folder / "install").write_text(INSTALL)
         (folder / "COMMIT").write_text(_git("rev-parse", "--short=12", "HEAD"))
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         _pack(arguments.output, folder, is_own_python=arguments.python == own)
