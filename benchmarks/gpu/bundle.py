@@ -7,7 +7,7 @@ The machine has torch and its CUDA libraries; the bundle makes an environment be
 On the machine:
 
     mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar
-    sh install && venv/bin/python benchmarks/gpu/run.py --json gpu.json
+    sh benchmarks/gpu/install.sh && venv/bin/python benchmarks/gpu/run.py --json gpu.json
 """
 
 import argparse
@@ -23,20 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGEST_BYTES = 60 << 20
 TESTING = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "pybind11", "setuptools>=77")
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
-INSTALL = """#!/bin/sh
-# Makes venv/ beside the torch of PYTHON (default: python3). It needs no network.
-set -e
-cd "$(dirname "$0")"
-"${PYTHON:-python3}" -m venv --system-site-packages venv
-venv/bin/python -m pip install -q --no-index --find-links wheels -r requirements.txt
-where='import sysconfig; print(sysconfig.get_path("purelib"))'
-# PYTHON may be of an environment itself, whose packages come after this one's.
-{ pwd; "${PYTHON:-python3}" -c "$where"; } > "$(venv/bin/python -c "$where")/rose.pth"
-# The extensions are compiled for one Python; another one compiles them here, with its compiler.
-venv/bin/python -c 'import rose._shm, rose._vmm, rose._delta' 2>/dev/null ||
-    venv/bin/python setup.py -q build_ext --inplace
-venv/bin/python -c 'import rose._shm, rose._vmm, rose._delta, torch; print("ready, torch", torch.__version__)'
-"""
 
 
 def main() -> int:
@@ -58,7 +44,6 @@ def main() -> int:
         folder = Path(name)
         _download(requirements, arguments.python, folder / "wheels")
         (folder / "requirements.txt").write_text("\n".join(requirements) + "\n")
-        (folder / "install").write_text(INSTALL)
         (folder / "COMMIT").write_text(_git("rev-parse", "--short=12", "HEAD"))
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         _pack(arguments.output, folder, is_own_python=arguments.python == own)
