@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 
 import torch
-from gpu.rig import Rig
 
+from gpu.rig import Rig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import SlabRange
 
@@ -88,7 +88,7 @@ class PagedAttention:
         return torch.nn.functional.scaled_dot_product_attention(self._query, keys, values)
 
     def _captured(self) -> Callable[[], torch.Tensor]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._attend()
