@@ -42,7 +42,8 @@ def _green_figures(rig: Rig) -> list[Figure]:
     alone = [rig.time_us(lambda: matmuls(0.02)) for _ in range(rig.count(20))]
     stream, num_sms, all_sms = _green_stream(driver)
     confined = []
-    with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
+    half = torch.cuda.ExternalStream(int(stream))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(half):
         for _ in range(rig.count(20)):
             confined.append(rig.time_us(lambda: matmuls(0.02)))
     slowdown = [each / min(alone) for each in confined]

@@ -88,7 +88,7 @@ class PagedAttention:
         return torch.nn.functional.scaled_dot_product_attention(self._query, keys, values)
 
     def _captured(self) -> Callable[[], torch.Tensor]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._attend()

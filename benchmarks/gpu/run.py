@@ -109,9 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 def _build_stand_in(folder: Path) -> Path:
     """Compiles the stand-in driver; returns the folder that it is in."""
     sys.path.append(str(ROOT / "tests" / "memory"))
-    from vmm_worlds import build_stand_in
-
-    build_stand_in(folder)
+    importlib.import_module("vmm_worlds").build_stand_in(folder)
     return folder
 
 

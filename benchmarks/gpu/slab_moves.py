@@ -18,7 +18,7 @@ CUT_BATCH = 16
 
 def measure_moves(rig: Rig) -> list[Figure]:
     """Runs bench_vmm's figures on CUDA."""
-    sizes = bench_vmm.QUICK_SIZES_MIB if rig.is_quick else bench_vmm.SIZES_MIB
+    sizes: tuple[int, ...] = bench_vmm.QUICK_SIZES_MIB if rig.is_quick else bench_vmm.SIZES_MIB
     batch_bytes = 4 * MIB if rig.is_dry else bench_vmm.BATCH_BYTES
     sizes = (1, 2) if rig.is_dry else sizes
     return bench_vmm.measure_sizes(rig.backend, BackendKind.CUDA, sizes, batch_bytes, rig.count(20))

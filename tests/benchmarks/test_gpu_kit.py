@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_the_stand_in_driver_and_says_what_it_found(tmp_path: Path) -> None:
     report = tmp_path / "kit.json"
     command = [sys.executable, str(ROOT / "benchmarks/gpu/run.py"), "--dry-run", "--json", str(report)]
