@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from vllm.exceptions import GracefulHTTPError, VLLMError
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -149,11 +150,16 @@ class TokenPlane(EngineCoreClient):
         return waited_s
 
     def _is_behind(self, request_id: str) -> bool:
-        """Whether vLLM would merge a request's next output with one that its handler has not taken yet."""
+        """Whether vLLM would merge a request's next output with one that its handler has not taken yet. The
+        answers of a chat (n above 1) share a queue, and are told apart there."""
         assert self.processor is not None
+        if request_id in self._unread:
+            return True
         state = self.processor.request_states.get(request_id)
-        queue = state.queue if state is not None else None
-        return request_id in self._unread or (queue is not None and queue.output is not None)
+        waiting = state.queue.output if state is not None and state.queue is not None else None
+        return isinstance(waiting, RequestOutput) and any(
+            answer.index == state.request_index for answer in waiting.outputs
+        )
 
     async def _answer(
         self, request: EngineCoreRequest, headers: Mapping[str, str]
