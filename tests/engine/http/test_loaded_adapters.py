@@ -169,7 +169,8 @@ async def test_a_version_whose_place_is_taken_while_it_is_copied_leaves_no_files
 
     async def late(method: str, args: tuple[str, ...]) -> list[str | None]:
         engine.models.lora_requests["own"] = LoRARequest("own", 77, "/own")  # by vLLM's own route
-        return await checked(method, args)
+        problems: list[str | None] = await checked(method, args)
+        return problems
 
     monkeypatch.setattr(engine.core, "collective_rpc", late)
     with pytest.raises(NoRoom):
