@@ -20,8 +20,8 @@ def roll_back(publisher: WeightPublisher, number: int) -> SyncReport:
     run's next version.
 
     Trainer weights that are wider than the published ones get the published values. For a trainer of one
-    rank. Raises: ValueError for more; RelayError if the relay does not have the version any more, and then
-    nothing has changed; what publish() raises.
+    rank. Raises: ValueError for more; RelayError if the relay does not have the version any more, and
+    FrameError if what it has is damaged: nothing has changed then; what publish() raises.
     """
     if publisher.num_ranks > 1:
         raise ValueError(

@@ -1,6 +1,7 @@
 """An engine's copies of the LoRA adapters that it holds: one folder for each engine, in memory.
 
-Owns the copies' files. Promises that a copy never changes, and that whichever engine or command starts next
+Owns the copies' files, which are links where they can be. Promises that a copy does not change when its
+source is removed or replaced; a source must not be written in place. Whichever engine or command starts next
 removes the folder of an engine that was killed, and never that of a running one: its API server locks it.
 """
 

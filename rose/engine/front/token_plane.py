@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from vllm.exceptions import GracefulHTTPError, VLLMError
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -45,8 +46,12 @@ _DATA = b"data: "
 _DONE = b"[DONE]"
 _PAUSE_S = 0.001
 """The first wait for a token to be taken; the next ones are longer."""
+_LONGEST_PAUSE_S = 0.1
 _PATIENCE_S = 5.0
-"""How long a request's tokens wait in all for a client that takes them slowly. Its deltas are merged then."""
+"""How long a request's tokens wait for a client that takes them slowly. Its deltas are merged then."""
+_EARNED_S = 0.02
+"""The patience that comes back with each token that was taken. A long answer to a client that keeps up would
+otherwise use up all patience in waits of a millisecond."""
 _LINE_BYTES = 2**24
 """A line of a stream holds one event, with the log-probabilities of a few tokens."""
 
@@ -123,11 +128,9 @@ class TokenPlane(EngineCoreClient):
         patience_s = _PATIENCE_S if streams_single_tokens(request.sampling_params) else 0.0
         try:
             async for output in self._answer(request, headers):
-                pause_s = _PAUSE_S
-                while patience_s > 0 and self._is_behind(request.request_id):
-                    await asyncio.sleep(pause_s)
-                    patience_s -= pause_s
-                    pause_s *= 2
+                if patience_s > 0:
+                    patience_s -= await self._waited_s(request.request_id, patience_s)
+                    patience_s = min(patience_s + _EARNED_S, _PATIENCE_S) if patience_s > 0 else 0.0
                 self._unread.add(request.request_id)
                 self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
         except VLLMError as error:
@@ -136,12 +139,27 @@ class TokenPlane(EngineCoreClient):
             logger.exception("turn failed request=%s", request.request_id)
             self._fail(request.request_id, _http_error(500, "the front failed; its log holds the reason"))
 
+    async def _waited_s(self, request_id: str, most_s: float) -> float:
+        """Waits until a request's handler has taken all outputs, and returns how long that was. Ends once
+        ``most_s`` are over; a stall of the event loop does not count."""
+        waited_s, pause_s = 0.0, _PAUSE_S
+        while waited_s < most_s and self._is_behind(request_id):
+            await asyncio.sleep(pause_s)
+            waited_s += pause_s
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return waited_s
+
     def _is_behind(self, request_id: str) -> bool:
-        """Whether vLLM would merge a request's next output with one that its handler has not taken yet."""
+        """Whether vLLM would merge a request's next output with one that its handler has not taken yet. The
+        answers of a chat (n above 1) share a queue, and are told apart there."""
         assert self.processor is not None
+        if request_id in self._unread:
+            return True
         state = self.processor.request_states.get(request_id)
-        queue = state.queue if state is not None else None
-        return request_id in self._unread or (queue is not None and queue.output is not None)
+        waiting = state.queue.output if state is not None and state.queue is not None else None
+        return isinstance(waiting, RequestOutput) and any(
+            answer.index == state.request_index for answer in waiting.outputs
+        )
 
     async def _answer(
         self, request: EngineCoreRequest, headers: Mapping[str, str]

@@ -142,7 +142,6 @@ class EngineAdapters:
             except Exception as error:  # whatever fails in vLLM: the engine is activated without it
                 logger.exception("kept adapter not loaded: name=%s", name)
                 self.problems[run_id] = f"{version}: {error}"
-                shutil.rmtree(kept.folder, ignore_errors=True)
 
     async def _load(self, version: WeightVersion, update: AdapterUpdate, *, is_active: bool) -> None:
         name, run_id = lora_name(version), version.run_id
@@ -169,8 +168,8 @@ class EngineAdapters:
         """Lets new turns of the run have a version, which is loaded if it is not yet."""
         name = held.request.lora_name
         if name not in self._loaded:
-            self._check_room(run_id, held.update.version)
             try:
+                self._check_room(run_id, held.update.version)
                 await self._client.add_lora(held.request)
             except BaseException:
                 await self._forget(held)

@@ -261,7 +261,8 @@ class Registry:
         """Returns what a worker is told with the question for its status (Lease, Followers)."""
         told: dict[str, Any] = {"follower": self.name, "every_s": str(self._config.heartbeat_s)}
         known = [worker.weight_version] if worker.weight_version is not None else []
-        told["knows"] = [str(version) for version in (*known, *worker.adapters.values())]
+        # The weights come last: an engine that expects a single version takes the last one.
+        told["knows"] = [str(version) for version in (*worker.adapters.values(), *known)]
         told |= {"cap": worker.cap, "wants": worker.in_flight + self._num_waiting()}
         if owner := worker.owner:
             is_needed = worker.tenants[owner] > 0 or self._is_waited_for(worker, owner)

@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from rose.engine.front import token_plane
 from rose.engine.front.token_plane import TokenPlane
 from rose.node.checks import free_port
 from tests.scheduler.rollout.conftest import running_router
@@ -36,8 +38,8 @@ async def answer(urls: Sequence[str], **params: Any) -> list[int]:
         await plane._close()
 
 
-def request_of(**params: Any) -> EngineCoreRequest:
-    sampling = SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA, **params)
+def request_of(max_tokens: int = 8, **params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, **params)
     return EngineCoreRequest(
         request_id="r",
         prompt_token_ids=PROMPT,
@@ -74,21 +76,68 @@ async def test_what_can_not_go_on_elsewhere_is_an_error() -> None:
         await answer([NOWHERE])
 
 
-async def test_a_token_waits_until_its_client_has_taken_the_last_one() -> None:
-    """vLLM merges deltas otherwise, which some of its parsers misread."""
-    taking, tokens = RequestOutputCollector(RequestOutputKind.DELTA, "r"), list[int]()
+def delta(index: int, token_ids: Sequence[int]) -> RequestOutput:
+    """What vLLM makes of an output of the answer `index` of a chat."""
+    answer = CompletionOutput(index, "", token_ids, cumulative_logprob=None, logprobs=None)
+    return RequestOutput("r", None, PROMPT, None, [answer], finished=False)
+
+
+async def taken(num_tokens: int, client_s: float | None) -> tuple[list[int], int]:
+    """Returns the tokens of a stream, and how many came while the client had not taken the last one.
+
+    `client_s`: how long the client takes for each token; None: it takes none.
+    """
+    taking, tokens, num_early = RequestOutputCollector(RequestOutputKind.DELTA, "r"), list[int](), 0
     async with ScriptedWorker() as worker, running_router(worker.url) as router:
         plane = TokenPlane([router.url], "scripted", None)
-        plane.processor = SimpleNamespace(request_states={"r": SimpleNamespace(queue=taking)})
-        await plane.add_request_async(request_of())
+        plane.processor = SimpleNamespace(
+            request_states={"r": SimpleNamespace(queue=taking, request_index=0)}
+        )
+        await plane.add_request_async(request_of(num_tokens))
         is_finished = False
         while not is_finished:
             (output,) = (await plane.get_output_async()).outputs
-            taking.output = output
-            await asyncio.sleep(0.05)
-            assert plane._outputs.empty()
-            taking.output = None
+            num_early += taking.output is not None
+            taking.put(delta(0, output.new_token_ids))
+            if client_s is not None:
+                await asyncio.sleep(client_s)
+                num_early += plane._outputs.qsize()
+                taking.get_nowait()
             tokens += output.new_token_ids
             is_finished = output.finish_reason is not None
         await plane._close()
-    assert tokens == expected_tokens(PROMPT, 8)
+    return tokens, num_early
+
+
+async def test_a_token_waits_until_its_client_has_taken_the_last_one() -> None:
+    """vLLM merges deltas otherwise, which some of its parsers misread."""
+    assert await taken(8, 0.05) == (expected_tokens(PROMPT, 8), 0)
+
+
+async def test_a_client_that_keeps_up_gets_single_tokens_however_long_the_answer_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_plane, "_PATIENCE_S", 0.05)
+    assert await taken(40, 0.005) == (expected_tokens(PROMPT, 40), 0)
+
+
+async def test_a_client_that_takes_nothing_holds_up_its_own_tokens_for_a_bounded_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_plane, "_PATIENCE_S", 0.05)
+    tokens, num_early = await taken(40, None)
+    assert tokens == expected_tokens(PROMPT, 40) and num_early > 0
+
+
+async def test_one_answer_of_a_chat_does_not_wait_for_another() -> None:
+    taking = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    plane = TokenPlane([NOWHERE], "scripted", None)
+    states = {name: SimpleNamespace(queue=taking, request_index=at) for at, name in enumerate(("a", "b"))}
+    plane.processor = SimpleNamespace(request_states=states)
+    taking.put(delta(0, [7]))
+    assert plane._is_behind("a") and not plane._is_behind("b")
+    taking.put(delta(1, [8]))
+    assert plane._is_behind("a") and plane._is_behind("b")
+    both = taking.get_nowait()
+    assert both is not None and [answer.token_ids for answer in both.outputs] == [[7], [8]]
+    assert not plane._is_behind("a") and not plane._is_behind("b")

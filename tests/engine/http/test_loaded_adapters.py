@@ -161,6 +161,23 @@ async def test_a_kept_version_that_has_no_place_is_told_and_can_be_delivered_aga
         await engine.adapters.load(update)
 
 
+async def test_a_version_whose_place_is_taken_while_it_is_copied_leaves_no_files(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(2)
+    checked = engine.core.collective_rpc
+
+    async def late(method: str, args: tuple[str, ...]) -> list[str | None]:
+        engine.models.lora_requests["own"] = LoRARequest("own", 77, "/own")  # by vLLM's own route
+        problems: list[str | None] = await checked(method, args)
+        return problems
+
+    monkeypatch.setattr(engine.core, "collective_rpc", late)
+    with pytest.raises(NoRoom):
+        await engine.load("math/0")
+    assert (engine.files, engine.adapters.versions()) == (set(), [])
+
+
 async def test_a_version_that_vllms_own_route_unloads_is_told_as_gone_and_comes_back(make: Any) -> None:
     engine = make(4)
     update = await engine.load("math/0")

@@ -236,3 +236,11 @@ def test_a_version_that_is_none_is_refused(text: str) -> None:
     worker = Worker(WorkerSpec(url="http://gpu:1"), RouterConfig())
     with pytest.raises(Exception, match="want RUN/NUMBER"):
         worker.take_status(RoutingStatus(adapters=[text]), 0.0)
+
+
+async def test_an_engine_that_expects_one_version_is_told_that_of_the_weights(
+    start_router: StartRouter,
+) -> None:
+    async with engine("math/3", version="base/9") as worker, start_router(worker) as client:
+        await knows(client, worker, "math/3")
+        assert client.router.plane.registry._question(client.known(worker))["knows"] == ["math/3", "base/9"]
