@@ -5,7 +5,7 @@ SHELL := bash
 PYTHON_BIN := .venv/bin/python
 # Two processes, also where there are more cores: most tests wait, and the engines' tests are one sequence.
 PYTEST := $(PYTHON_BIN) -m pytest -n 2
-CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp transfer/format/kernels/* tests/*/*.cpp tests/*/*.hpp)
+CXX_FILES := $(wildcard csrc/*/*.cpp csrc/*/*.hpp transfer/format/device/cuda/* tests/*/*.cpp tests/*/*.hpp)
 CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 

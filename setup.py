@@ -11,7 +11,7 @@ from setuptools import setup
 
 ParallelCompile("NPY_NUM_BUILD_JOBS", default=2).install()
 
-KERNELS = "transfer/format/kernels"
+KERNELS = "transfer/format/device/cuda"
 """What the delta codec shares with its CUDA kernels, which are compiled where they run."""
 
 

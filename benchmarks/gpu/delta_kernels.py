@@ -7,8 +7,8 @@ from lib.harness import median_figure
 from gpu.rig import Rig
 from rose import _delta
 from rose.measure.figures import Figure
-from rose.transfer.format.device_delta import DeviceDeltas
-from rose.transfer.format.device_kernels import WIDTHS, DeviceKernels, device_kernels
+from rose.transfer.format.device.deltas import DeviceDeltas
+from rose.transfer.format.device.kernels import WIDTHS, DeviceKernels, device_kernels
 
 DENSITIES = (0.0136, 0.194)
 FIRST_INDEX = 1 << 40

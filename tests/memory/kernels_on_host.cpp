@@ -1,4 +1,4 @@
-// The delta codec's kernels (transfer/format/kernels/delta.cu) over host memory: the same steps per thread,
+// The delta codec's kernels (transfer/format/device/cuda/delta.cu) over host memory: the same steps per thread,
 // one thread after the other. The stand-in driver launches them, and tests call them directly.
 //
 // It shows that the steps and the arguments are right. It says nothing about how the kernels run on a GPU:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.memory.slabs.backend import Backend, CudaBackend, HostBackend, SlabRange
-from rose.transfer.format.device_kernels import SOURCES as KERNELS
+from rose.transfer.format.device.kernels import SOURCES as KERNELS
 
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 FOLDER = Path(__file__).parent

@@ -4,7 +4,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from rose.transfer.format.device_kernels import THREADS, DeviceKernels
+from rose.transfer.format.device.kernels import THREADS, DeviceKernels
 
 
 class HostKernels(DeviceKernels):

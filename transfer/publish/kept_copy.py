@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rose.transfer.format.codec import SparsePatch
-from rose.transfer.format.device_delta import DeviceDeltas, device_deltas
+from rose.transfer.format.device.deltas import DeviceDeltas, device_deltas
 from rose.transfer.format.layout import Bucket
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.state_hash import StateHash

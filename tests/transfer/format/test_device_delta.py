@@ -16,8 +16,8 @@ from random_bits import WIDTHS, Width, changed_bits
 from vmm_worlds import build_stand_in
 
 from rose import _delta
-from rose.transfer.format.device_delta import DeviceDeltas, device_deltas
-from rose.transfer.format.device_kernels import compile_kernels, device_kernels
+from rose.transfer.format.device.deltas import DeviceDeltas, device_deltas
+from rose.transfer.format.device.kernels import compile_kernels, device_kernels
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,8 +93,8 @@ def test_the_driver_gets_the_kernels_arguments_from_cuda_python(tmp_path: Path) 
     code = """
 import numpy as np, torch
 from rose import _delta
-from rose.transfer.format.device_delta import DeviceDeltas
-from rose.transfer.format.device_kernels import DeviceKernels
+from rose.transfer.format.device.deltas import DeviceDeltas
+from rose.transfer.format.device.kernels import DeviceKernels
 old = np.arange(70_001, dtype=np.uint16)
 new = old + (old % 5 == 0)
 expected, lanes = _delta.Delta.between(old, [new], 2**40)

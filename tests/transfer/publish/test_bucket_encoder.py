@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rose.transfer.format.codec import Bits, Codec, decode
-from rose.transfer.format.device_delta import DeviceDeltas
-from rose.transfer.format.device_kernels import device_kernels
+from rose.transfer.format.device.deltas import DeviceDeltas
+from rose.transfer.format.device.kernels import device_kernels
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.bucket_encoder import BucketEncoder

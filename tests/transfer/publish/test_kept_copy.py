@@ -5,7 +5,7 @@ import pytest
 import torch
 from host_kernels import HostKernels
 
-from rose.transfer.format.device_delta import DeviceDeltas
+from rose.transfer.format.device.deltas import DeviceDeltas
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.kept_copy import DeviceCopy, HostCopy, open_kept_copy

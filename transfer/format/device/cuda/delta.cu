@@ -1,5 +1,5 @@
 // Owns the CUDA kernels of the delta codec, built from device_steps.hpp. NVRTC compiles them at first use
-// (transfer/format/device_kernels.py), so there is no host code here. They have not run on a GPU.
+// (transfer/format/device/kernels.py), so there is no host code here. They have not run on a GPU.
 //
 // Each kernel exists for elements of 1, 2 and 4 bytes: mark_1, mark_2, mark_4, and so on. A thread works on
 // one group, one run, or some of a block's changes. Buffers, all of them device memory of the caller:

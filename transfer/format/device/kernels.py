@@ -1,8 +1,8 @@
 """The delta codec's CUDA kernels: NVRTC compiles them at first use, and the driver starts them.
 
 Both are reached through cuda-python, which the ``cuda`` extra installs, so nobody needs a CUDA toolkit. The
-sources are in ``kernels/`` beside this file. A call starts a kernel on a stream and never waits; all pointers
-are device memory. kernels/delta.cu says what the buffers hold.
+sources are in ``cuda/`` beside this file. A call starts a kernel on a stream and never waits; all pointers
+are device memory. cuda/delta.cu says what the buffers hold.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-SOURCES = Path(__file__).with_name("kernels")
+SOURCES = Path(__file__).with_name("cuda")
 WIDTHS = (1, 2, 4)
 
 THREADS = 256

@@ -1,7 +1,7 @@
 """The delta codec where the tensors lie: compares, compacts and applies on a CUDA device.
 
 Owns the choice between the processor and the device (device_deltas), and the buffers of a call; the kernels
-are device_kernels.py's. The result is the same rose._delta.Delta that the processor makes, with the bits and
+are kernels.py's. The result is the same rose._delta.Delta that the processor makes, with the bits and
 hashes of csrc/delta/sparse.hpp, so every codec's bytes are the same; only the changes cross to the host.
 Imports torch only when there are kernels. ROSE runs without them.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rose import _delta
-from rose.transfer.format.device_kernels import WIDTHS, DeviceKernels, device_kernels
+from rose.transfer.format.device.kernels import WIDTHS, DeviceKernels, device_kernels
 
 logger = logging.getLogger(__name__)
 
