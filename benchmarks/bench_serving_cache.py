@@ -36,7 +36,8 @@ from rose.types import Role
 POOL = "serving-cache"
 SLAB_BYTES = 1536 << 10
 """Two blocks of the serving model, or 12 of the rollout model, and nothing else."""
-NUM_SLABS, HEADROOM_SLABS = 48, 10
+NUM_SLABS, HEADROOM_SLABS = 30, 6
+"""Too few for the live chats and the cache of all turns at once, so rollouts have to take cache."""
 CACHED_DETAILS = "--enable-prompt-tokens-details"
 REPORT_USAGE = {"stream_options": {"include_usage": True}}
 NUM_CHATS, NUM_TURNS = 8, 4

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GateSettings
 from rose.admission.harm import (
+    CONTROL_EVERY_S,
     MEASURING_SHARE,
     HarmControl,
     HarmReport,
@@ -28,7 +29,6 @@ COSTS = StepTimeModel(
 ROLLOUT_STEP_S = 0.010
 STEP_NOISE = 0.08
 CHUNK_TOKENS = 2048
-CONTROL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ TENANT_BYTES = 64
 
 MEASURING_SHARE = 0.05
 """The share of the slices that is always closed. It gives fifteen closed slices a minute."""
+CONTROL_EVERY_S = 10.0
+"""How often the control looks at the estimate and decides."""
 CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
 """The control uses the first window in which anything is known. Light traffic needs a longer one."""
 BACKOFF = 0.5

@@ -17,6 +17,7 @@ from rose._shm import Words
 from rose.admission.board import closed_slices, set_closed_share
 from rose.admission.board_snapshot import snapshot
 from rose.admission.harm import (
+    CONTROL_EVERY_S,
     MEASURING_SHARE,
     Estimate,
     HarmControl,
@@ -36,7 +37,6 @@ from rose.types import Deployment, GateMode
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 10.0
 LOOKS_PER_HOURLY = 6
 """The hour is estimated once in so many looks, because that costs more, and the result changes slowly."""
 HOUR_S = 3600.0
@@ -70,7 +70,7 @@ class HarmWatch:
         self._control = HarmControl(settings.allow_harm)
         self._is_controlling = records.claim()
         self._mode = settings.gate_mode
-        self._harvest = HarvestLog(math.ceil(HOUR_S / EVERY_S) + 2)
+        self._harvest = HarvestLog(math.ceil(HOUR_S / CONTROL_EVERY_S) + 2)
         self._recent: HarmWindow | None = None
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
@@ -90,7 +90,7 @@ class HarmWatch:
             except Exception:
                 # Serving goes on without the measurement, and the share of closed slices stays as it is.
                 logger.exception("the harm of rollouts could not be estimated")
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(CONTROL_EVERY_S)
 
     def look(self, mode: GateMode) -> None:
         """Estimates once, and adjusts the share of closed slices."""
