@@ -3,8 +3,8 @@
 Three engines serve the same model, one at a time: stock vLLM with its own executor, stock vLLM with ROSE's
 (one rank in the engine's own process), and ROSE with a slab pool and the gate on. Every round gives each
 engine the same requests, in a random order of engines. Rounds are short and many, so that a drift of the
-machine meets all engines alike. Nothing is pinned: every engine gets all CPUs. All three have the flags that a
-tiny model needs: eager execution, float32, a short context.
+machine meets all engines alike. Nothing is pinned: every engine gets all CPUs. All three have the flags that
+a tiny model needs: eager execution, float32, a short context.
 
 A figure compares all rounds of ROSE with all rounds of its peer. Its spread is the 95% interval of a
 bootstrap over rounds, which keeps the engines' results of one round together. Beside wall time stands the
