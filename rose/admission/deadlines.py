@@ -96,11 +96,6 @@ class ServingDeadlines:
         """Requests between their first and last token."""
         return len(self._decodes)
 
-    @property
-    def tokens_of_decodes(self) -> int:
-        """The most tokens that the decodes take of a step, drafts included."""
-        return self._decode_tokens * len(self._decodes)
-
     def arrived(
         self,
         request_id: str,
@@ -179,7 +174,7 @@ class ServingDeadlines:
         """Says that these requests produced ``num_tokens``, or one token each, in the step that ended now."""
         if num_tokens is not None:
             self._observe_acceptance(num_tokens)
-        common = self._target_and_cap()
+        common, tokens_per_step = self._target_and_cap(), self._tokens_per_step
         classes: dict[float, tuple[float, float]] = {}
         decodes = self._decodes
         least_s, num_produced = NEVER, 0
@@ -196,7 +191,9 @@ class ServingDeadlines:
                 if own_tpot_s not in classes:
                     classes[own_tpot_s] = self._target_and_cap(own_tpot_s)
                 target_s, itl_cap_s = classes[own_tpot_s]
-            due_s = token_due(times.first_token_s, now, times.num_output_tokens, target_s, itl_cap_s)
+            due_s = token_due(
+                times.first_token_s, now, times.num_output_tokens, target_s, itl_cap_s, tokens_per_step
+            )
             times.due_s = due_s
             num_produced += 1
             if due_s < least_s:
@@ -265,7 +262,7 @@ class ServingDeadlines:
 
     def view_after(self, end_s: float, model: StepTimeModel, context_tokens: float = 0) -> ServingView:
         """Returns what to expect of the view at ``end_s``, when the steps in flight have given every decode
-        another token. Its latest start is a lower bound.
+        the tokens of one more step. Without draft tokens its latest start is a lower bound.
         """
         latest_s = self._latest_start(end_s, model, context_tokens)
         follows_dues = self._has_deadlines and self._has_tpot and not self._is_literal
@@ -275,11 +272,15 @@ class ServingDeadlines:
         return ServingView(has_work=True, has_pending_prefill=bool(self._pending), latest_start_s=latest_s)
 
     def _next_due(self, now: float, due_s: float) -> float:
-        """Returns the least that token_due() says after another token at ``now``: the pace moves on, and the
-        limit and the cap count from there."""
+        """Returns the least that token_due() says after another step's tokens at ``now``: the pace moves on
+        by them, and the limit and the cap count from there."""
+        tokens = self._tokens_per_step
         paces = [self._target_and_cap(own) for own in {times.tpot_s for times in self._decodes.values()}]
         return min(
-            min(due_s + BANK_PACE * target_s, now + min((1 + BANK_LIMIT_BUDGETS) * target_s, cap_s))
+            min(
+                due_s + tokens * BANK_PACE * target_s,
+                now + min((1 + BANK_LIMIT_BUDGETS * tokens) * target_s, cap_s),
+            )
             for target_s, cap_s in paces
         )
 
@@ -368,10 +369,11 @@ class ServingDeadlines:
     def _latest_tpot(self, model: StepTimeModel, context_tokens: float) -> float:
         if not self._decodes:
             return NEVER
-        # The next step is mixed: waiting prefill fills what the decodes leave of the budget.
+        # The next step is mixed: waiting prefill fills what the decodes leave of the budget, which is the
+        # most if they have no drafts.
         prefill, pairs = 0, 0.0
         if self._pending:
-            room = max(0, self._chunk_tokens - self.tokens_of_decodes)
+            room = max(0, self._chunk_tokens - self.num_decodes)
             prefill = min(room, sum(p.remaining_tokens for p in self._pending.values()))
             pairs = attended_pairs(prefill, self._most_computed())
         if self._due_s is None:

@@ -154,19 +154,25 @@ def latest_start_ttft(
 
 
 def token_due(
-    first_token_s: float, last_token_s: float, num_output_tokens: int, budget_s: float, itl_cap_s: float
+    first_token_s: float,
+    last_token_s: float,
+    num_output_tokens: int,
+    budget_s: float,
+    itl_cap_s: float,
+    tokens_per_step: float = 1.0,
 ) -> float:
     """Returns when a request's next token is due, with the unspent budget of its earlier tokens.
 
     After n tokens the last one counts as if it came at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B): a
     request ahead of its pace may spend what it saved, but at most two budgets at once, and one behind must
     catch up. The mean over the answer stays within B, and ``itl_cap_s`` bounds each single gap. The next
-    serving step must start early enough to end by the least due time of all decodes.
+    serving step must start early enough to end by the least due time of all decodes. Where a step gives a
+    decode ``tokens_per_step``, the two budgets are those of so many tokens, as its gaps lie between steps.
     Source: ROSE §4.1 eq. 2, with this bank for t_last and (deadlines.py) the mixed step for T_dec(b).
     The arguments are plain numbers because this runs once per serving token.
     """
     pace_s = first_token_s + (num_output_tokens - 1) * BANK_PACE * budget_s
-    limit_s = last_token_s + BANK_LIMIT_BUDGETS * budget_s
+    limit_s = last_token_s + BANK_LIMIT_BUDGETS * budget_s * tokens_per_step
     due_s = (pace_s if pace_s < limit_s else limit_s) + budget_s
     cap_s = last_token_s + itl_cap_s
     return due_s if due_s < cap_s else cap_s

@@ -120,6 +120,11 @@ def _check_states(config: VllmConfig) -> None:
             f"--model {name}: it keeps states beside attention, and a slab pool holds such a model only "
             f"without a prefix cache: set --no-enable-prefix-caching"
         )
+    if config.kv_transfer_config is not None:
+        raise ConfigError(
+            f"--model {name} with --kv-transfer-config: it keeps states beside attention, and a slab pool "
+            f"gives connectors attention's KV alone: leave --kv-transfer-config out, or serve without --pool"
+        )
     if config.speculative_config is not None:
         raise ConfigError(
             f"--model {name} with --speculative-config: it keeps states beside attention, and the slab "

@@ -8,7 +8,8 @@ It rests on these facts:
   and warm-up touch only block 0, whose slab stays mapped.
 - A step may read a slab until it has completed. With async scheduling two are in flight when a request ends
   and its slabs leave. So unmapping waits for the device first, which costs one overlap of host and device.
-  Mapping waits for nothing, and the zeroing is queued on the model's stream, ahead of the step.
+  Mapping waits for no step. The zeroing is queued on the model's stream, ahead of the step; with a KV
+  connector, whose loads run beside that stream, it is done when the mapping returns.
 - Positions without a slab are guarded: a stray read finds zeros and ends no context. Guards come after the
   slabs have been released. A stray read faults while a guard is exchanged for a slab.
 """

@@ -7,7 +7,8 @@ here are transfers that outlive their request's hold on its blocks:
 - An offloading connector holds no blocks. It waits for a copy only where vLLM gives the block to another
   request, and it plans the copies of an ended request in the scheduling pass after the end.
 - A connector gives a request up when its peer has not answered for as long as its own lease. The peer may
-  read or write late, so the slabs stay for as long again. The engine itself may use them.
+  read or write late, so the slabs stay for the longest lease that is configured. The engine itself may use
+  them.
 
 This module never decides which slabs leave. Its calls come from the engine core's thread.
 """
@@ -37,7 +38,9 @@ class ConnectorHolds:
         """
         self._offloads = list(_offloads(connector))
         self._position_of = position_of
-        self._lease_s = min(_leases(extra_config))
+        leases = list(_leases(extra_config))
+        self._lease_s = min([NIXL_LEASE_S, *leases])
+        self._hold_s = max(leases, default=NIXL_LEASE_S)
         self._since: dict[str, float] = {}
         self._until: dict[int, float] = {}
         self._fell_idle: set[int] = set()
@@ -80,7 +83,7 @@ class ConnectorHolds:
 
     def hold(self, positions: Iterable[int], now: float) -> None:
         """Keeps the slabs of a transfer that was given up and may go on."""
-        self._until.update(dict.fromkeys(positions, now + self._lease_s))
+        self._until.update(dict.fromkeys(positions, now + self._hold_s))
 
 
 def _offloads(connector: Any) -> Iterator[Any]:
@@ -101,7 +104,7 @@ def _offloads(connector: Any) -> Iterator[Any]:
 
 
 def _leases(extra_config: Mapping[str, Any]) -> Iterator[float]:
-    yield NIXL_LEASE_S
+    """Yields those that are configured."""
     yield from (float(extra_config[name]) for name in LEASES if name in extra_config)
     for child in extra_config.get("connectors", ()):
         yield from _leases(child.get("kv_connector_extra_config", {}))

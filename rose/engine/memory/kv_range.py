@@ -66,6 +66,7 @@ class KVRange:
         self._range = slabs.reserve(self._client.num_slabs, poison=poison, guard=self._is_cuda)
         self._pinned_slab = pinned_slab(self._client, acquire=rank == 0)
         self._range.map(PINNED_POSITION, self._pinned_slab)
+        self._has_window = False
 
     def place(self, config: KVCacheConfig) -> None:
         place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
@@ -81,6 +82,7 @@ class KVRange:
         position in the first range. A card or a copy engine that is told its addresses once finds every block
         there for as long as this engine owns the block's slab. What it holds of other slabs is theirs.
         """
+        self._has_window = True
         window = self._slabs.reserve(self._client.num_slabs)
         slabs = list(range(self._client.num_slabs))
         window.map_many([position_of(slab, self._pinned_slab) for slab in slabs], slabs, zero=False)
@@ -99,9 +101,11 @@ class KVRange:
         return torch.frombuffer(address_range, dtype=torch.int8)
 
     def apply(self, ops: SlabOps) -> None:
-        """Unmaps and releases slab by slab, so that others can take the first ones early; then maps.
+        """Unmaps and releases batch by batch, so that others can take the first slabs early; then maps.
 
         The zeroing takes its place in the order of the model's stream, and the host does not wait for it.
+        With a transfer window it is done before this returns: a load into a new slab runs in no order with
+        that stream, and zeros that come after it would wipe out what it wrote.
         """
         if ops.unmap:
             self._range.fence()
@@ -112,7 +116,8 @@ class KVRange:
                 self._client.ledger.release(slab)
             self._client.ledger.notify()
         if ops.map:
-            stream = torch.cuda.current_stream(self._device).cuda_stream if self._is_cuda else None
+            is_queued = self._is_cuda and not self._has_window
+            stream = torch.cuda.current_stream(self._device).cuda_stream if is_queued else None
             self._range.map_many([p for p, _ in ops.map], [slab for _, slab in ops.map], stream=stream)
         if ops.unmap:
             self._range.guard()

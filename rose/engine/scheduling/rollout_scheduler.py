@@ -158,6 +158,7 @@ class RolloutScheduler(RoseScheduler):
         side = self._side
         if side is None or not self._is_gated:
             return self._schedule(throttle_prefills)
+        self._drop_stale_drafts()  # or their tokens would be granted, and go to other sequences
         limit = self._ask_for_grant(side)
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(limit, most)

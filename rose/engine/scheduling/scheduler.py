@@ -130,8 +130,8 @@ class RoseScheduler(Scheduler):
         self._must_step = False
         self._began_s = time.monotonic()
         self._obey_commands()
-        self.before_step(self._began_s)
         self._drop_stale_drafts()
+        self.before_step(self._began_s)
         output = super().schedule(throttle_prefills)
         if holds := self._holds():
             holds.planned()

@@ -202,8 +202,10 @@ class ServingScheduler(RoseScheduler):
             if self.is_computing:
                 begins_s = last_token_s = recorder.end_of_steps()
             room = deadlines.prefill_room(begins_s, recorder.model, self._context_tokens, last_token_s)
+            # Drafts that are counted but not there would leave their tokens to prefill.
+            num_drafts = sum(len(request.spec_token_ids) for request in self.running)
             self.max_num_scheduled_tokens = min(
-                self.max_num_scheduled_tokens, deadlines.tokens_of_decodes + room
+                self.max_num_scheduled_tokens, deadlines.num_decodes + num_drafts + room
             )
 
     def _may_join(self) -> bool:

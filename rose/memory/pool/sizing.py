@@ -196,6 +196,8 @@ def _layers_per_group(model: Mapping[str, Any]) -> int:
         return int(model["num_hidden_layers"])
     num_attention = sum(kind in ("attention", "full_attention", "sliding_attention") for kind in kinds)
     num_states = sum(kind in ("linear_attention", "mamba", "mamba2") for kind in kinds)
+    if not num_attention or not num_states:  # kinds of other names
+        return int(model["num_hidden_layers"])
     fewer, more = sorted((num_attention, num_states))
     return more if more < 1.5 * fewer else fewer
 

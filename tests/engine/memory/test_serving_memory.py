@@ -27,10 +27,12 @@ NUM_SLABS = 8
 
 
 @pytest.fixture
-def tenant(runtime_dir: Path, tmp_path: Path) -> Iterator[Tenant]:
+def tenant(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tenant]:
     """Serving's, which holds all slabs, and whose pinned slab has one block to spare."""
+    # The model has no weights, and no request is longer than its engine's longest.
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     init_none_hash(sha256)
-    with pooled_scheduler(tmp_path, Role.SERVING) as scheduler:
+    with pooled_scheduler(tmp_path, Role.SERVING, max_model_len=2048) as scheduler:
         tenant: Tenant = scheduler.tenant
         pinned = tenant.pool.get_new_blocks(tenant.pool.get_num_free_blocks())
         tenant.pool.free_blocks(pinned[:1])
@@ -111,6 +113,17 @@ def test_slabs_of_a_transfer_that_was_given_up_stay_for_another_lease_of_the_con
         memory.tick(ends_s, [], [])
         assert tenant.pool.backed_positions() == [PINNED_POSITION]
         tenant.pool.check_integrity()
+
+
+def test_a_transfer_that_was_given_up_holds_its_slabs_for_the_longest_lease() -> None:
+    holds = ConnectorHolds(None, {"kv_lease_duration": 300, "decoder_kv_blocks_ttl": 10}, lambda block: block)
+    holds.keeps("a", 0.0)
+    assert holds.gives_up("a", 10.0)
+    holds.hold([3], 10.0)
+    assert holds.next_end_s(11.0) == 310.0
+    short = ConnectorHolds(None, {}, lambda block: block)
+    short.hold([3], 10.0)
+    assert short.next_end_s(11.0) == 40.0
 
 
 def _ends_with_blocks_kept(scheduler: Any, name: str) -> set[int]:

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from lone_schedulers import pooled_scheduler
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rose._shm import Words
@@ -100,6 +101,29 @@ def test_a_request_that_memory_refuses_is_told_apart_from_one_behind_anothers_pr
     monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 1)
     rollout._preempt_request(rollout.running.pop(), 0.0)
     assert "first" in step()
+
+
+def test_drafts_that_the_worker_has_dropped_are_not_in_the_grant(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens would go to sequences or prefill beyond what the gate has admitted."""
+    rollout.add_request(Request("a", [1] * 9, SamplingParams(max_tokens=4), None))
+    step = rollout.schedule()
+    rollout.update_from_output(step, ModelRunnerOutput(["a"], {"a": 0}, [[5]]))
+    monkeypatch.setattr(rollout, "num_spec_tokens", 3)
+    monkeypatch.setattr(rollout.scheduler_config, "async_scheduling", True)
+    asked: list[tuple[int, ...]] = []
+
+    def ask(_: RolloutSide) -> int:
+        asked.append(rollout._candidate().draft_tokens)
+        return 0
+
+    monkeypatch.setattr(rollout, "_ask_for_grant", ask)
+    for last_scheduled in ({"a"}, set[str]()):
+        rollout.requests["a"].spec_token_ids = [-1, -1, -1]
+        rollout._last_scheduled = frozenset(last_scheduled)
+        rollout.schedule()
+    assert asked == [(3,), ()]
 
 
 def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: Any) -> None:

@@ -128,6 +128,12 @@ def test_the_models_leave_the_pool_what_they_do_not_need(model: str, monkeypatch
     assert (ranks.slab_bytes, ranks.num_slabs) == (36 * MIB, 60)
 
 
+def test_layers_of_unknown_kinds_count_one_by_one() -> None:
+    kinds = ["linear_attention", "attention of a new kind"]
+    config = {**QWEN3_NEXT_80B, "num_hidden_layers": 2, "layer_types": kinds}
+    assert kv_block_bytes(config, num_shards=1, backend=BackendKind.CUDA) == 2 * 2 * MIB
+
+
 def test_what_is_given_stays(model: str) -> None:
     given = OpenSize(num_slabs=7, slab_bytes=MIB, headroom_slabs=0)
     assert given.completed([model]) == PoolSize(num_slabs=7, slab_bytes=MIB, headroom_slabs=0)
