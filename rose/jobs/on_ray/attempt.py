@@ -251,7 +251,7 @@ class RayAttempt:
 def failure(command: Sequence[str], error: Exception) -> Ended:
     """How an attempt ends because of this error: for ever, or as a crash that may not come again."""
     is_of_part = isinstance(error, ray.exceptions.RayTaskError)
-    if is_of_part and not isinstance(error.cause, ConfigError):
+    if is_of_part and not isinstance(getattr(error, "cause", None), ConfigError):
         return Ended(exit_status=-signal.SIGKILL)
     reason = f"can't start {list(command)}: {_cause(error)}"
     return Ended(exit_status=START_FAILED_STATUS, cannot_start=reason)
