@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Ray and the job scheduler on bare hosts, which this host reaches over ssh.
 #   ROLLOUT_HOSTS="r1 r2 r3 r4" TRAIN_HOSTS="t1 t2" examples/jobs-on-ray/hosts.sh examples/jobs-on-ray/cluster.yaml
+# Who reaches this Redis or Ray can run commands on all hosts: use a network that only trusted people reach.
 set -euo pipefail
 
 cluster=$1

@@ -69,14 +69,27 @@ class Polled(msgspec.Struct, frozen=True, kw_only=True):
     """What its processes have written since the last poll."""
 
 
+def folders(root: str, name: str = "") -> tuple[Path, Path]:
+    """Returns this host's folders of a job's files and of its host memory; without a name, of all jobs."""
+    settings = Settings.from_environment()
+    files = settings.make_runtime_dir() / "ray-jobs" / root / name
+    return files, settings.staging_root / "jobs" / root / name
+
+
+def sweep(dead: tuple[str, ...], root: str, name: str = "") -> list[int]:
+    """Ends what dead actors have left here, then frees the folders. Returns the pids that still run."""
+    if not (left := end_leftovers(dead)):
+        remove(*folders(root, name))
+    return left
+
+
 class Part:
     """The processes of one attempt on one node. They end with this actor."""
 
     def __init__(self, name: str, node: str, root: str) -> None:
         """name: the job's. node: its node, such as rollout-0. root: names the scheduler's channel."""
-        settings = Settings.from_environment()
-        self._folder = settings.make_runtime_dir() / "ray-jobs" / root / name / node
-        self._cache = settings.staging_root / "jobs" / root / name
+        folder, self._cache = folders(root, name)
+        self._folder = folder / node
         self._log = self._folder / "output.log"
         self._offset = 0
         self._attempt: LocalAttempt | None = None
@@ -126,7 +139,7 @@ class Part:
             self._attempt.end(grace_s)
 
     def kill(self) -> None:
-        """Returns when none of the processes runs any more, and their host memory is free."""
+        """Returns when none of the processes runs any more, and their host memory and files are gone."""
         if self._attempt is not None:
             self._attempt.kill()
-        remove(self._cache)
+        remove(self._cache, self._folder)

@@ -15,10 +15,10 @@ from typing import Any
 
 import ray
 
-from rose.jobs.on_ray.actors import Part, Polled, Prepared
+from rose.errors import ConfigError
+from rose.jobs.on_ray.actors import Part, Polled, Prepared, sweep
 from rose.jobs.on_ray.cluster import RayNodes, on_node
 from rose.jobs.on_ray.groups import GroupNodes, Seat
-from rose.jobs.on_ray.leftovers import end_leftovers
 from rose.jobs.ranks import START_FAILED_STATUS, Attempt, Ended, HostPart
 from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.spec import Launch, RunSpec
@@ -45,12 +45,15 @@ class RayAttempt:
         groups: GroupNodes,
         channel: str,
         root: str,
-        code: bytes | None,
+        code: Callable[[], bytes | None],
         log: Path,
         say: Callable[[list[str]], None],
         before: Attempt | None,
     ) -> None:
-        """say: hears where the processes are. before: an earlier attempt, whose end is awaited first."""
+        """say: hears where the processes are. before: an earlier attempt, whose end is awaited first.
+
+        code: packs what is sent to each host, in the attempt's thread. Raises: ConfigError.
+        """
         self._spec, self._order = spec, order
         self._nodes, self._groups = nodes, groups
         self._channel, self._root, self._code = channel, root, code
@@ -96,12 +99,12 @@ class RayAttempt:
         except (
             ray.exceptions.RuntimeEnvSetupError,
             ray.exceptions.RayTaskError,
+            ConfigError,
             ValueError,
             TypeError,
         ) as error:
-            reason = f"can't start {list(self._spec.command)}: {_cause(error)}"
-            self._write("", f"{reason}\n".encode())
-            ended = Ended(exit_status=START_FAILED_STATUS, cannot_start=reason)
+            ended = failure(self._spec.command, error)
+            self._write("", f"{ended.cannot_start or _cause(error)}\n".encode())
         except ray.exceptions.RayError as error:
             logger.info("lost job=%s reason=%s", self._spec.name, _cause(error))
             is_broken = True
@@ -126,10 +129,11 @@ class RayAttempt:
 
     def _start(self, seats: Sequence[Seat]) -> None:
         """Starts the processes on all nodes, the first node's as the others' master."""
+        packed = self._code()
         environment = {
             name: value
             for name, value in self._spec.runtime_env.items()
-            if name != "working_dir" or self._code is None
+            if name != "working_dir" or packed is None
         }
         used = seats[:1] if self._spec.launch is Launch.ONCE else seats
         actor = ray.remote(Part)
@@ -140,7 +144,7 @@ class RayAttempt:
                 self._spec.name, seat.node.name, self._root
             )
             self._parts.append((seat, part, ""))
-        code = ray.put(self._code) if self._code is not None else None
+        code = ray.put(packed) if packed is not None else None
         prepared: list[Prepared] = self._ask([part.prepare.remote(code) for _, part, _ in self._parts])
         self._parts = [
             (seat, part, each.identity) for (seat, part, _), each in zip(self._parts, prepared, strict=True)
@@ -198,16 +202,19 @@ class RayAttempt:
                 return
             except ray.exceptions.GetTimeoutError:
                 logger.warning("no answer job=%s node=%s", self._spec.name, seat.ray_node)
+                if not identity:  # it has started nothing, and Ray may prepare its environment for long
+                    ray.kill(actor)
             except ray.exceptions.RayError:
                 if self._sweep(seat, identity):
                     return
             time.sleep(POLL_S)
 
     def _sweep(self, seat: Seat, identity: str) -> bool:
-        """Kills what a dead actor has left on its host. Returns whether all of it is gone."""
-        work = ray.remote(end_leftovers).options(num_cpus=0, scheduling_strategy=on_node(seat.ray_node))
+        """Ends and frees what a dead actor has left on its host. Returns whether all of it is gone."""
+        work = ray.remote(sweep).options(num_cpus=0, scheduling_strategy=on_node(seat.ray_node))
+        dead = (identity,) if identity else ()
         try:
-            left: list[int] = ray.get(work.remote((identity,) if identity else ()), timeout=KILL_ASK_S)
+            left: list[int] = ray.get(work.remote(dead, self._root, self._spec.name), timeout=KILL_ASK_S)
         except ray.exceptions.RayError as error:
             logger.info("not swept node=%s reason=%s", seat.ray_node, _cause(error))
             return False
@@ -229,13 +236,25 @@ class RayAttempt:
         self._partial[node] = rest
         if end:
             prefix = f"{node}: ".encode() if len(self._parts) > 1 and node else b""
-            with self._log.open("ab") as log:
-                log.write(b"".join(prefix + line + b"\n" for line in whole.split(b"\n")))
+            try:
+                with self._log.open("ab") as log:
+                    log.write(b"".join(prefix + line + b"\n" for line in whole.split(b"\n")))
+            except OSError as error:  # such as a full disk: the job goes on, and its end must be told
+                logger.warning("output lost job=%s reason=%s", self._spec.name, error)
 
     def _flush(self) -> None:
         for node, rest in list(self._partial.items()):
             if rest:
                 self._write(node, b"\n")
+
+
+def failure(command: Sequence[str], error: Exception) -> Ended:
+    """How an attempt ends because of this error: for ever, or as a crash that may not come again."""
+    is_of_part = isinstance(error, ray.exceptions.RayTaskError)
+    if is_of_part and not isinstance(getattr(error, "cause", None), ConfigError):
+        return Ended(exit_status=-signal.SIGKILL)
+    reason = f"can't start {list(command)}: {_cause(error)}"
+    return Ended(exit_status=START_FAILED_STATUS, cannot_start=reason)
 
 
 def nodes_of(order: Start) -> tuple[str, ...]:

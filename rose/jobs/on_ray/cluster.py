@@ -6,6 +6,7 @@ Owns the connection, the name by which one scheduler owns the cluster, and a thr
 import contextlib
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -17,8 +18,7 @@ from ray._private.state import state as ray_state  # Ray has no public way to as
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
-from rose.jobs.on_ray.actors import Owner
-from rose.jobs.on_ray.leftovers import end_leftovers
+from rose.jobs.on_ray.actors import Owner, sweep
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.spec import RayClusterSpec
 
@@ -38,8 +38,8 @@ ASK_S = 60.0
 class RayNodes:
     """The nodes of the cluster that this process has joined."""
 
-    def __init__(self, spec: RayClusterSpec, limits: Mapping[Phase, int | None], who: str) -> None:
-        """Joins the cluster as its only scheduler. limits: the most nodes of each pool.
+    def __init__(self, spec: RayClusterSpec, limits: Mapping[Phase, int | None], who: str, root: str) -> None:
+        """Joins the cluster as its only scheduler. limits: the most nodes of each pool. root: for `sweep`.
 
         Raises: ConfigError without a cluster, beside another scheduler, or if no Ray node can hold a bundle.
         """
@@ -51,7 +51,7 @@ class RayNodes:
         self._owner = _own(who)
         self._look()
         self._check_bundles()
-        self._end_leftovers()
+        self._end_leftovers(root)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="rose-ray-nodes", daemon=True).start()
 
@@ -119,8 +119,8 @@ class RayNodes:
                     " file, or start larger Ray nodes first"
                 )
 
-    def _end_leftovers(self) -> None:
-        """Ends what an earlier scheduler's actors have left on any host, once Ray has ended the actors."""
+    def _end_leftovers(self, root: str) -> None:
+        """Ends and frees what an earlier scheduler's actors have left, once Ray has ended the actors."""
         deadline = time.monotonic() + OWNER_S
         while len(ray.util.list_named_actors()) > 1:
             if time.monotonic() >= deadline:
@@ -128,9 +128,10 @@ class RayNodes:
                     f"Ray still has an earlier scheduler's actors: {ray.util.list_named_actors()}; try again"
                 )
             time.sleep(LOOK_S)
-        remote = ray.remote(end_leftovers)
+        remote = ray.remote(sweep)
         tasks = [
-            remote.options(num_cpus=0, scheduling_strategy=on_node(node)).remote() for node in self._alive
+            remote.options(num_cpus=0, scheduling_strategy=on_node(node)).remote((), root)
+            for node in self._alive
         ]
         for task in tasks:
             try:
@@ -200,9 +201,10 @@ def _own(who: str) -> Any:
             return owner
         except ValueError as error:
             other = _other()
-            if other is not None and (time.monotonic() >= deadline or not _is_gone(other)):
+            if time.monotonic() >= deadline or (other is not None and not _is_gone(other)):
+                found = other if other is not None else "which does not answer"
                 raise ConfigError(
-                    f"the Ray cluster has a scheduler already ({other}); submit jobs to it, or stop it first"
+                    f"the Ray cluster has a scheduler already ({found}); submit jobs to it, or stop it first"
                 ) from error
             time.sleep(LOOK_S)
 
@@ -216,8 +218,9 @@ def _other() -> str | None:
 
 
 def describe_self(channel: str) -> str:
-    """Names this scheduler for those that find it."""
-    return f"host {os.uname().nodename}, pid {os.getpid()}, channel {channel}"
+    """Names this scheduler for those that find it, without the channel's password."""
+    shown = re.sub(r"//.*@", "//", channel)
+    return f"host {os.uname().nodename}, pid {os.getpid()}, channel {shown}"
 
 
 def _is_gone(who: str) -> bool:

@@ -41,7 +41,7 @@ class RayEngine:
         self._root = f"{zlib.crc32(channel.encode()):08x}"
         pools = cluster.pools.to_pools()
         limits = {Phase.ROLLOUT: pools.rollout.num_nodes, Phase.TRAIN: pools.train.num_nodes}
-        self._nodes = RayNodes(cluster.ray, limits, describe_self(channel))
+        self._nodes = RayNodes(cluster.ray, limits, describe_self(channel), self._root)
         try:
             check_channel(channel, self._nodes.addresses())
         except ConfigError:
@@ -69,7 +69,7 @@ class RayEngine:
             groups=self._groups,
             channel=self._channel,
             root=self._root,
-            code=_packed(spec),
+            code=partial(packed, spec),
             log=self.log_folder / f"{spec.name}.log",
             say=partial(self._placed, order),
             before=before,
@@ -114,14 +114,28 @@ def check_channel(channel: str, addresses: Sequence[str]) -> None:
         )
 
 
-def _packed(spec: RunSpec) -> bytes | None:
-    """Returns the job's folder of code as a zip file; None if there is none, or Ray itself fetches it."""
+def packed(spec: RunSpec) -> bytes | None:
+    """Returns the job's folder of code as a zip file; None if there is none, or Ray itself fetches it.
+
+    Raises: ConfigError if it can't be read or is too large.
+    """
     folder = spec.runtime_env.get("working_dir")
     if folder is None or "://" in str(folder):
         return None
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file() and not {".git", "__pycache__"} & set(path.parts):
-                archive.write(path, path.relative_to(folder))
-    return packed.getvalue()
+    file = io.BytesIO()
+    try:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+            for path in sorted(Path(folder).rglob("*")):
+                parts = path.relative_to(folder).parts
+                if path.is_file() and not {".git", "__pycache__"} & set(parts):
+                    archive.write(path, path.relative_to(folder))
+                    if file.tell() > MAX_CODE_BYTES:
+                        raise ConfigError(
+                            f"runtime_env.working_dir {folder}: more than {MAX_CODE_BYTES >> 20} MiB,"
+                            " the most that is sent to each host; keep data elsewhere, and only code there"
+                        )
+    except OSError as error:
+        raise ConfigError(
+            f"runtime_env.working_dir {folder}: can't be read ({error}); mend that and submit the job again"
+        ) from error
+    return file.getvalue()

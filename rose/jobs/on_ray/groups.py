@@ -177,7 +177,9 @@ class GroupNodes:
             }
             keeper = ray.remote(Keeper).options(**options, scheduling_strategy=strategy).remote()
             placed.keepers[node] = keeper
-        asked = placed.asked.setdefault(node, keeper.where.remote())
+        if node not in placed.asked:
+            placed.asked[node] = keeper.where.remote()
+        asked = placed.asked[node]
         if not ray.wait([asked], timeout=0)[0]:
             return None
         del placed.asked[node]

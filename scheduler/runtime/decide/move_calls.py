@@ -111,7 +111,8 @@ class MoveCalls:
     def _evict(self, job: str) -> None:
         """Ends the process of a job whose nodes are about to go away: it continues on others."""
         record = self._state.jobs[job]
-        if self._state.evicted.get(job) == record.attempt and not record.is_leaving:
+        leaving = self._state.runner.leaving if self._state.runner is not None else {}
+        if leaving.get(job) == record.attempt and not record.is_leaving:
             record.is_leaving = True
             record.note = "its nodes are being drained"
             self._state.event("evicted", job, iteration=record.num_done)

@@ -145,6 +145,9 @@ class RunnerRow(msgspec.Struct, frozen=True, kw_only=True):
     most_nodes: dict[Phase, int] | None = None
     """The most that there have been: the others may come back."""
 
+    leaving: dict[str, int] = msgspec.field(default_factory=dict)
+    """The attempts, by job, whose nodes are about to go away."""
+
     def with_nodes(self, num_nodes: dict[Phase, int] | None, most: dict[Phase, int] | None) -> "RunnerRow":
         """Returns the runner with these nodes; ``most``: those of an earlier row."""
         if num_nodes is None:

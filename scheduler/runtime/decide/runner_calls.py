@@ -6,6 +6,8 @@ A runner that runs an attempt which it should not run is told to end it. Pure: t
 
 import logging
 
+from msgspec.structs import replace
+
 from rose.scheduler.runtime.channel.messages import Hello, Nodes, Placed, Stop
 from rose.scheduler.runtime.decide.job_calls import JobCalls
 from rose.scheduler.runtime.decide.records import JobState, RunnerRow
@@ -23,7 +25,9 @@ class RunnerCalls:
 
     def hello(self, client: str, call: Hello, now: float) -> None:
         """A runner has connected: starts the jobs that it lacks, and stops those that it should not have."""
-        runner = RunnerRow(client=client, log_folder=call.log_folder, host=call.host)
+        # A runner that says hello again says once alone who leaves; an attempt's number is never used again.
+        leaving = self._state.runner.leaving if self._state.runner is not None else {}
+        runner = RunnerRow(client=client, log_folder=call.log_folder, host=call.host, leaving=leaving)
         self._state.set_runner(runner, call.num_nodes)
         self._state.answer(client, call.seq)
         for name, attempt in call.running.items():
@@ -45,8 +49,7 @@ class RunnerCalls:
         self._state.answer(client, call.seq)
         runner = self._state.runner
         if runner is not None and runner.client == client:
-            self._state.set_runner(runner, call.num_nodes)
-            self._state.evicted = dict(call.leaving)
+            self._state.set_runner(replace(runner, leaving=dict(call.leaving)), call.num_nodes)
 
     def placed(self, client: str, call: Placed) -> None:
         """Notes where an attempt's processes are, for people."""

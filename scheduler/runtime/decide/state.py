@@ -75,8 +75,6 @@ class State:
         """For each group, its rollout and training nodes; kept when the group is gone."""
         self.runner: RunnerRow | None = None
         """None until one has been heard."""
-        self.evicted: dict[str, int] = {}
-        """The attempts, by job, whose nodes are about to go away."""
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}

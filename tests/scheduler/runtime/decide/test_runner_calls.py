@@ -59,6 +59,15 @@ def test_a_job_whose_nodes_are_drained_ends_after_its_iteration_and_goes_on_else
     assert not only(Answer, scheduler.call(Completed, job="b", attempt=1, iteration=0)).body["ends"]
 
 
+def test_a_job_whose_nodes_are_drained_leaves_them_though_the_scheduler_was_killed_meanwhile() -> None:
+    scheduler = two_jobs()
+    scheduler.call(Nodes, client="ray", num_nodes={"rollout": 1, "train": 1}, leaving={"a": 1})
+    scheduler.restart(scheduler.now, "clock 1")
+    hello(scheduler, 2, a=1, b=1)
+    answers = scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    assert only(Answer, answers).body["ends"] and only(Stop, answers).job == "a"
+
+
 def test_a_silent_phase_keeps_its_nodes_until_its_end_is_known() -> None:
     scheduler = Scheduler(ray=RAY)
     hello(scheduler, 1)

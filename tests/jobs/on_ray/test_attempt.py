@@ -1,0 +1,87 @@
+"""What ends an attempt on Ray, and the code that is sent to hosts. No Ray cluster runs."""
+
+import os
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.errors import ConfigError
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+from rose.jobs.on_ray import actors, engine  # noqa: E402 - loads Ray
+from rose.jobs.on_ray.attempt import failure  # noqa: E402
+from rose.jobs.on_ray.cluster import describe_self  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_final"),
+    [
+        (OSError("No space left"), False),
+        (RuntimeError("processes [7] do not end"), False),
+        (ConfigError("x"), True),
+    ],
+)
+def test_only_a_wrong_job_ends_for_ever_by_an_error_of_its_part(cause: Exception, is_final: bool) -> None:
+    error = ray.exceptions.RayTaskError("poll", "traceback", cause).as_instanceof_cause()
+    ended = failure(["python"], error)
+    assert (ended.cannot_start is not None) is is_final and ended.exit_status != 0
+
+
+def test_a_sweep_frees_the_files_and_the_host_memory_of_one_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(actors, "end_leftovers", list)
+    kept, freed = ([each / "f" for each in actors.folders("test-sweep", name)] for name in "ab")
+    try:
+        for path in (*kept, *freed):
+            path.mkdir(parents=True)
+        assert actors.sweep(("7",), "test-sweep", "b") == ["7"] and all(path.exists() for path in freed)
+        assert actors.sweep((), "test-sweep", "b") == []
+        assert not any(path.exists() for path in freed) and all(path.exists() for path in kept)
+    finally:
+        actors.sweep((), "test-sweep")
+    assert not any(path.exists() for path in kept)
+
+
+def test_a_scheduler_does_not_tell_others_its_password() -> None:
+    assert describe_self("redis://me:p@ss@head:6380/0").endswith("channel redis://head:6380/0")
+
+
+class Spec:
+    """The part of a job's file that is packed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runtime_env: dict[str, Any] = {"working_dir": str(folder)}
+
+
+def test_code_is_packed_also_from_below_a_hidden_folder_and_with_old_times(tmp_path: Path) -> None:
+    folder = tmp_path / ".git" / "code"
+    (folder / "__pycache__").mkdir(parents=True)
+    for name in ("train.py", "__pycache__/train.pyc"):
+        (folder / name).write_text("pass")
+    os.utime(folder / "train.py", (0, 0))
+    code = engine.packed(Spec(folder))  # type: ignore[arg-type]
+    assert code is not None and zipfile.ZipFile(BytesIO(code)).namelist() == ["train.py"]
+
+
+def test_code_that_is_too_large_or_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").write_bytes(os.urandom(4096))
+    spec: Any = Spec(tmp_path)
+    monkeypatch.setattr(zipfile.ZipFile, "write", _unreadable)
+    with pytest.raises(ConfigError, match="can't be read"):
+        engine.packed(spec)
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "MAX_CODE_BYTES", 1000)
+    with pytest.raises(ConfigError, match="keep data elsewhere"):
+        engine.packed(spec)
+
+
+def _unreadable(*_: object) -> None:
+    raise PermissionError(13, "Permission denied", "data")
