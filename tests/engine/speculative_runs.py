@@ -8,7 +8,7 @@ from typing import Any
 
 import async_on_cpu  # noqa: F401
 from async_runs import PATIENT_S, SLO
-from engine_runs import Moves, Prompts, _cut, _num_changes, _wait_for_tokens, tenant_of
+from engine_runs import Moves, Prompts, _cut, num_changes, _wait_for_tokens, tenant_of
 from forked_engines import Driver, Reply, load_model_class, make_engine
 from late_device import use_late_device
 
@@ -60,7 +60,7 @@ def draft_over_cuts(
         settings["gate"] = str(GateMode.DUAL)
     llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False)
     driver = Driver(llm)
-    before, replies = _num_changes(tenant_of(driver)), list[list[Reply]]()
+    before, replies = num_changes(tenant_of(driver)), list[list[Reply]]()
     for step in range(1, num_rounds + 1):
         names = driver.ask(prompts, max_tokens)
         _wait_for_tokens(driver, names)
@@ -72,7 +72,7 @@ def draft_over_cuts(
     tenant_of(driver).pool.check_integrity()
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return Drafted(
-        moves=Moves(replies=replies, num_moves=_num_changes(tenant_of(driver)) - before),
+        moves=Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before),
         most_in_flight=device.most_in_flight if device is not None else 1,
         num_drafts=counts["vllm:spec_decode_num_draft_tokens"],
         num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
