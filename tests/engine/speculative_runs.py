@@ -8,7 +8,7 @@ from typing import Any
 
 import async_on_cpu  # noqa: F401
 from async_runs import PATIENT_S, SLO
-from engine_runs import Moves, Prompts, _cut, num_changes, _wait_for_tokens, tenant_of
+from engine_runs import Moves, Prompts, _cut, _wait_for_tokens, num_changes, tenant_of
 from forked_engines import Driver, Reply, load_model_class, make_engine
 from late_device import use_late_device
 
