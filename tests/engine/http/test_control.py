@@ -53,6 +53,7 @@ class Client:
         model_config=SimpleNamespace(model="m", max_model_len=64, get_vocab_size=lambda: 10),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=2),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        speculative_config=None,
     )
 
     async def generate(self, *_: Any, **__: Any) -> AsyncIterator[None]:
@@ -66,7 +67,7 @@ def run_steps(recorder: StepRecorder, num_steps: int, seconds_per_token: float) 
     for step in range(num_steps):
         num_tokens = 1 + step % 50
         request = SimpleNamespace(num_computed_tokens=num_tokens, num_prompt_tokens=num_tokens)
-        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens})
+        output: Any = SimpleNamespace(num_scheduled_tokens={"r": num_tokens}, scheduled_spec_decode_tokens={})
         recorder.started(output, {"r": request}, now)
         now += seconds_per_token * num_tokens
         recorder.ended(now)
@@ -203,17 +204,17 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(
     client = UpdatedClient()
     control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
-    control.followers.asked("router", None, 3600)
-    control.followers.asked("gone", None, 1e-9)
+    control.followers.asked("router", (), 3600)
+    control.followers.asked("gone", (), 1e-9)
     update = asyncio.create_task(control.apply_weights(WeightUpdate(version="run/1", **staged)))
     while control.status().weight_version != "run/1":
         assert not update.done()
         await asyncio.sleep(0)
     for _ in range(3):
         assert control.status().is_updating and client.seen[-1][0] != "resume_generation"
-        control.followers.asked("router", "run/0", 3600)
+        control.followers.asked("router", ["run/0"], 3600)
         await asyncio.sleep(0)
-    control.followers.asked("router", "run/1", 3600)
+    control.followers.asked("router", ["run/1"], 3600)
     await update
     assert client.seen[-1] == ("resume_generation", True, "run/1")
 
