@@ -74,3 +74,42 @@ class Checkpoint:
         ]
         arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype=dtype)
         self.vllm_config = arguments.create_engine_config()
+
+
+def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor], *, is_processed: bool = False) -> Any:
+    """is_processed: whether vLLM has made it ready to compute, with packed copies."""
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from rose.engine.weights.shard_recorder import detached_config
+
+    with set_default_torch_dtype(vllm_config.model_config.dtype):
+        model: Any = initialize_model(vllm_config=detached_config(vllm_config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # the loader never writes padding
+        model.load_weights(iter(tensors.items()))
+        if is_processed:
+            process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
+    return model
+
+
+def differing(model: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    """Returns the parameters whose bits differ."""
+    found, expected = (
+        {name: each.detach().view(torch.int16) for name, each in one.named_parameters()}
+        for one in (model, other)
+    )
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+def after_a_step(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    """Returns tensors in which this share of the elements has new random bits, with NaN, Inf and -0."""
+    generator = torch.Generator().manual_seed(seed)
+    later = {}
+    for name, tensor in tensors.items():
+        old = tensor.view(torch.int16)
+        drawn = torch.randint(-32768, 32768, old.shape, dtype=torch.int16, generator=generator)
+        is_new = torch.rand(old.shape, generator=generator) < share
+        later[name] = torch.where(is_new, drawn, old).view(torch.bfloat16)
+    return later

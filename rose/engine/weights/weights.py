@@ -9,7 +9,7 @@ written are taken back where a parameter does not hold the bits that they start 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
+from rose.engine.weights.reload import reload_whole
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
 
@@ -209,29 +210,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
-        self._load(loader.get_all_weights(self.model_config, self.model))
+        reload_whole(self.model, self.model_config, loader.get_all_weights(self.model_config, self.model))
 
     def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
-            self._load(staged.tensors())
+            reload_whole(self.model, self.model_config, staged.tensors())
         self.version = state[0] if state is not None else None
         self._state_hash = state[1] if state is not None else self._state_hash
-
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
-        initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(tensors)
-        except BaseException:
-            _forget_half_loaded(self.model)
-            raise
-        finally:
-            finalize_layerwise_reload(self.model, self.model_config)
-        _repack_heads(self.model)
 
     def finish_weight_update(self) -> None:
         """Does nothing: :meth:`receive_weights` finalizes."""
@@ -312,32 +297,3 @@ def _gather(verdict: str | None) -> list[str | None]:
     if group.world_size > 1:
         torch.distributed.all_gather_object(verdicts, verdict, group=group.cpu_group)
     return verdicts
-
-
-def _forget_half_loaded(model: torch.nn.Module) -> None:
-    """Resets layers whose loading broke off.
-
-    vLLM's finalize then restores the layers that are not done, and the next reload finds no tensors that
-    still wait for the rest of theirs.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for module in model.modules():
-        info = get_layerwise_info(module)
-        if info.can_load():
-            info.load_numel = 0
-            info.loaded_weights.clear()
-
-
-def _repack_heads(model: torch.nn.Module) -> None:
-    """Rebuilds each output head's packed copy from its weight.
-
-    A head tied to the embedding has no tensor of its own in the checkpoint, so layerwise reload skips it, and
-    on a CPU it would keep computing with the old weights (seen as equal tokens with logprobs of mixed
-    weights).
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)

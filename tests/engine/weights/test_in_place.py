@@ -12,52 +12,15 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from mirrored import Mirrored
-from rank_models import Checkpoint, dense, experts
+from rank_models import Checkpoint, after_a_step, dense, differing, experts, loaded_model
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rose import _delta
 from rose.engine.weights.in_place import InPlaceWriter, replace_on_device, why_not_in_place
-from rose.engine.weights.shard_recorder import detached_config, pretended_rank
+from rose.engine.weights.shard_recorder import pretended_rank
 from rose.errors import FrameError
 from rose.transfer.format.shared_planes import PlanesFile
-
-
-def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor], *, is_processed: bool = False) -> Any:
-    """is_processed: whether vLLM has made it ready to compute, with packed copies."""
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-
-    with set_default_torch_dtype(vllm_config.model_config.dtype):
-        model: Any = initialize_model(vllm_config=detached_config(vllm_config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()  # the loader never writes padding
-        model.load_weights(iter(tensors.items()))
-        if is_processed:
-            process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
-    return model
-
-
-def differing(model: torch.nn.Module, other: torch.nn.Module) -> list[str]:
-    """Returns the parameters whose bits differ."""
-    found, expected = (
-        {name: each.detach().view(torch.int16) for name, each in one.named_parameters()}
-        for one in (model, other)
-    )
-    return [name for name in expected if not torch.equal(expected[name], found[name])]
-
-
-def after_a_step(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
-    """Returns tensors in which this share of the elements has new random bits, with NaN, Inf and -0."""
-    generator = torch.Generator().manual_seed(seed)
-    later = {}
-    for name, tensor in tensors.items():
-        old = tensor.view(torch.int16)
-        drawn = torch.randint(-32768, 32768, old.shape, dtype=torch.int16, generator=generator)
-        is_new = torch.rand(old.shape, generator=generator) < share
-        later[name] = torch.where(is_new, drawn, old).view(torch.bfloat16)
-    return later
 
 
 @pytest.fixture
