@@ -39,16 +39,9 @@ def test_a_card_that_keeps_physical_pages_meets_the_right_bytes_in_the_window_al
             return one
 
         def decode(*, has_window: bool) -> list[Reply]:
-            pair = fork(
-                prefill_decode_runs.decode,
-                models.serving,
-                pool=POOL,
-                prompts=PROMPTS,
-                max_tokens=SERVING_TOKENS,
-                asked=asked,
-                told=told,
-                has_window=has_window,
-            )
+            given = {"pool": POOL, "prompts": PROMPTS, "max_tokens": SERVING_TOKENS}
+            queues = {"asked": asked, "told": told}
+            pair = fork(prefill_decode_runs.decode, models.serving, **given, **queues, has_window=has_window)
             replies: list[Reply] = pair.result()
             pair.stop()
             return replies

@@ -77,6 +77,13 @@ class SyncReport:
     """The time spent waiting for the relay when nothing was left to encode meanwhile."""
 
 
+def _check_pace(link_gbps: float, snapshot_every: int) -> None:
+    if link_gbps <= 0 or snapshot_every < 1:
+        raise ValueError(
+            f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
+        )
+
+
 def _num_encode_threads(wanted: int | None, num_ranks: int) -> int:
     """Returns this rank's share of the cores, unless another number is wanted. Raises: ValueError."""
     if wanted is not None and wanted < 1:
@@ -131,10 +138,7 @@ class WeightPublisher:
         signing_key: str | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
-        if link_gbps <= 0 or snapshot_every < 1:
-            raise ValueError(
-                f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
-            )
+        _check_pace(link_gbps, snapshot_every)
         num_threads = _num_encode_threads(encode_threads, num_ranks)
         self._source = TorchSource(weights, dtype)
         self._full_wait_s = full_wait_s
