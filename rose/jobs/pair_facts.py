@@ -177,6 +177,7 @@ def _constant(num_ranks: int) -> dict[str, Any]:
         "progress": None,
         "moving_to": None,
         "host": "local",
+        "places": [],
         "attempt": 1,
         "restarts": 0,
         "num_ranks": num_ranks,
