@@ -187,7 +187,7 @@ class ProcessGroup:
 
     @property
     def servers(self) -> tuple[ServerProcess, ...]:
-        """In the order in which they were started."""
+        """Returns the processes in the order in which they were started."""
         return tuple(self._servers)
 
     def start(self, server: ServerProcess) -> ServerProcess:

@@ -258,7 +258,7 @@ def test_an_admitted_step_ends_before_serving_must_start(
         assert decision.reason is not ADMITTED
 
 
-def test_defaults_of_settings() -> None:
+def test_step_limits_follow_from_the_slo_where_none_are_set() -> None:
     settings = GateSettings(slo=SLO_600_150)
     assert settings.itl_cap_for(0.075) == pytest.approx(0.15)
     assert settings.itl_cap_for(0.14) == pytest.approx(0.21)

@@ -23,17 +23,17 @@ SLO_500_150 = SLO(ttft_s=0.5, tpot_s=0.15)
 MODEL = StepTimeModel(base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-3, margin_s=0.0)
 
 
-def test_printed_ttft_slack() -> None:
+def test_ttft_slack_is_what_the_papers_equation_1_gives() -> None:
     # arrived at 10.0, due at 10.5, now 10.2, prefill takes 0.06: 0.24 left (eq. 1)
     assert ttft_slack(10.2, 10.0, 0.5, 0.06) == pytest.approx(0.24)
 
 
-def test_printed_tpot_slack() -> None:
+def test_tpot_slack_is_what_the_papers_equation_2_gives() -> None:
     # last token at 10.00, due at 10.15, now 10.05, a step takes 0.03: 0.07 left (eq. 2)
     assert tpot_slack(10.05, 10.0, 0.15, 0.03) == pytest.approx(0.07)
 
 
-def test_printed_slacks_take_the_least_over_all_requests() -> None:
+def test_slacks_of_the_papers_equations_take_the_least_over_all_requests() -> None:
     pending = [PendingPrefill(arrival_s=10.0, remaining_tokens=500)]  # one chunk: 60 ms -> 10.44
     decodes = [
         ActiveDecode(first_token_s=9.0, last_token_s=10.1, num_output_tokens=9),  # 10.25 - 12 ms

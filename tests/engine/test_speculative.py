@@ -65,7 +65,7 @@ def expected(run: Run, models: ModelDirs) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafters(models: ModelDirs, engines_dir: Path) -> dict[str, dict[str, Any]]:
-    """By method. The draft model is another version of the model, so that most of its drafts are wrong."""
+    """Returns each method's configuration. Most drafts of the draft model are wrong: it has other weights."""
     return {
         "ngram": speculation("ngram"),
         "draft_model": speculation("draft_model", models.untied[1]),

@@ -42,7 +42,7 @@ def test_step_budget_sets_recent_peak_and_headroom_aside(recent_peak: int, budge
         (100, 1, 1, NORMAL, (1, NORMAL, None)),
     ],
 )
-def test_observation(
+def test_a_budget_is_cut_and_kept_by_what_serving_uses(
     used: int, owned: int, budget: int, state: Pressure, expected: tuple[int, Pressure, BudgetEvent | None]
 ) -> None:
     decision = POLICY.observe(serving_used=used, rollout_owned=owned, budget=budget, state=state)

@@ -146,7 +146,7 @@ def test_guarded_positions_read_zeros_and_can_not_be_written(world: World, slabs
 def test_a_second_range_over_all_slabs_shows_them_wherever_the_first_has_them(
     world: World, slabs: Slabs
 ) -> None:
-    """As the transfer window of an engine with a KV connector does."""
+    """The transfer window of an engine with a KV connector is such a range."""
     range_, window = slabs.reserve(NUM_SLABS, poison=True, guard=True), slabs.reserve(NUM_SLABS)
     range_.map(0, 2)
     world.write(range_, 0, 1)

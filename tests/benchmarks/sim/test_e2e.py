@@ -250,7 +250,7 @@ def test_every_system_trains_on_the_same_trajectories() -> None:
 
 
 def test_a_baseline_with_whole_gpus_is_no_slower_than_shared_ones() -> None:
-    """As many GPUs, each whole and always there: no system that shares them may do better."""
+    """The baseline has as many GPUs, each whole and always there: no sharing may do better."""
     plan = JobPlan(system=System.ROSE, num_steps=2, seed=1)
     shared, owned, whole = (
         run_job(even_world(), each).rollout_s

@@ -31,7 +31,7 @@ class RayRig:
         self.workers.append(self._add(num_cpus=8, num_gpus=2))
 
     def kill(self, node: Any) -> None:
-        """As if the power of the node's host had failed."""
+        """Ends the node as a power failure of its host would."""
         self.workers.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
 

@@ -21,7 +21,9 @@ SPARE = np.array([2, 0, 4, 2, 1, 0, 0], dtype=np.int32)
         (Spread.DENSE, 1, [4, 0, 2, 3]),
     ],
 )
-def test_order_of_preference(spread: Spread, beside: int | None, order: list[int]) -> None:
+def test_positions_are_preferred_by_what_their_slabs_hold(
+    spread: Spread, beside: int | None, order: list[int]
+) -> None:
     """Full slabs (1 in use, 5 with cache, 6 with both) are never among them."""
     positions = preferred_positions(spread, num_spare=SPARE, num_used=USED, num_hashed=HASHED, beside=beside)
     assert list(positions) == order
