@@ -1,5 +1,5 @@
-// The delta codec's kernels (transfer/format/device/cuda/delta.cu) over host memory: the same steps per thread,
-// one thread after the other. The stand-in driver launches them, and tests call them directly.
+// The delta codec's kernels (transfer/format/device/cuda/delta.cu) over host memory: the same steps per
+// thread, one thread after the other. The stand-in driver launches them, and tests call them directly.
 //
 // It shows that the steps and the arguments are right. It says nothing about how the kernels run on a GPU:
 // warp sums, atomics and streams are not in it.
