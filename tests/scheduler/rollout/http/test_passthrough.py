@@ -79,7 +79,7 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error(start_router: St
         a.faults.append(Fault(kind="slow"))
         url = f"{client.router.url}/v1/chat/completions"
         async with client.http.post(url, json={**TOOL_CHAT, "stream": True}) as response:
-            assert await response.content.readline() == b'data: {"choices": []}\n'
+            assert b'"choices": []' in await response.content.readline()
             client.router.plane.registry.workers()[0].lost("scripted")
             rest = await response.read()
         assert b"was lost" in rest and rest.endswith(b"data: [DONE]\n\n")
