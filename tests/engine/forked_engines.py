@@ -9,7 +9,8 @@ import queue
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,6 +55,21 @@ class Fork:
 
     def _log_tail(self) -> str:
         return "\n".join(self._log.read_text().splitlines()[-40:]) if self._log.exists() else "no log"
+
+
+@contextmanager
+def forks(folder: Path, **given: Any) -> Iterator[Callable[..., Fork]]:
+    """Makes the folder, and yields what forks a function there with ``given`` and further arguments. It stops
+    all forks at the end."""
+    folder.mkdir()
+    with ExitStack() as undo:
+
+        def start(function: Callable[..., Any], **arguments: Any) -> Fork:
+            fork = Fork(folder, function, **given, **arguments)
+            undo.callback(fork.stop)
+            return fork
+
+        yield start
 
 
 def _run(

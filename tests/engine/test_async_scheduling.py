@@ -1,15 +1,13 @@
 """Two steps in flight on a device that computes late: stock vLLM's tokens, and turns at steps' edges."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import async_runs
 import engine_runs
 import pytest
-from forked_engines import Fork
+from forked_engines import Fork, forks
 from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
@@ -31,15 +29,7 @@ Run = Callable[..., Fork]
 @pytest.fixture(scope="module")
 def run(engines_dir: Path) -> Iterator[Run]:
     """Forks a function of async_runs with the prompts."""
-    folder = engines_dir / "async"
-    folder.mkdir()
-    with ExitStack() as undo:
-
-        def start(function: Callable[..., Any], **arguments: Any) -> Fork:
-            fork = Fork(folder, function, prompts=PROMPTS, max_tokens=TOKENS, **arguments)
-            undo.callback(fork.stop)
-            return fork
-
+    with forks(engines_dir / "async", prompts=PROMPTS, max_tokens=TOKENS) as start:
         yield start
 
 

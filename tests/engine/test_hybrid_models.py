@@ -8,7 +8,7 @@ from typing import Any
 
 import engine_runs
 import pytest
-from forked_engines import Fork
+from forked_engines import Fork, forks
 from probes import prompt
 from real_engine import runtime_dir
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
@@ -43,15 +43,7 @@ def hybrids(engines_dir: Path) -> Models:
 
 @pytest.fixture(scope="module")
 def run(engines_dir: Path) -> Iterator[Run]:
-    folder = engines_dir / "hybrids"
-    folder.mkdir()
-    with ExitStack() as undo:
-
-        def start(function: Callable[..., Any], **arguments: Any) -> Fork:
-            fork = Fork(folder, function, **arguments)
-            undo.callback(fork.stop)
-            return fork
-
+    with forks(engines_dir / "hybrids") as start:
         yield start
 
 

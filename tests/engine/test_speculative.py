@@ -1,7 +1,6 @@
 """Speculative decoding in slab pools: the greedy tokens of stock vLLM while slabs move, several in a step."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import engine_runs
 import pytest
 import speculative_runs
-from forked_engines import Fork
+from forked_engines import Fork, forks
 from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
@@ -32,15 +31,7 @@ Run = Callable[..., Fork]
 @pytest.fixture(scope="module")
 def run(engines_dir: Path) -> Iterator[Run]:
     """Forks a function with the prompts."""
-    folder = engines_dir / "speculative"
-    folder.mkdir()
-    with ExitStack() as undo:
-
-        def start(function: Callable[..., Any], **arguments: Any) -> Fork:
-            fork = Fork(folder, function, prompts=PROMPTS, max_tokens=TOKENS, **arguments)
-            undo.callback(fork.stop)
-            return fork
-
+    with forks(engines_dir / "speculative", prompts=PROMPTS, max_tokens=TOKENS) as start:
         yield start
 
 
