@@ -1,10 +1,12 @@
 """A Ray cluster of several nodes on this machine, and schedulers that use it."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ray.cluster_utils import Cluster
 from served_cluster import ServedCluster
 
@@ -16,8 +18,13 @@ NUM_WORKERS = 3
 class RayRig:
     """A head without devices, and workers with two devices each."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        """run_dir: the runtime directory of what Ray's workers start."""
         self.cluster = Cluster()
+        self._inherited = {
+            "ROSE_RUNTIME_DIR": str(run_dir),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         self._add(num_cpus=2, include_dashboard=False)
         self.workers: list[Any] = []
         for _ in range(NUM_WORKERS):
@@ -36,13 +43,19 @@ class RayRig:
         self.cluster.remove_node(node, allow_graceful=False)
 
     def _add(self, **arguments: Any) -> Any:
-        """Tries it again on a busy machine: Ray gives a node 30 s to start, which no setting changes."""
+        """Tries it again on a busy machine: Ray gives a node 30 s to start, which no setting changes.
+
+        A node inherits this process's environment, which other tests must find unchanged.
+        """
         for attempts_left in reversed(range(4)):
-            try:
-                return self.cluster.add_node(wait=False, object_store_memory=STORE_BYTES, **arguments)
-            except Exception as error:  # Ray has no type for it
-                if attempts_left == 0 or "imed out" not in str(error):
-                    raise
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in self._inherited.items():
+                    patch.setenv(name, value)
+                try:
+                    return self.cluster.add_node(wait=False, object_store_memory=STORE_BYTES, **arguments)
+                except Exception as error:  # Ray has no type for it
+                    if attempts_left == 0 or "imed out" not in str(error):
+                        raise
         raise AssertionError
 
 

@@ -178,16 +178,18 @@ def test_a_pool_larger_than_the_hosts_free_memory_is_refused_before_any_is_taken
 def test_a_daemon_that_dies_before_it_answers_is_told_from_a_slow_one(
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 600\n")
-    slow.chmod(0o700)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", str(slow))
-        with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
-            start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=0)
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts with that
+    def start_instead(command: str, timeout_s: float) -> None:
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/sh\n{command}\n")
+        program.chmod(0o700)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(program))
+            start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir, timeout_s=timeout_s)
+
+    with pytest.raises(PoolError, match="the daemon of pool p did not start within 0 s"):
+        start_instead("exec sleep 600", timeout_s=0)
     with pytest.raises(PoolError, match="the daemon of pool p ended at once with status 1"):
-        start_daemon(POOL, num_slabs=4, headroom_slabs=1, runtime_dir=runtime_dir)
+        start_instead("exit 1", timeout_s=600)
 
 
 def test_too_few_open_files_are_refused_with_the_numbers(runtime_dir: Path) -> None:
