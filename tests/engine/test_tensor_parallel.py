@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,24 +75,23 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
             """How far the two get into each other's way, in one wave, is the machine's to say."""
             return len(log.moved) >= NUM_SLABS // 4
 
+        def is_full() -> bool:
+            """Whether rollouts have held half of the pool in this wave. The log sees what is over before a
+            status has been asked for."""
+            return log.peak[Role.ROLLOUT] > NUM_SLABS // 2
+
         wave = num_full = 0
         while (num_full < NUM_WAVES or not has_seen_enough()) and wave < 10 * NUM_WAVES:
             prompts = {role: wave_prompts(role, wave % NUM_WAVES) for role in Role}
             log.peak[Role.ROLLOUT] = 0
-            rollouts = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
-
-            def is_full() -> bool:
-                """The log sees what is over before a status has been asked for."""
-                return log.peak[Role.ROLLOUT] > NUM_SLABS // 2
-
-            until(
-                lambda: is_full() or all(each.done() for each in rollouts), "rollouts fill half of the pool"
-            )
+            requests = {Role.ROLLOUT: rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)}
             # On a busy machine rollouts may be done before serving has given them its cached slabs.
+            while not (is_full() or all(each.done() for each in requests[Role.ROLLOUT])):
+                time.sleep(0.02)
             num_full += is_full()
-            servings = serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)
-            for role, requests in ((Role.SERVING, servings), (Role.ROLLOUT, rollouts)):
-                answers[role] += zip(prompts[role], [each.result() for each in requests], strict=True)
+            requests[Role.SERVING] = serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)
+            for role, sent in requests.items():
+                answers[role] += zip(prompts[role], [each.result() for each in sent], strict=True)
             ranks.settle()
             wave += 1
     assert num_full >= NUM_WAVES, f"rollouts filled half of the pool in {num_full} of {wave}: {log.budgets}"
