@@ -16,7 +16,6 @@ import psutil
 from rose.errors import WorkerError
 from rose.measure.records import RequestRecord, Window, read_records
 from rose.measure.rollout_load import RolloutLoadResult
-from rose.measure.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
@@ -245,21 +244,6 @@ def replay_flags(traffic: Traffic, index: int, duration_s: float) -> list[str]:
     }
     trace = ["--trace", str(traffic.trace)] if traffic.trace is not None else []
     return [*trace, *(str(part) for pair in flags.items() for part in pair)]
-
-
-def replayed_requests(traffic: Traffic, index: int, duration_s: float) -> list[ReplayRequest]:
-    """The requests that a replay with ``replay_flags`` of the same arguments sends."""
-    load, seed = traffic.serving, traffic.seed + index
-    return scaled(
-        trace_or_synthetic(traffic.trace, seed),
-        load.rate_rps,
-        load.max_prompt_tokens,
-        load.max_output_tokens,
-        duration_s,
-        seed,
-        vocab_size=load.vocab_size,
-        burst_size=load.burst_size,
-    )
 
 
 def _wait_until(when_s: float, tick: Tick) -> None:

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 
-from rose.node.checks import check_port_free
+from rose.node.ports import check_port_free
 from rose.node.processes import ServerProcess
 from rose.scheduler.dashboard.address import Address
 

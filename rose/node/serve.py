@@ -17,7 +17,7 @@ from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
-from rose.node import checks, launch
+from rose.node import checks, launch, ports
 from rose.node.fine_tune import options as fine_tune_options
 from rose.node.fine_tune.options import FineTuneOptions
 from rose.node.fine_tune.processes import FineTuning
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def check_engine(engine: EngineConfig) -> None:
     """Raises: ConfigError for anything but its pool that would keep ``engine`` from starting."""
     checks.check_vllm()
-    checks.check_port_free(engine.host, engine.port)
+    ports.check_port_free(engine.host, engine.port)
     launch.check_cpus(engine)
     checks.check_adapters(engine)
     checks.check_model(engine.model)

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from rose.engine.scheduling.recorder import profile_key
 from rose.memory.daemon.daemon import start_daemon
-from rose.node.checks import free_port
+from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
 from rose.types import Role
 

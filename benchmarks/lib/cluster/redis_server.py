@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from rose.node.checks import free_port
+from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
 
 START_S = 300.0

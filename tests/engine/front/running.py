@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from forked_server import ForkedServer
 
-from rose.node.checks import free_port
+from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from served_cluster import ServedCluster, kill, wait_until
 
 from rose.node import watcher
-from rose.node.checks import free_port
+from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
 
 

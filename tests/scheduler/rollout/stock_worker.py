@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forked_server import ForkedServer
 
-from rose.node.checks import free_port
+from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
 
 ENGINE_ENVIRONMENT = {

@@ -1,5 +1,6 @@
 """`rose sched serve` as a process of its own, with jobs that sleep."""
 
+import io
 import json
 import os
 import signal
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import yaml
 
+from rose import cli
 from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, AnyCall, Status, Submit
@@ -114,16 +117,16 @@ class ServedCluster:
         return [each for each in found if job in (None, each["job"])]
 
     def command(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """`rose sched ...`, to its end."""
+        """`rose sched ...`, to its end, in this process: another one would load the same modules first."""
         self.ask(Status)  # the command itself waits seconds for a scheduler, which may still be starting
-        return subprocess.run(
-            [sys.executable, "-m", "rose.cli", "sched", *argv],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            env={**os.environ, **self.environment},
-            check=False,
-        )
+        output, errors = io.StringIO(), io.StringIO()
+        with (
+            patch.dict(os.environ, self.environment),
+            redirect_stdout(output),
+            redirect_stderr(errors),
+        ):
+            status = cli.main(["sched", *argv])
+        return subprocess.CompletedProcess(argv, status, output.getvalue(), errors.getvalue())
 
     def __enter__(self) -> Self:
         self.server.start()
