@@ -1,6 +1,5 @@
 """`rose sched serve` as a process of its own, with jobs that sleep."""
 
-import io
 import json
 import os
 import signal
@@ -8,18 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
-from unittest.mock import patch
 
 import yaml
 
-from rose import cli
 from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, AnyCall, Status, Submit
 from rose.scheduler.runtime.channel.opening import ChannelUrl
+from tests.commands import rose
 
 JOB = Path(__file__).with_name("sleeping_job.py")
 PATIENCE_S = 300.0
@@ -117,16 +115,9 @@ class ServedCluster:
         return [each for each in found if job in (None, each["job"])]
 
     def command(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """`rose sched ...`, to its end, in this process: another one would load the same modules first."""
+        """`rose sched ...`, to its end."""
         self.ask(Status)  # the command itself waits seconds for a scheduler, which may still be starting
-        output, errors = io.StringIO(), io.StringIO()
-        with (
-            patch.dict(os.environ, self.environment),
-            redirect_stdout(output),
-            redirect_stderr(errors),
-        ):
-            status = cli.main(["sched", *argv])
-        return subprocess.CompletedProcess(argv, status, output.getvalue(), errors.getvalue())
+        return rose("sched", *argv, environment=self.environment)
 
     def __enter__(self) -> Self:
         self.server.start()
