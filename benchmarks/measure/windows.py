@@ -154,7 +154,7 @@ class WindowRunner:
 
     def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
         """Wait for the replay's end and read its records. Raises: WorkerError."""
-        _wait_ended(replay, self._traffic.serving.drain_s + SLACK_S, tick)
+        wait_ended(replay, self._traffic.serving.drain_s + SLACK_S, tick)
         return read_records(self._path(spec, "serving"))
 
     def _start_load(self, spec: WindowSpec, start_s: float) -> ServerProcess:
@@ -170,7 +170,7 @@ class WindowRunner:
         return self._clients.run(argv, f"load-{spec.key}")
 
     def _finish_load(self, load: ServerProcess, tick: Tick) -> RolloutLoadResult:
-        _wait_ended(load, SLACK_S, tick)
+        wait_ended(load, SLACK_S, tick)
         out = next(self._dir.glob(f"{load.name}.json"))
         return RolloutLoadResult.from_json(json.loads(out.read_text()))
 
@@ -252,7 +252,8 @@ def _wait_until(when_s: float, tick: Tick) -> None:
         time.sleep(min(POLL_S, left_s))
 
 
-def _wait_ended(process: ServerProcess, timeout_s: float, tick: Tick) -> None:
+def wait_ended(process: ServerProcess, timeout_s: float, tick: Tick) -> None:
+    """Waits for a process that ends by itself. Raises: WorkerError if it fails or is late."""
     deadline = time.monotonic() + timeout_s
     while process.is_alive() and time.monotonic() < deadline:
         tick()

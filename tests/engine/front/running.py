@@ -64,6 +64,7 @@ class ProxyThread:
         asyncio.run_coroutine_threadsafe(self.proxy.__aexit__(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
 
 @contextlib.contextmanager
