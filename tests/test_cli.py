@@ -11,7 +11,7 @@ import pytest
 from rose.cli import COMMANDS
 from rose.errors import install_hint
 from rose.memory.daemon.daemon import start_daemon
-from rose.node.ports import free_port
+from rose.ports import free_port
 from tests.commands import rose
 
 ROOT = Path(__file__).parents[1]

@@ -24,8 +24,8 @@ from rose.memory.pool.pool import PoolClient
 from rose.node import launch
 from rose.node.control import EngineControl
 from rose.node.node_config import EngineConfig
-from rose.node.ports import free_port
 from rose.node.processes import ProcessGroup, ServerProcess
+from rose.ports import free_port
 from rose.types import Role
 
 ENGINE_ENV = {

@@ -28,9 +28,9 @@ from rose.messages import ConcurrencyProfile, Profile
 from rose.node import checks, concurrency, launch
 from rose.node.control import EngineControl
 from rose.node.node_config import EngineConfig
-from rose.node.ports import free_port
 from rose.node.processes import ProcessGroup
 from rose.node.signals import StopOnSignals
+from rose.ports import free_port
 from rose.types import Role
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")

@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from enum import StrEnum
 from typing import Any, get_args
 
+from rose import ports
 from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
-from rose.node import checks, launch, ports
+from rose.node import checks, launch
 from rose.node.fine_tune import options as fine_tune_options
 from rose.node.fine_tune.options import FineTuneOptions
 from rose.node.fine_tune.processes import FineTuning

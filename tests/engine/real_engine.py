@@ -16,7 +16,7 @@ from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
 from rose.node.control import completion_body
 from rose.node.launch import engine_process
 from rose.node.node_config import EngineConfig
-from rose.node.ports import free_port
+from rose.ports import free_port
 from rose.types import GateMode, Role
 
 READY_S = 1200.0

@@ -22,8 +22,8 @@ from tiny_models import make_deep_model, make_serving_model
 from rose.config import Settings
 from rose.node import checks
 from rose.node.control import EngineControl
-from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 pytestmark = pytest.mark.vllm
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rose import ports
 from rose.config import Settings
 from rose.errors import ConfigError
-from rose.node import checks, ports
+from rose.node import checks
 from rose.node.node_config import EngineConfig
 from rose.node.processes import ServerProcess
 from rose.types import Role

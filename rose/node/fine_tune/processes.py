@@ -13,8 +13,8 @@ from rose.errors import RelayError
 from rose.node import checks, launch
 from rose.node.fine_tune.options import FineTuneOptions, flag
 from rose.node.node_config import EngineConfig, PoolConfig
-from rose.node.ports import free_port
 from rose.node.processes import ProcessGroup, ServerProcess
+from rose.ports import free_port
 from rose.transfer.relay.opening import open_relay
 
 logger = logging.getLogger(__name__)

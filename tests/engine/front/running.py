@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 from forked_server import ForkedServer
 
-from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 
 NEVER = 10**9

@@ -18,8 +18,8 @@ from tiny_models import make_rollout_model
 
 from rose.admission.board_snapshot import snapshot
 from rose.memory.pool.pool import PoolClient
-from rose.node.ports import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
