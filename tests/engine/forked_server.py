@@ -48,6 +48,11 @@ class ForkedServer(ServerProcess):
     def exit_status(self) -> int | None:
         return self._process.process.exitcode if self._process is not None else None
 
+    def send_signal(self, signum: int) -> None:
+        """Its parent, the fork server, may have reaped it before its exit status is known here."""
+        with contextlib.suppress(ProcessLookupError):
+            super().send_signal(signum)
+
     def _spawn(self) -> Any:
         assert self.log_path is not None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
