@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 from board_setup import FAR_S, IDLE, begin, work
 
@@ -106,7 +107,6 @@ class Victim:
 
 
 def fail_guests(page_memory: memoryview, fatal: signal.Signals) -> None:
-    rollout_side.MAX_STEP_WAIT_S = 0.0
     words = Words(page_memory)
     serving, guest = ServingSide(words), RolloutSide(words)
     guest.set_want(True)
@@ -160,7 +160,8 @@ def fail_serving(page_memory: memoryview, fatal: signal.Signals) -> None:
 def main(page: Path, part: str, fatal: str) -> None:
     with page.open("r+b") as file:
         memory = memoryview(mmap.mmap(file.fileno(), 4096))
-    {"guest": fail_guests, "serving": fail_serving}[part](memory, signal.Signals[f"SIG{fatal}"])
+    with patch.object(rollout_side, "MAX_STEP_WAIT_S", 0.0):
+        {"guest": fail_guests, "serving": fail_serving}[part](memory, signal.Signals[f"SIG{fatal}"])
 
 
 if __name__ == "__main__":
