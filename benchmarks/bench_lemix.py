@@ -47,7 +47,7 @@ from rose.scheduler.sim.node_results import Conditions, Policy, Result
 from rose.scheduler.sim.node_tasks import MEAN_TOKENS, generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
 from rose.scheduler.sim.requests import TraceRow, load_trace
-from rose.types import Placement
+from rose.types import Assignment
 
 NUM_NODES, NUM_TASKS = 4, 1000
 MODEL = "llama-8b"
@@ -222,11 +222,11 @@ class _Timed(NodePolicy):
         self.request_s: list[float] = []
         self.training_s: list[float] = []
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         begun_s = time.thread_time()
-        placement = super().place(task, now)
+        assignment = super().place(task, now)
         (self.training_s if task.is_training else self.request_s).append(time.thread_time() - begun_s)
-        return placement
+        return assignment
 
     def pull(self, node: int, now: float) -> Task | None:
         begun_s = time.thread_time()

@@ -78,9 +78,9 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a scheduler below the cluster puts work, and when it expects the work to end."""
+class Assignment:
+    """The node that runs a task, and when the task is expected to end."""
 
     where: int
-    """The node that a decision at the node level chose."""
+    """The node's number."""
     finish_s: float

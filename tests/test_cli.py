@@ -1,4 +1,4 @@
-"""The command line as a user meets it: every test runs `rose` in its own process."""
+"""The command line as a user meets it."""
 
 import ast
 import socket
@@ -11,15 +11,10 @@ import pytest
 from rose.cli import COMMANDS
 from rose.errors import install_hint
 from rose.memory.daemon.daemon import start_daemon
-from rose.node.checks import free_port
+from rose.ports import free_port
+from tests.commands import rose
 
 ROOT = Path(__file__).parents[1]
-
-
-def rose(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rose.cli", *arguments], capture_output=True, text=True, cwd=cwd, check=False
-    )
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *expected: str) -> None:
@@ -30,10 +25,11 @@ def assert_refused(result: subprocess.CompletedProcess[str], *expected: str) -> 
         assert text in lines[0]
 
 
-def test_help_lists_every_command() -> None:
-    result = rose("--help")
-    assert result.returncode == 0
-    assert all(command.name in result.stdout for command in COMMANDS)
+def test_help_lists_every_command_and_a_refusal_is_the_status_of_the_process() -> None:
+    command = [sys.executable, "-m", "rose.cli"]
+    shown = subprocess.check_output([*command, "--help"], text=True)
+    assert all(each.name in shown for each in COMMANDS)
+    assert_refused(subprocess.run([*command, "srve"], capture_output=True, text=True, check=False))
 
 
 def test_no_command_shows_the_help() -> None:

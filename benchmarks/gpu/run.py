@@ -1,6 +1,7 @@
 """Checks and measures on a GPU what the tests show on a stand-in driver: one command, unattended.
 
 Each part runs in a process of its own, for ten minutes at most; a part that fails does not stop the others.
+These are forked off one that has loaded torch and never asks it for a device.
 Each prints one table. The summary says which parts passed, failed or were skipped, and why. The status is 0
 if none failed. The first parts need torch and a CUDA driver alone.
 
@@ -14,11 +15,11 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from lib.harness import run_benchmark  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from rose.config import child_environment  # noqa: E402
+from rose.config import default_variable, forget_variables  # noqa: E402
 from rose.measure.environment import collect_env  # noqa: E402
 
 PART_TIMEOUT_S = 590.0
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["gpu.rig"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +82,12 @@ class Outcome:
 
 def main() -> int:
     arguments = _parser().parse_args()
-    if arguments.in_process:
-        return _measure(arguments)
     names = [arguments.part] if arguments.part is not None else list(PARTS)
     with tempfile.TemporaryDirectory(prefix="rose-gpu-kit-") as folder:
-        paths = os.pathsep.join([str(FOLDER.parent), str(ROOT)])
-        environment = child_environment({"PYTHONPATH": paths})
+        _set_variable("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), str(ROOT)]))
         if arguments.dry_run:
-            environment["LD_LIBRARY_PATH"] = str(_build_stand_in(Path(folder)))
-        outcomes = [_run(name, arguments, Path(folder), environment) for name in names]
+            _set_variable("LD_LIBRARY_PATH", str(_build_stand_in(Path(folder))))
+        outcomes = [_run(name, arguments, Path(folder)) for name in names]
     _summarize(outcomes)
     if arguments.json is not None:
         _write(arguments, outcomes)
@@ -102,8 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write env, figures and outcomes here")
     parser.add_argument("--quick", action="store_true", help="few repeats: wide spreads")
     parser.add_argument("--dry-run", action="store_true", help="on the stand-in driver; implies --quick")
-    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _set_variable(name: str, value: str) -> None:
+    """Sets a variable of the parts, whatever the operator has set."""
+    forget_variables(name)
+    default_variable(name, value)
 
 
 def _build_stand_in(folder: Path) -> Path:
@@ -113,27 +118,28 @@ def _build_stand_in(folder: Path) -> Path:
     return folder
 
 
-def _run(name: str, arguments: argparse.Namespace, folder: Path, environment: dict[str, str]) -> Outcome:
+def _run(name: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
     """Runs a part in its own process."""
     part = PARTS[name]
     missing = [module for module in part.needs if not _has(module)]
     if missing or (arguments.dry_run and not part.is_in_dry_run):
         reason = f"{', '.join(missing)} not installed" if missing else "not part of a dry run"
         return Outcome(part=name, status="skipped", reason=reason, seconds=0.0, figures=[])
-    report = folder / f"{name}.json"
-    argv = [sys.executable, str(FOLDER / "run.py"), "--in-process", "--part", name, "--json", str(report)]
-    argv += ["--quick"] * (arguments.quick or arguments.dry_run) + ["--dry-run"] * arguments.dry_run
+    report, log = folder / f"{name}.json", folder / f"{name}.log"
     print(f"== {name}", flush=True)
     start = time.monotonic()
-    log = folder / f"{name}.log"
-    with log.open("w") as errors:
-        try:
-            status = subprocess.run(
-                argv, check=False, env=environment, stderr=errors, timeout=PART_TIMEOUT_S
-            ).returncode
-            reason = (log.read_text().strip().splitlines() or [f"status {status}"])[-1] if status else ""
-        except subprocess.TimeoutExpired:
-            status, reason = 124, f"stopped after {PART_TIMEOUT_S:.0f} s"
+    process = PROCESSES.Process(target=_measure, args=(part, arguments, report, log))
+    process.start()
+    process.join(PART_TIMEOUT_S)
+    is_late = process.exitcode is None
+    if is_late:
+        process.kill()
+        process.join()
+    status = process.exitcode
+    lines = log.read_text().strip().splitlines() if log.exists() else []
+    reason = (lines or [f"status {status}"])[-1] if status else ""
+    if is_late:
+        reason = f"stopped after {PART_TIMEOUT_S:.0f} s"
     if status:
         sys.stderr.write(log.read_text()[-4000:])
     figures = json.loads(report.read_text())["figures"] if report.exists() else []
@@ -161,15 +167,17 @@ def _has(module: str) -> bool:
         return False
 
 
-def _measure(arguments: argparse.Namespace) -> int:
-    """Measures one part in this process."""
-    part = PARTS[arguments.part]
+def _measure(part: Part, arguments: argparse.Namespace, report: Path, log: Path) -> None:
+    """Measures one part in this process, and ends it."""
+    with log.open("w") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
     measure = getattr(importlib.import_module(f"gpu.{part.module}"), part.function)
     from gpu.rig import Rig
 
-    argv = ["--json", str(arguments.json), *(["--quick"] if arguments.quick else [])]
-    rig = Rig(is_dry=arguments.dry_run, is_quick=arguments.quick)
-    return run_benchmark(measure.__doc__, lambda _: measure(rig), argv=argv)
+    is_quick = arguments.quick or arguments.dry_run
+    rig = Rig(is_dry=arguments.dry_run, is_quick=is_quick)
+    argv = ["--json", str(report), *(["--quick"] if is_quick else [])]
+    sys.exit(run_benchmark(measure.__doc__, lambda _: measure(rig), argv=argv))
 
 
 def _summarize(outcomes: list[Outcome]) -> None:

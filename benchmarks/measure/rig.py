@@ -22,10 +22,10 @@ from rose.errors import WorkerError
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.node import launch
-from rose.node.checks import free_port
 from rose.node.control import EngineControl
 from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
+from rose.ports import free_port
 from rose.types import Role
 
 ENGINE_ENV = {

@@ -16,7 +16,6 @@ import psutil
 from rose.errors import WorkerError
 from rose.measure.records import RequestRecord, Window, read_records
 from rose.measure.rollout_load import RolloutLoadResult
-from rose.measure.trace import ReplayRequest, scaled, trace_or_synthetic
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 
@@ -155,7 +154,7 @@ class WindowRunner:
 
     def finish_replay(self, replay: ServerProcess, spec: WindowSpec, tick: Tick) -> tuple[RequestRecord, ...]:
         """Wait for the replay's end and read its records. Raises: WorkerError."""
-        _wait_ended(replay, self._traffic.serving.drain_s + SLACK_S, tick)
+        wait_ended(replay, self._traffic.serving.drain_s + SLACK_S, tick)
         return read_records(self._path(spec, "serving"))
 
     def _start_load(self, spec: WindowSpec, start_s: float) -> ServerProcess:
@@ -171,7 +170,7 @@ class WindowRunner:
         return self._clients.run(argv, f"load-{spec.key}")
 
     def _finish_load(self, load: ServerProcess, tick: Tick) -> RolloutLoadResult:
-        _wait_ended(load, SLACK_S, tick)
+        wait_ended(load, SLACK_S, tick)
         out = next(self._dir.glob(f"{load.name}.json"))
         return RolloutLoadResult.from_json(json.loads(out.read_text()))
 
@@ -247,28 +246,14 @@ def replay_flags(traffic: Traffic, index: int, duration_s: float) -> list[str]:
     return [*trace, *(str(part) for pair in flags.items() for part in pair)]
 
 
-def replayed_requests(traffic: Traffic, index: int, duration_s: float) -> list[ReplayRequest]:
-    """The requests that a replay with ``replay_flags`` of the same arguments sends."""
-    load, seed = traffic.serving, traffic.seed + index
-    return scaled(
-        trace_or_synthetic(traffic.trace, seed),
-        load.rate_rps,
-        load.max_prompt_tokens,
-        load.max_output_tokens,
-        duration_s,
-        seed,
-        vocab_size=load.vocab_size,
-        burst_size=load.burst_size,
-    )
-
-
 def _wait_until(when_s: float, tick: Tick) -> None:
     while (left_s := when_s - time.monotonic()) > 0:
         tick()
         time.sleep(min(POLL_S, left_s))
 
 
-def _wait_ended(process: ServerProcess, timeout_s: float, tick: Tick) -> None:
+def wait_ended(process: ServerProcess, timeout_s: float, tick: Tick) -> None:
+    """Waits for a process that ends by itself. Raises: WorkerError if it fails or is late."""
     deadline = time.monotonic() + timeout_s
     while process.is_alive() and time.monotonic() < deadline:
         tick()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rose.demo.records import RewardPoint, SlabEvent, SlabEventKind, SlabSample, SyncPoint
+from rose.demo.records import RewardPoint, SyncPoint
+from rose.measure.slabs import SlabEvent, SlabEventKind, SlabSample
 
 LIGHT: Mapping[str, str] = {
     **{"page": "#f5f6f8", "card": "#ffffff", "ink": "#1c2430", "muted": "#647082", "grid": "#e2e6ec"},

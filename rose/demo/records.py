@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rose.measure.records import Window
+from rose.measure.slabs import SlabEvent, SlabSample
 
 
 class PhaseName(StrEnum):
@@ -24,15 +25,6 @@ class PhaseName(StrEnum):
     """Harvest under ROSE: the closed-loop rollout load beside the replay."""
     TRAINING = "training"
     """The whole loop under ROSE: trainer, router, weight updates, beside the replay."""
-
-
-class SlabEventKind(StrEnum):
-    """What can happen to the rollout model's slabs."""
-
-    CUT = "cut"
-    FREEZE = "freeze"
-    LEASE_EXPIRED = "lease_expired"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,26 +47,6 @@ class SyncPoint:
     num_changed: int
     is_base: bool = False
     """True for a full publish, which no delta figure counts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlabSample:
-    """Who held the pool's slabs at one moment."""
-
-    t_s: float
-    serving: int
-    rollout: int
-    free: int
-    budget: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlabEvent:
-    """Something that took slabs (or turns) from the rollout model at one moment."""
-
-    t_s: float
-    kind: SlabEventKind
-    count: int
 
 
 UNDER_ROSE = (PhaseName.ROSE, PhaseName.TRAINING)

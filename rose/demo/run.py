@@ -20,19 +20,19 @@ from rich.console import Console
 from rose.arguments import CommandParser, run_command
 from rose.demo import frozenlake
 from rose.demo.figures import compute_figures
-from rose.demo.greedy import GreedyCheck
 from rose.demo.live import LiveView, Part
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.processes import ALLOWED_HARM, DEDICATED, ROLLOUT, SERVING, Machine
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
 from rose.demo.report import print_summary, write_report
-from rose.demo.slab_watch import SlabWatch
 from rose.demo.training import TrainingRun
 from rose.errors import ConfigError
 from rose.measure.environment import collect_env
 from rose.measure.figures import percentile, pooled_requests, to_json, tpots_s, ttfts_s
+from rose.measure.greedy import GreedyCheck
 from rose.measure.records import Window
 from rose.measure.rig import Rig
+from rose.measure.slabs import SlabWatch
 from rose.measure.windows import LEAD_S, RlSteps, WindowRunner, WindowSpec
 from rose.node.control import EngineControl
 from rose.node.signals import StopOnSignals

@@ -8,8 +8,8 @@ import logging
 import sys
 import time
 
-from rose.node.checks import check_port_free
 from rose.node.processes import ServerProcess
+from rose.ports import check_port_free
 from rose.scheduler.dashboard.address import Address
 
 logger = logging.getLogger(__name__)

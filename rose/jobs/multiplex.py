@@ -18,7 +18,7 @@ from rose.config import Settings, default_variable, load_yaml, make_private_dir
 from rose.errors import ConfigError
 from rose.jobs.dashboard import DashboardProcess
 from rose.jobs.pair import PairRun
-from rose.jobs.serve import cache_root
+from rose.jobs.serve import add_folder_and_page, cache_root
 from rose.jobs.slowdown import core_counts, hardware, splittable_cores
 from rose.node.signals import StopOnSignals
 from rose.scheduler.gpu.pairing import Pairing
@@ -203,16 +203,6 @@ def _parser(settings: Settings) -> CommandParser:
     parser.add_argument(
         "--serial", action="store_true", help="run one iteration after the other, and nothing side by side"
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=settings.runtime_dir / "jobs",
-        help="where job files and logs go (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--http",
-        metavar="[HOST:]PORT",
-        help="also serve the dashboard and /metrics there (default: nowhere)",
-    )
+    add_folder_and_page(parser, settings)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

@@ -23,8 +23,8 @@ from rose.arguments import CommandParser, run_command
 from rose.config import child_environment
 from rose.errors import ConfigError, WorkerError, install_hint
 from rose.node import watcher
-from rose.node.checks import free_port
 from rose.node.signals import StopOnSignals
+from rose.ports import free_port
 
 logger = logging.getLogger(__name__)
 

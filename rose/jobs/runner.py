@@ -27,7 +27,7 @@ from rose.jobs.ranks import (
     start_here,
     write_job_file,
 )
-from rose.node.checks import free_port
+from rose.ports import free_port
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (

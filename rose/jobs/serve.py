@@ -171,6 +171,12 @@ def _parser(settings: Settings) -> CommandParser:
         metavar="CLUSTER.yaml",
         help="pools, prices, groups and limits (default: pools without a limit, and no fixed group)",
     )
+    add_folder_and_page(parser, settings)
+    return parser
+
+
+def add_folder_and_page(parser: CommandParser, settings: Settings) -> None:
+    """Adds what every command that runs jobs takes."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -182,7 +188,6 @@ def _parser(settings: Settings) -> CommandParser:
         metavar="[HOST:]PORT",
         help="also serve the dashboard and /metrics there (default: nowhere)",
     )
-    return parser
 
 
 if __name__ == "__main__":

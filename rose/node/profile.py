@@ -30,6 +30,7 @@ from rose.node.control import EngineControl
 from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup
 from rose.node.signals import StopOnSignals
+from rose.ports import free_port
 from rose.types import Role
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -182,7 +183,7 @@ def _read_flags(argv: Sequence[str]) -> _Flags:
             )
     default = Role.SERVING if arguments.concurrency is None else Role.ROLLOUT
     role = arguments.role if arguments.role is not None else default
-    given = {"model": arguments.model, "role": role, "port": checks.free_port()}
+    given = {"model": arguments.model, "role": role, "port": free_port()}
     engine = parse_config({**given, "vllm_args": vllm_args}, EngineConfig, "flags")
     return _Flags(engine=engine, plot=arguments.plot, max_concurrency=arguments.concurrency)
 

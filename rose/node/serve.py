@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from enum import StrEnum
 from typing import Any, get_args
 
+from rose import ports
 from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
 from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def check_engine(engine: EngineConfig) -> None:
     """Raises: ConfigError for anything but its pool that would keep ``engine`` from starting."""
     checks.check_vllm()
-    checks.check_port_free(engine.host, engine.port)
+    ports.check_port_free(engine.host, engine.port)
     launch.check_cpus(engine)
     checks.check_adapters(engine)
     checks.check_model(engine.model)

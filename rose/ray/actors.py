@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
+from rose.ray.process_actor import ProcessActor
 from rose.ray.ray_config import NodeService, Placed, RayConfig, RelayService, RouterService
-from rose.ray.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def _actor(
         "max_concurrency": 2,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
-    return ray.remote(Service).options(**options).remote(f"{cluster}-{name}", dict(keys))
+    return ray.remote(ProcessActor).options(**options).remote(f"{cluster}-{name}", dict(keys))
 
 
 def _running(name: str) -> list[str]:

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rose.errors import RoseError
-from rose.scheduler.runtime.job.cache import Array, HostCache
+from rose.scheduler.runtime.job.cache import HostCache
 
 Part = torch.nn.Module | torch.optim.Optimizer | None
 
@@ -102,7 +103,7 @@ def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
     return own
 
 
-def _array(storage: torch.UntypedStorage) -> Array:
+def _array(storage: torch.UntypedStorage) -> npt.NDArray[np.generic]:
     if storage.device.type != "cpu":
         return np.asarray(_bytes(storage).cpu())
     # Not through torch's numpy(): that makes the storage one that can't be resized any more.
@@ -114,7 +115,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the cache's arrays are read-only, and this tensor is only read
         return torch.from_numpy(np.asarray(array))

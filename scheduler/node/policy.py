@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rose.scheduler.node.model import Lengths, Profile, Task
 from rose.scheduler.node.pieces import GIVE_WAY_S
 from rose.scheduler.node.plan import NodePlan
-from rose.types import Placement
+from rose.types import Assignment
 
 _AS_FAST = 0.05
 """Response times within this share of the SLO are equal: nodes' measured speeds differ by noise."""
@@ -79,7 +79,7 @@ class NodePolicy:
         """Training tasks that each node has begun."""
         self._last_arrival_s = 0.0
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         """The node for a task; None if it waits in the queue of training tasks until a node pulls it."""
         gap_s, self._last_arrival_s = now - self._last_arrival_s, now
         if task.is_training:
@@ -89,7 +89,7 @@ class NodePolicy:
         forwards = self.profile.forwards(task.prompt_tokens)
         node = self._choose([self._score(n, task, now, gap_s, forwards) for n in range(len(self.plans))])
         self._lengths[node].add(task.prompt_tokens)
-        return Placement(where=node, finish_s=self.plans[node].add(task.number, now, forwards))
+        return Assignment(where=node, finish_s=self.plans[node].add(task.number, now, forwards))
 
     def scores(self, task: Task, now: float) -> list[NodeScore]:
         """Every node's score for a task that would arrive now. Nothing is planned."""

@@ -4,26 +4,22 @@ A policy forms the groups from a CLUSTER.yaml. `explain` names the bottleneck of
 `simulate` plays passes with phases that are shorter than the worst case. Never runs a real job.
 """
 
+import argparse
 import itertools
 import json
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rose.arguments import CommandParser
-from rose.config import load_yaml
 from rose.errors import ConfigError
-from rose.scheduler.cluster.choice import POLICIES
-from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.spec import ClusterSpec
 from rose.scheduler.group.certificate import Certificate
 from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
-from rose.scheduler.runtime.command.gantt import bars, text_lines, timetable_of
+from rose.scheduler.runtime.command.gantt import add_cluster, bars, groups_of, text_lines, timetable_of
 
 
 def simulate_groups(argv: Sequence[str]) -> int:
@@ -47,7 +43,7 @@ def simulate_groups(argv: Sequence[str]) -> int:
     if not 0 < arguments.least <= 1:
         parser.error(f"--least {arguments.least:g}: want more than 0, at most 1")
     reports: list[dict[str, Any]] = []
-    for group in _groups(arguments.cluster, arguments.policy):
+    for group in _groups(arguments):
         found, chance = timetable_of(group), random.Random(arguments.seed)
         durations_s = {
             (s.job, s.kind): s_s for s, s_s in zip(found.order.steps, found.durations_s, strict=True)
@@ -80,7 +76,7 @@ def explain_groups(argv: Sequence[str]) -> int:
     arguments = _parser("explain", "Says why the jobs of each group run in their order.").parse_args(
         list(argv)
     )
-    groups = list(_groups(arguments.cluster, arguments.policy))
+    groups = _groups(arguments)
     if arguments.json:
         print(json.dumps([_explained(group) for group in groups], indent=2))
         return 0
@@ -137,32 +133,17 @@ def _played(found: Certificate, starts_s: dict[str, list[float]]) -> dict[str, d
     return played
 
 
-def _groups(path: Path, policy_name: str) -> Iterator[Group]:
+def _groups(arguments: argparse.Namespace) -> list[Group]:
     """Places the file's jobs in order. Raises: ConfigError if it has none."""
-    spec = load_yaml(path, ClusterSpec)
-    cluster, policy = Cluster(spec.pools.to_pools()), POLICIES[policy_name](0)
-    for job in spec.to_jobs():
-        cluster.submit(job, 0.0)
-        cluster.apply(Rearrangement(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
-    if not cluster.groups:
-        raise ConfigError(f"{path}: no jobs; list them under `jobs`")
-    yield from cluster.groups.values()
+    groups = groups_of(arguments.cluster, arguments.policy)
+    if not groups:
+        raise ConfigError(f"{arguments.cluster}: no jobs; list them under `jobs`")
+    return groups
 
 
 def _parser(command: str, description: str) -> CommandParser:
     name = f"rose sched {command} --level group"
     parser = CommandParser(name, description, f"{name} cluster.yaml")
-    parser.add_argument(
-        "cluster",
-        type=Path,
-        metavar="CLUSTER.yaml",
-        help="a file with pools and jobs, as for rose sched explain",
-    )
-    parser.add_argument(
-        "--policy",
-        choices=sorted(set(POLICIES) - {"exact"}),
-        default="lifetime",
-        help="the policy that places jobs (default: %(default)s)",
-    )
+    add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

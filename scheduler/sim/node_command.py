@@ -16,7 +16,7 @@ from rose.scheduler.sim.node_results import Conditions, Result
 from rose.scheduler.sim.node_tasks import generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
 from rose.scheduler.sim.requests import load_trace
-from rose.types import Placement
+from rose.types import Assignment
 
 SLO_FORWARDS = 5
 """The SLO, in forward passes of a prompt of mean length. Source: LeMix §VI-A."""
@@ -50,17 +50,17 @@ class ExplainedPolicy(NodePolicy):
         self.lines: list[str] = []
         self._num_lines = num_lines
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         if len(self.lines) >= self._num_lines:
             return super().place(task, now)
         scores = self.scores(task, now)
-        placement = super().place(task, now)
+        assignment = super().place(task, now)
         what = f"{now:8.3f} s  {'training' if task.is_training else 'request'} {task.number}"
         what += f" ({task.prompt_tokens} tokens)"
-        if placement is None:
+        if assignment is None:
             self.lines.append(f"{what}: queued for a node that has nothing else to start")
             return None
-        chosen = scores[placement.where]
+        chosen = scores[assignment.where]
         within_s = self.within_s(min(each.response_s for each in scores))
         why = f"the best score of the nodes that answer within {within_s:.3f} s"
         nodes = "; ".join(
@@ -69,7 +69,7 @@ class ExplainedPolicy(NodePolicy):
             for each in scores
         )
         self.lines.append(f"{what}: node {chosen.node}, {why}\n            {nodes}")
-        return placement
+        return assignment
 
     def pull(self, node: int, now: float) -> Task | None:
         task = super().pull(node, now)

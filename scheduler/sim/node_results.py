@@ -7,13 +7,13 @@ from typing import Protocol
 from rose.scheduler.node.batching import BatchLimits
 from rose.scheduler.node.memory import WaitOrDrop
 from rose.scheduler.node.model import Task
-from rose.types import Placement
+from rose.types import Assignment
 
 
 class Policy(Protocol):
     """What the simulation asks and tells; `NodePolicy` is the shipped one."""
 
-    def place(self, task: Task, now: float) -> Placement | None: ...
+    def place(self, task: Task, now: float) -> Assignment | None: ...
 
     def ask_order(self, now: float) -> list[int]: ...
 

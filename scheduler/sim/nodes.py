@@ -116,12 +116,12 @@ class NodeSimulation:
             if not task.is_training:
                 self._result.requests.append(Request(task=task, node=-1, ready_s=self._now_s))
             return
-        placement = self._policy.place(task, self._now_s)
-        if placement is None:
+        assignment = self._policy.place(task, self._now_s)
+        if assignment is None:
             for index in self._policy.ask_order(self._now_s):
                 self._start(self._nodes[index], 0)
             return
-        node = self._nodes[placement.where]
+        node = self._nodes[assignment.where]
         if task.is_training:
             node.training.append((self._now_s, task))
         else:

@@ -9,20 +9,13 @@ from rich.console import Console
 from rose.demo import charts
 from rose.demo.figures import compute_figures
 from rose.demo.live import LiveView, Part
-from rose.demo.records import (
-    DemoResult,
-    PhaseName,
-    RewardPoint,
-    SlabEvent,
-    SlabEventKind,
-    SlabSample,
-    SyncPoint,
-)
+from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
 from rose.demo.report import print_summary, write_report
 from rose.demo.run import main
 from rose.errors import ConfigError
 from rose.measure.environment import Environment
 from rose.measure.records import RequestRecord, Window
+from rose.measure.slabs import SlabEvent, SlabEventKind, SlabSample
 
 ENV = Environment(commit="abc", cpu="test", gpu=None, versions={}, seed=0, quick=True)
 

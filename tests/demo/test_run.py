@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_server import forking
 
 from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan, Durations
 from rose.demo.records import UNDER_ROSE, PhaseName
@@ -17,6 +18,7 @@ from rose.demo.run import run_demo
 
 MINIATURE = Durations(rollout_alone_s=3, window_s=8, training_windows=2)
 """Training goes on to the end of its first step, however long that takes."""
+LOAD_VLLM = ("vllm.entrypoints.openai.api_server", "rose.engine.stock", "rose.demo.trainer")
 LIGHT = replace(SERVING_LOAD, rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
 """A machine several times slower has time for rollouts beside it, and ends it."""
 
@@ -34,9 +36,10 @@ def descendants() -> set[int]:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = descendants()
     options = DemoOptions(out_dir=tmp_path, quick=True, relay="embedded")
-    result = run_demo(replace(DemoPlan.of(options), durations=MINIATURE, serving=LIGHT))
+    with forking(*LOAD_VLLM):
+        before = descendants()
+        result = run_demo(replace(DemoPlan.of(options), durations=MINIATURE, serving=LIGHT))
     assert result.greedy_compared > 0
     assert result.greedy_equal == result.greedy_compared
     assert result.checksums_compared > 0

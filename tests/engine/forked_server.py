@@ -3,9 +3,10 @@
 Command line, environment, session, log and watcher are those of the ``ServerProcess`` that production made.
 From vLLM's ``main`` on, all code is vLLM's and ROSE's. What vLLM would spawn is forked off a second process
 of the server's session. That one has loaded vLLM and never computes, so it has no threads, and nothing that
-the API server has opened or changed. tests/node, tests/ray and the demo's tests start fresh processes.
+the API server has opened or changed. tests/node and tests/ray start fresh processes.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -13,12 +14,14 @@ import runpy
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from preloaded import FORKS
 
@@ -40,23 +43,52 @@ class ForkedServer(ServerProcess):
     def __init__(self, server: ServerProcess) -> None:
         """``server`` is not started and has a log."""
         vars(self).update(vars(server))
-        assert self.argv[:2] == [sys.executable, "-m"] and self.log_path is not None, self.argv
 
     @property
     def exit_status(self) -> int | None:
         return self._process.process.exitcode if self._process is not None else None
 
+    def send_signal(self, signum: int) -> None:
+        """Its parent, the fork server, may have reaped it before its exit status is known here."""
+        with contextlib.suppress(ProcessLookupError):
+            super().send_signal(signum)
+
     def _spawn(self) -> Any:
         assert self.log_path is not None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         started, sink = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(target=_run, args=(sink, self.log_path, dict(self._env), self.argv[2:]))
+        cpus, argv = _module_of(self.argv)
+        process = FORKS.Process(target=_run, args=(sink, self.log_path, dict(self._env), cpus, argv))
         process.start()
         sink.close()
         # Watcher and signals go to the session.
         assert started.poll(START_S), f"{self.name} was not forked within {START_S:.0f} s"
         started.recv()
         return _Forked(process)
+
+
+@contextlib.contextmanager
+def forking(*modules: str) -> Iterator[None]:
+    """Meanwhile servers of these modules that this process starts are forked. The process that has vLLM
+    loaded is there before, and stays."""
+    start = ServerProcess.start
+
+    def fork(server: ServerProcess) -> ServerProcess:
+        if any(module in server.argv for module in modules):
+            server.__class__ = ForkedServer
+        return start(server)
+
+    _forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    with patch.object(ServerProcess, "start", fork):
+        yield
+
+
+def _module_of(argv: list[str]) -> tuple[set[int] | None, list[str]]:
+    """The CPUs that the command line pins its process to, if it does; and the module with its arguments."""
+    at = argv.index(sys.executable)
+    assert argv[at + 1] == "-m" and argv[:at] in ([], ["taskset", "--cpu-list", argv[at - 1]]), argv
+    return ({int(cpu) for cpu in argv[at - 1].split(",")} if at else None), argv[at + 2 :]
 
 
 class _Forked:
@@ -71,9 +103,13 @@ class _Forked:
         return self.process.exitcode
 
 
-def _run(started: Connection, log: Path, environment: dict[str, str], argv: list[str]) -> None:
+def _run(
+    started: Connection, log: Path, environment: dict[str, str], cpus: set[int] | None, argv: list[str]
+) -> None:
     """``argv``: a module and its arguments."""
     os.setsid()
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(source, target)

@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-from rose.node.checks import free_port
+from rose.ports import free_port
 
 CacheKey = tuple[int | None, Any]
 """(cache group, hash)"""

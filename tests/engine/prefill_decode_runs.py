@@ -14,7 +14,7 @@ from engine_runs import LEASE_S, STALL_S, WINDOW_S, Moves, Prompts, begin_rl_ste
 from forked_engines import Driver, Reply, make_engine
 
 from rose.engine.memory.kv_range import KVRange
-from rose.node.checks import free_port
+from rose.ports import free_port
 
 SEND_LEASE_S = 900
 """NixlConnector's lease of a prefiller's blocks: longer than a machine stalls."""

@@ -13,10 +13,10 @@ from forked_server import ForkedServer
 from tiny_models import MAX_MODEL_LEN
 
 from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
-from rose.node.checks import free_port
 from rose.node.control import completion_body
 from rose.node.launch import engine_process
 from rose.node.node_config import EngineConfig
+from rose.ports import free_port
 from rose.types import GateMode, Role
 
 READY_S = 1200.0

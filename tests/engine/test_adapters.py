@@ -81,36 +81,48 @@ class Expected:
     """What stock vLLM answers offline: two versions of the base model, and versions of adapters on them."""
 
     def __init__(self, folder: Path, models: ModelDirs) -> None:
-        changed = _changed_model(folder / "changed", models.untied[0])
-        jobs = {"base": self._job(models.untied[0]), "base/1": self._job(changed)}
-        for name, seed in SEEDS.items():
-            path = folder / name.replace("/", "@")
-            saved = save_adapter(path, adapter_tensors(seed), adapter_config("tiny"))
-            more = {"a/0": [LONG, *WAVE], "a/1": WAVE}.get(name, [])
-            jobs[name] = self._job(models.untied[0], saved, more=more)
-        jobs["b/0 on base/1"] = self._job(changed, folder / "b@0")
-        self._jobs, self._answers = jobs, folder / "answers.json"
-        (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+        bases = {"base": models.untied[0], "base/1": _changed_model(folder / "changed", models.untied[0])}
+        adapters = {
+            name: save_adapter(folder / name.replace("/", "@"), adapter_tensors(seed), adapter_config("tiny"))
+            for name, seed in SEEDS.items()
+        }
+        more = {"a/0": [LONG, *WAVE], "a/1": WAVE}
+        self._prompts = {name: [*probes(), *more.get(name, [])] for name in (*bases, *adapters)}
+        self._prompts["b/0 on base/1"] = probes()
+        jobs = [self._job(base, {name: None}) for name, base in bases.items()]
+        # One engine for all adapters of a model: each prompt has its own.
+        jobs.append(self._job(bases["base"], dict(adapters)))
+        jobs.append(self._job(bases["base/1"], {"b/0 on base/1": adapters["b/0"]}))
+        self._answers = folder / "answers.json"
+        (folder / "jobs.json").write_text(json.dumps(jobs))
         argv = [sys.executable, "-m", "rose.engine.stock", str(folder / "jobs.json"), str(self._answers)]
         server = ServerProcess(argv, "stock", folder / "stock.log", env=STOCK_ENV)
         self._process = ForkedServer(server).start()
 
-    @staticmethod
-    def _job(
-        model: Path, adapter: Path | None = None, *, more: Sequence[Sequence[int]] = ()
-    ) -> dict[str, Any]:
-        prompts = [*probes(), *more]
-        tokens = [PROBE_TOKENS] * len(probes())
-        tokens += [LONG_TOKENS if each == LONG else ROLLOUT_TOKENS for each in more]
+    def _job(self, model: Path, adapters: Mapping[str, Path | None]) -> dict[str, Any]:
+        """``adapters``: by the name of its answers the adapter, or none."""
+        asked = [(each, adapter) for name, adapter in adapters.items() for each in self._prompts[name]]
+        prompts = [each for each, _ in asked]
+        tokens = [self._tokens(each) for each in prompts]
         job = {"model": str(model), "prompts": prompts, "max_tokens": tokens, "dtype": "float32"}
-        adapters = [str(adapter)] * len(prompts) if adapter is not None else []
-        return {**job, "max_model_len": MAX_MODEL_LEN, "batched": False, "adapters": adapters}
+        folders = [str(adapter) for _, adapter in asked if adapter is not None]
+        return {**job, "max_model_len": MAX_MODEL_LEN, "batched": False, "adapters": folders}
+
+    @staticmethod
+    def _tokens(turn: Sequence[int]) -> int:
+        if turn == LONG:
+            return LONG_TOKENS
+        return ROLLOUT_TOKENS if turn in WAVE else PROBE_TOKENS
 
     def of(self, name: str) -> dict[tuple[int, ...], list[int]]:
+        """What the prompts of ``name`` are answered with. Waits until the process has ended."""
         assert self._process.wait(1200.0) == 0, self._process.log_tail()
-        answers = json.loads(self._answers.read_text())[list(self._jobs).index(name)]
-        prompts = self._jobs[name]["prompts"]
-        return {tuple(p): one["tokens"] for p, one in zip(prompts, answers, strict=True)}
+        answers = iter([each for job in json.loads(self._answers.read_text()) for each in job])
+        found = {
+            each: {tuple(turn): next(answers)["tokens"] for turn in prompts}
+            for each, prompts in self._prompts.items()
+        }
+        return found[name]
 
     def close(self) -> None:
         self._process.stop()

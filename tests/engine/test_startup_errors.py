@@ -17,8 +17,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from rose.engine.scheduling.recorder import profile_key
 from rose.memory.daemon.daemon import start_daemon
-from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

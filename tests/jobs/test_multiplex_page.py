@@ -12,7 +12,7 @@ from browser import CHROMEDRIVER, CHROMIUM, Browser
 from http_calls import wait_answers
 
 from rose.config import child_environment
-from rose.node.checks import free_port
+from rose.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or CHROMEDRIVER is None or len(os.sched_getaffinity(0)) < 2,

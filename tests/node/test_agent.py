@@ -23,6 +23,7 @@ from rose.config import Settings
 from rose.node import checks
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -63,7 +64,7 @@ class Home:
     def __init__(self, folder: Path, model: Path, undo: ExitStack) -> None:
         self.folder = folder
         self.model = shutil.copytree(model, folder / "model")
-        self.port = checks.free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.runtime_dir = folder / "run"
         self.runtime_dir.mkdir(mode=0o700)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rose import ports
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.node import checks
@@ -23,15 +24,15 @@ def test_a_port_in_use_is_refused() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on {host} can't be used .*choose another"):
-            checks.check_port_free(host, port)
-    checks.check_port_free(host, port)
+            ports.check_port_free(host, port)
+    ports.check_port_free(host, port)
 
 
 def test_free_ports_are_given_once_and_to_no_outgoing_connection() -> None:
-    ports = [checks.free_port() for _ in range(50)]
+    given = [ports.free_port() for _ in range(50)]
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert len(set(ports)) == 50
-    assert max(ports) < max(first_outgoing, 24_096)
+    assert len(set(given)) == 50
+    assert max(given) < max(first_outgoing, 24_096)
 
 
 def test_a_model_directory_needs_a_config(tmp_path: Path) -> None:

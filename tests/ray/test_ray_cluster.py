@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 from rose.config import load_yaml
 from rose.errors import ConfigError, WorkerError
-from rose.node.checks import free_port
+from rose.ports import free_port
 from rose.ray import actors as services
 from rose.ray.command import main
 from rose.ray.ray_config import RayConfig

@@ -20,7 +20,7 @@ from pathlib import Path
 from rose.arguments import CommandParser
 from rose.config import Settings
 from rose.transfer.adapters.folders import AdapterFolders
-from rose.transfer.follow.delivery import Worker
+from rose.transfer.follow.delivery import WorkerClient
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.subscriber import Subscriber, run_command, worker_names, worker_url
@@ -36,7 +36,7 @@ class AdapterFollowing:
         with ExitStack() as opened:
             relay = opened.enter_context(closing(open_relay(relay_url, settings.follower_key)))
             store = opened.enter_context(closing(AdapterFolders(staging / run_id, self._description)))
-            workers = [opened.enter_context(closing(Worker(url, settings.key, run_id))) for url in urls]
+            workers = [opened.enter_context(closing(WorkerClient(url, settings.key, run_id))) for url in urls]
             self._follower = Follower(
                 relay,
                 run_id,

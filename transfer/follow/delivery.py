@@ -44,8 +44,8 @@ class _WorkerWeights(BaseModel):
         return next((each for each in self.adapters or () if each.rpartition("/")[0] == adapter), None)
 
 
-class Worker:
-    """A worker, over HTTP."""
+class WorkerClient:
+    """The calls to one worker, over HTTP."""
 
     def __init__(self, url: str, key: str | None, adapter: str | None = None) -> None:
         """adapter: the run of the LoRA adapter that it gets; None: it gets whole weights."""
@@ -88,7 +88,7 @@ class Worker:
 class Delivery:
     """What one worker has and gets. ended: notified whenever a call to it has ended."""
 
-    def __init__(self, name: str, worker: Worker, ended: threading.Condition) -> None:
+    def __init__(self, name: str, worker: WorkerClient, ended: threading.Condition) -> None:
         self.name = name
         self.delivered: WeightUpdate | None = None
         """The update that the worker runs."""

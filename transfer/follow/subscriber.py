@@ -26,7 +26,7 @@ from rose.arguments import CommandParser
 from rose.config import Settings
 from rose.errors import RelayError, RoseError
 from rose.messages import WeightUpdate
-from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, Delivery, Worker, next_pause
+from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, Delivery, WorkerClient, next_pause
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
@@ -59,7 +59,7 @@ class Subscriber:
     """
 
     def __init__(
-        self, relay: Relay, follower: Follower, store: Store, workers: Sequence[tuple[str, Worker]]
+        self, relay: Relay, follower: Follower, store: Store, workers: Sequence[tuple[str, WorkerClient]]
     ) -> None:
         self._relay = relay
         self._follower = follower
@@ -137,7 +137,7 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
     plans = [read_plan(path) for path in args.plan]
     with closing(open_relay(args.relay, settings.follower_key)) as relay, ExitStack() as open_now:
         store = open_now.enter_context(closing(SharedMirror(args.staging)))
-        workers = [open_now.enter_context(closing(Worker(url, settings.key))) for url in args.worker]
+        workers = [open_now.enter_context(closing(WorkerClient(url, settings.key))) for url in args.worker]
         mirror = WeightMirror(plans, store)
         follower = Follower(relay, args.run, mirror, args.base, settings.public_key)
         subscriber = Subscriber(relay, follower, store, list(zip(names, workers, strict=True)))

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 START_S = 300.0
 

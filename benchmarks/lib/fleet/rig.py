@@ -13,7 +13,7 @@ from typing import Self
 import httpx
 
 from rose.errors import WorkerError
-from rose.node.checks import free_port
+from rose.ports import free_port
 
 _STUB = Path(__file__).with_name("stub_engine.py")
 _START_S = 60.0

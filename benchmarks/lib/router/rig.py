@@ -25,7 +25,7 @@ import uvloop
 from lib.cpu_times import read_times
 from lib.load.requests import Target
 from rose.errors import WorkerError
-from rose.node.checks import free_port
+from rose.ports import free_port
 
 STUB = Path(__file__).with_name("stub_worker.py")
 PASSTHROUGH = Path(__file__).with_name("bare_passthrough.py")

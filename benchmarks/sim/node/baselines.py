@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rose.scheduler.node.model import Lengths, PassCost, Profile, Task
 from rose.scheduler.node.plan import NodePlan
-from rose.types import Placement
+from rose.types import Assignment
 
 LUF_DECISION_S = 0.076
 """What asking for the GPUs' utilization takes. Source: LeMix Table III."""
@@ -26,7 +26,7 @@ class _Pushing:
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         raise NotImplementedError
 
     def ask_order(self, now: float) -> list[int]:
@@ -51,9 +51,9 @@ class RoundRobin(_Pushing):
         super().__init__(num_nodes)
         self._next = 0
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         node, self._next = self._next, (self._next + 1) % self.num_nodes
-        return Placement(where=node, finish_s=math.inf)
+        return Assignment(where=node, finish_s=math.inf)
 
 
 class LeastUtilized(_Pushing):
@@ -63,12 +63,12 @@ class LeastUtilized(_Pushing):
         super().__init__(num_nodes)
         self._profile, self._busy_s = profile, [0.0] * num_nodes
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         node = min(range(self.num_nodes), key=self._busy_s.__getitem__)
         self._busy_s[node] += self._profile.forward_s(task.prompt_tokens)
         if task.is_training:
             self._busy_s[node] += self._profile.backward_s(task.prompt_tokens)
-        return Placement(where=node, finish_s=math.inf)
+        return Assignment(where=node, finish_s=math.inf)
 
 
 class Separate(_Pushing):
@@ -86,12 +86,12 @@ class Separate(_Pushing):
         self.num_training = num_training
         self._next = {True: 0, False: 0}
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         self._arrived(task, now)
         nodes = self.num_training if task.is_training else self.num_nodes - self.num_training
         turn = self._next[task.is_training] % nodes
         self._next[task.is_training] += 1
-        return Placement(where=turn if task.is_training else self.num_training + turn, finish_s=math.inf)
+        return Assignment(where=turn if task.is_training else self.num_training + turn, finish_s=math.inf)
 
     def _arrived(self, task: Task, now: float) -> None:
         """A fixed partition learns nothing from arrivals."""
@@ -137,7 +137,7 @@ class Printed(_Pushing):
         self._deferred: deque[Task] = deque()
         self._last_s = 0.0
 
-    def place(self, task: Task, now: float) -> Placement | None:
+    def place(self, task: Task, now: float) -> Assignment | None:
         gap_s, self._last_s = now - self._last_s, now
         if task.is_training and self._delays(now):
             self._deferred.append(task)
@@ -164,13 +164,13 @@ class Printed(_Pushing):
     def backward_ended(self, node: int, task: Task, stage: int, now: float) -> None:
         self.plans[node].calibrate_backward(task.number, stage)
 
-    def _plan(self, task: Task, node: int, now: float) -> Placement:
+    def _plan(self, task: Task, node: int, now: float) -> Assignment:
         plan = self.plans[node]
         end_s = plan.add(task.number, now, self._profile.forwards(task.prompt_tokens))
         if task.is_training:
             plan.add_backwards(task.number, end_s, self._profile.backwards(task.prompt_tokens))
         self._lengths[node].add(task.prompt_tokens)
-        return Placement(where=node, finish_s=end_s)
+        return Assignment(where=node, finish_s=end_s)
 
     def _delays(self, now: float) -> bool:
         """Equation 4: the last planned end on the last stage, and one stage's forward time."""

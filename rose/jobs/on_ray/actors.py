@@ -16,7 +16,7 @@ import ray
 from rose.config import Settings, forget_variables, parse_config, search_path
 from rose.jobs.on_ray.leftovers import VARIABLE, end_leftovers, identity
 from rose.jobs.ranks import Ended, HostPart, LocalAttempt, argv_of, remove, start_here, write_job_file
-from rose.node.checks import free_port
+from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.spec import RunSpec
 

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rose.jobs.on_ray.actors import Keeper, Where
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.job import JobNode
-from rose.scheduler.runtime.job.spec import Placement, RayClusterSpec
+from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class GroupNodes:
         job: str,
         group: str,
         nodes: tuple[str, ...],
-        placement: Placement,
+        placement: PlacementStrategy,
         is_wanted: Callable[[], bool],
     ) -> list[Seat] | None:
         """Waits until Ray has placed these nodes. Returns them in this order, or None once not wanted."""
@@ -150,7 +150,7 @@ class GroupNodes:
                 ray.kill(keeper)
             remove_placement_group(placed.pg)
 
-    def _seats(self, group: str, nodes: Sequence[str], placement: Placement) -> list[Seat] | None:
+    def _seats(self, group: str, nodes: Sequence[str], placement: PlacementStrategy) -> list[Seat] | None:
         """Returns the nodes if all are placed and their keepers answer."""
         placed = self._groups.setdefault(group, [])
         known = {node for each in placed for node in each.nodes}

@@ -14,6 +14,7 @@ from rose.node import checks, launch
 from rose.node.fine_tune.options import FineTuneOptions, flag
 from rose.node.node_config import EngineConfig, PoolConfig
 from rose.node.processes import ProcessGroup, ServerProcess
+from rose.ports import free_port
 from rose.transfer.relay.opening import open_relay
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class FineTuning:
     def __init__(self, options: FineTuneOptions, engine: EngineConfig) -> None:
         """Starts nothing. ``engine`` has no relay and no run yet; it gets both here."""
         self._options = options
-        port = checks.free_port()
+        port = free_port()
         self._relay_port, relay = port, f"embedded://127.0.0.1:{port}"
         self._own_pool = f"serve-{engine.port}" if engine.pool is None else None
         self.engine = engine.model_copy(

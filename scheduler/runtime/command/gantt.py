@@ -29,6 +29,20 @@ def main(argv: Sequence[str]) -> int:
         "Places the jobs of a file in order, and draws when each runs where, at worst-case times.",
         "rose sched gantt cluster.yaml -o groups.png",
     )
+    add_cluster(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="draw a picture instead of text")
+    arguments = parser.parse_args(list(argv))
+    groups = groups_of(arguments.cluster, arguments.policy)
+    if arguments.output is not None:
+        _draw(groups, arguments.output)
+    else:
+        for group in groups:
+            print("\n".join(text_lines(group)))
+    return 0
+
+
+def add_cluster(parser: CommandParser) -> None:
+    """Adds the arguments that ``groups_of`` needs."""
     parser.add_argument(
         "cluster",
         type=Path,
@@ -41,19 +55,16 @@ def main(argv: Sequence[str]) -> int:
         default="lifetime",
         help="the policy that places jobs (default: %(default)s)",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="draw a picture instead of text")
-    arguments = parser.parse_args(list(argv))
-    spec = load_yaml(arguments.cluster, ClusterSpec)
-    cluster, policy = Cluster(spec.pools.to_pools()), POLICIES[arguments.policy](0)
+
+
+def groups_of(path: Path, policy_name: str) -> list[Group]:
+    """Places the file's jobs in order, and returns the groups."""
+    spec = load_yaml(path, ClusterSpec)
+    cluster, policy = Cluster(spec.pools.to_pools()), POLICIES[policy_name](0)
     for job in spec.to_jobs():
         cluster.submit(job, 0.0)
         cluster.apply(Rearrangement(groups=(policy.place(cluster, job, 0.0).group,)), 0.0)
-    if arguments.output is not None:
-        _draw(list(cluster.groups.values()), arguments.output)
-    else:
-        for group in cluster.groups.values():
-            print("\n".join(text_lines(group)))
-    return 0
+    return list(cluster.groups.values())
 
 
 def timetable_of(group: Group) -> Certificate:

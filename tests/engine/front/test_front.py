@@ -1,7 +1,5 @@
 """Chats through a front are answered as by the engine itself, also where the answer is cut and resumed."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from forked_server import ForkedServer
 from front.chats import CHATS, streamed, whole
-from front.running import Setup
+from front.running import ENVIRONMENT, READY_S, Setup
+
+from rose.node.processes import ServerProcess
 
 pytestmark = pytest.mark.vllm
 ASK = {"whole": whole, "streamed": streamed}
@@ -21,23 +22,20 @@ def counters(front: Setup) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("how", ASK)
+@pytest.mark.parametrize(("how", "after"), [("whole", 1), ("streamed", 4)])
 @pytest.mark.parametrize("kind", CHATS)
-def test_a_chat_is_answered_as_by_the_engine_itself(front: Setup, kind: str, how: str) -> None:
-    assert ASK[how](front.router_url, CHATS[kind]) == ASK[how](front.engine_url, CHATS[kind])
-
-
-@pytest.mark.parametrize("after", [1, 4])
-@pytest.mark.parametrize("how", ASK)
-@pytest.mark.parametrize("kind", CHATS)
-def test_a_cut_chat_goes_on_as_if_it_had_not_been_cut(front: Setup, kind: str, how: str, after: int) -> None:
-    uncut, before = ASK[how](front.engine_url, CHATS[kind]), counters(front)
+def test_a_chat_is_answered_as_by_the_engine_itself_also_when_it_is_cut(
+    front: Setup, kind: str, how: str, after: int
+) -> None:
+    """``after``: the events behind which the first answer is cut."""
+    expected, before = ASK[how](front.engine_url, CHATS[kind]), counters(front)
+    assert ASK[how](front.router_url, CHATS[kind]) == expected
     front.proxy.arm(after)
     # An engine that is held up puts several tokens into one event, and all of a short answer into one.
     while counters(front)["resumed"] == before["resumed"]:
         if front.proxy.has_cut:
             front.proxy.arm(after)
-        assert ASK[how](front.router_url, CHATS[kind]) == uncut
+        assert ASK[how](front.router_url, CHATS[kind]) == expected
     assert counters(front)["restarted"] == before["restarted"]
 
 
@@ -88,17 +86,12 @@ def test_errors_of_the_router_reach_the_client_with_their_status(front: Setup) -
     assert (long.status_code, "max_tokens" in long.json()["error"]["message"]) == (400, True)
 
 
-def test_a_front_with_an_unknown_parser_says_so_before_it_serves(front: Setup) -> None:
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "nobodys")
-    status, error = start_front(front, front.model, *flags)
-    assert status == 2
+def test_a_front_with_an_unknown_parser_says_so_before_it_serves(front: Setup, tmp_path: Path) -> None:
+    argv = ["front", "--router", front.router_url, "--model", str(front.model)]
+    argv += ["--enable-auto-tool-choice", "--tool-call-parser", "nobodys"]
+    log = tmp_path / "front.log"
+    command = ServerProcess([sys.executable, "-m", "rose.cli", *argv], "front", log, ENVIRONMENT)
+    with ForkedServer(command) as started:
+        assert started.wait(READY_S) == 2
+    (error,) = [line for line in log.read_text().splitlines() if line.startswith("rose: error")]
     assert error.startswith("rose: error: front: ") and "nobodys" in error
-
-
-def start_front(front: Setup, model: Path, *flags: str) -> tuple[int, str]:
-    """Returns the exit status of a front that is meant to end at once, and its error."""
-    argv = [sys.executable, "-m", "rose.cli", "front", "--router", front.router_url, "--model", str(model)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([*argv, *flags], env=environment, capture_output=True, text=True, check=False)
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("rose: error")]
-    return ended.returncode, errors[-1] if errors else ended.stderr

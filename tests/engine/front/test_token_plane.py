@@ -17,7 +17,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rose.engine.front import token_plane
 from rose.engine.front.token_plane import TokenPlane
-from rose.node.checks import free_port
+from rose.ports import free_port
 from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens

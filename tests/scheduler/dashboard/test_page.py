@@ -9,7 +9,7 @@ from browser import CHROMEDRIVER, CHROMIUM, Browser
 from http_calls import wait_answers
 from served_cluster import ServedCluster
 
-from rose.node.checks import free_port
+from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Cancel
 
 pytestmark = pytest.mark.skipif(

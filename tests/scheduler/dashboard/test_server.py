@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from served_cluster import ServedCluster, kill, wait_until
 
 from rose.node import watcher
-from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from forked_server import ForkedServer
 
-from rose.node.checks import free_port
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 ENGINE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -17,7 +17,7 @@ from aiohttp.client_reqrep import ConnectionKey
 from rose.engine.http.leases import Ask, Leases
 from rose.errors import ConfigError, WorkerError
 from rose.messages import Lease
-from rose.node.checks import free_port
+from rose.ports import free_port
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.http.shared.peers import is_refused
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec

@@ -35,7 +35,7 @@ def train(router_url: str, relay_url: str, model_dir: str, scratch_dir: str) -> 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from rose.node.checks import free_port
+    from rose.ports import free_port
     from rose.trainers.router import router_announcer
     from rose.trainers.trl import PublishWeights, RouterRollouts
     from rose.transfer.publish.publisher import WeightPublisher

@@ -17,6 +17,7 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, AnyCall, Status, Submit
 from rose.scheduler.runtime.channel.opening import ChannelUrl
+from tests.commands import rose
 
 JOB = Path(__file__).with_name("sleeping_job.py")
 PATIENCE_S = 300.0
@@ -116,14 +117,7 @@ class ServedCluster:
     def command(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """`rose sched ...`, to its end."""
         self.ask(Status)  # the command itself waits seconds for a scheduler, which may still be starting
-        return subprocess.run(
-            [sys.executable, "-m", "rose.cli", "sched", *argv],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            env={**os.environ, **self.environment},
-            check=False,
-        )
+        return rose("sched", *argv, environment=self.environment)
 
     def __enter__(self) -> Self:
         self.server.start()

@@ -18,8 +18,8 @@ from tiny_models import make_rollout_model
 
 from rose.admission.board_snapshot import snapshot
 from rose.memory.pool.pool import PoolClient
-from rose.node import checks
 from rose.node.processes import ServerProcess
+from rose.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ class Served:
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
         self.runtime_dir = folder / "run"
         self.runtime_dir.mkdir(mode=0o700)
-        port = checks.free_port()
+        port = free_port()
         self.pool = f"serve-{port}"
         environment = {"ROSE_RUNTIME_DIR": str(self.runtime_dir), "ROSE_CACHE_DIR": str(folder / "cache")}
         argv = [

@@ -340,7 +340,7 @@ def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
     publisher = WeightPublisher(weights, embedded_url, "run")
     publisher.publish()
     relay = open_relay(embedded_url)
-    client = delivery.Worker(worker.url, "secret")
+    client = delivery.WorkerClient(worker.url, "secret")
     store = SharedMirror(tmp_path)
     follower = Follower(relay, "run", WeightMirror(store=store))
     subscribed = subscriber.Subscriber(relay, follower, store, [("w", client)])

@@ -26,7 +26,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceStatus:
+class ProcessStatus:
     """What an actor knows about its process."""
 
     node: str
@@ -39,7 +39,7 @@ class ServiceStatus:
     log: str
 
 
-class Service:
+class ProcessActor:
     """A Ray actor with two threads: one starts or stops the process, the other answers meanwhile."""
 
     def __init__(self, name: str, keys: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ class Service:
         self._host = str(ray.util.get_node_ip_address())
         self._folder = Settings.from_environment().make_runtime_dir() / f"ray-{name}"
         self._folder.mkdir(exist_ok=True)
-        self._log = self._folder / "service.log"
+        self._log = self._folder / "process.log"
         self._log.unlink(missing_ok=True)  # it holds an earlier process's URL
         self._process: ServerProcess | None = None
         self._urls: tuple[str, ...] = ()
@@ -82,10 +82,10 @@ class Service:
         return [{"url": url, "kind": kind.value} for url, role in roles.items() if role is Role.ROLLOUT]
 
     def status(self) -> dict[str, Any]:
-        """Returns a ServiceStatus as plain values."""
+        """Returns a ProcessStatus as plain values."""
         process = self._process
         return asdict(
-            ServiceStatus(
+            ProcessStatus(
                 node=str(ray.get_runtime_context().get_node_id()),
                 host=self._host,
                 urls=self._urls,
@@ -101,7 +101,7 @@ class Service:
             self._process.stop()
 
     def _write(self, content: Mapping[str, Any]) -> Path:
-        path = self._folder / "service.yaml"
+        path = self._folder / "process.yaml"
         path.write_text(yaml.safe_dump(dict(content)))
         return path
 

@@ -1,4 +1,4 @@
-"""Watches who holds the pool's slabs while the demo runs.
+"""Watches who holds a pool's slabs while engines are under load.
 
 Owns a sampling thread over the pool's ledger, read-only. Promises not to disturb: it maps the same page the
 engines write and takes no part in the protocol.
@@ -6,14 +6,46 @@ engines write and takes no part in the protocol.
 
 import threading
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 
-from rose.demo.records import SlabEvent, SlabEventKind, SlabSample
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.ledger.ledger_words import Word
 from rose.memory.ledger.policy_word import Pressure
 from rose.types import Role
 
 PERIOD_S = 0.1
+
+
+class SlabEventKind(StrEnum):
+    """What can happen to the rollout model's slabs."""
+
+    CUT = "cut"
+    FREEZE = "freeze"
+    LEASE_EXPIRED = "lease_expired"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabSample:
+    """Who held the pool's slabs at one moment."""
+
+    t_s: float
+    serving: int
+    rollout: int
+    free: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabEvent:
+    """Something that took slabs (or turns) from the rollout model at one moment."""
+
+    t_s: float
+    kind: SlabEventKind
+    count: int
+
+
 _COUNTERS = (
     (Word.CUTS, SlabEventKind.CUT),
     (Word.EXPIRED_LEASES, SlabEventKind.LEASE_EXPIRED),

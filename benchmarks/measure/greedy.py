@@ -14,6 +14,7 @@ from rose.engine.stock import STOCK_ENV
 from rose.measure.models import ROLLOUT_SPEC
 from rose.measure.records import RequestRecord
 from rose.measure.rig import ENGINE_DTYPE, MAX_MODEL_LEN, Rig
+from rose.measure.windows import wait_ended
 from rose.node.control import EngineControl
 from rose.types import Role
 
@@ -80,10 +81,6 @@ class GreedyCheck:
             )
         )
 
-        def is_answered() -> bool:
-            tick()
-            return answered.exists()
-
         stock = self._rig.run(["-m", "rose.engine.stock", str(asked), str(answered)], "stock", env=STOCK_ENV)
-        stock.wait_until(is_answered, "answers of stock vLLM", STOCK_TIMEOUT_S)
+        wait_ended(stock, STOCK_TIMEOUT_S, tick)
         return [[answer["tokens"] for answer in job] for job in json.loads(answered.read_text())]

@@ -1,8 +1,11 @@
-"""One rank of a torch trainer whose model FSDP2 has sharded; publishes versions 0 and 1, for tests.
+"""The ranks of a torch trainer whose model FSDP2 has sharded; they publish versions 0 and 1, for tests.
 
-python fsdp_rank.py RANK NUM_RANKS RENDEZVOUS_FILE RELAY_URL
+python fsdp_ranks.py NUM_RANKS RENDEZVOUS_FILE RELAY_URL
+
+The ranks are forks of one process, which has loaded torch for all of them.
 """
 
+import os
 import sys
 
 import torch
@@ -26,9 +29,7 @@ def step(model: torch.nn.Module) -> None:
             parameter.mul_(1.5)
 
 
-def main() -> None:
-    rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
-    rendezvous, relay_url = sys.argv[3:]
+def run(rank: int, num_ranks: int, rendezvous: str, relay_url: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
     model = make_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
@@ -40,5 +41,17 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def main() -> int:
+    num_ranks, rest = int(sys.argv[1]), sys.argv[2:]
+    pids = []
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            run(rank, num_ranks, *rest)
+            os._exit(0)
+        pids.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
