@@ -132,10 +132,10 @@ class Engine:
         self._state_hash = update.state_hash
 
     def write(self) -> None:
-        changes, plan = self._writer.take(), self._writer.plan
-        assert changes is not None and plan is not None
+        changes = self._writer.take()
+        assert changes is not None
         changes.write()
-        changes.pack(self._planes, plan)
+        changes.finish(self._writer.model, self._writer.model_config, self._planes)
 
     def close(self) -> None:
         self._writer.close()

@@ -12,10 +12,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.errors import FrameError
 from rose.transfer.format.codec import Bits, Elements
 from rose.transfer.format.layout import Bucket, Layout, Piece
-from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
+from rose.transfer.format.shard_plan import ShardCopy, StridedView
 
 Index = NDArray[np.int64]
 
@@ -39,24 +38,24 @@ class ParameterChange:
 class ElementRoutes:
     """The routes of one rank."""
 
-    def __init__(self, layout: Layout, plan: ShardPlan) -> None:
-        """Raises: FrameError where the plan has more than copies, each element to one place."""
-        if plan.whole:
-            raise FrameError(f"only the loader can load {', '.join(plan.whole)}")
+    def __init__(self, layout: Layout, copies: Iterable[ShardCopy]) -> None:
+        """copies: those of a shard plan, none of them to one of whole_targets()."""
         self._layout = layout
         self._copies: dict[str, list[ShardCopy]] = {}
-        for copy in plan.copies:
-            steps = zip(copy.source.shape, copy.source.stride, strict=True)
-            if any(size > 1 and stride <= 0 for size, stride in steps):
-                raise FrameError(f"{copy.source.name} is copied to several places of {copy.target.name}")
+        for copy in copies:
             self._copies.setdefault(copy.source.name, []).append(copy)
-        _require_apart([copy.target for copy in plan.copies])
+
+    def changed_tensors(self, bucket: Bucket, elements: Elements) -> Iterator[str]:
+        """Yields the names of the tensors in which elements change."""
+        for piece in self._layout.pieces(bucket):
+            if _of_piece(elements, piece).places.size > 0:
+                yield piece.tensor.name
 
     def changes(self, bucket: Bucket, elements: Elements) -> Iterator[ParameterChange]:
         """Yields what changes in the rank's parameters; nothing for elements that it does not hold."""
         for piece in self._layout.pieces(bucket):
             copies = self._copies.get(piece.tensor.name)
-            mine = _between(elements, piece.at, piece.at + piece.end - piece.begin)
+            mine = _of_piece(elements, piece)
             if not copies or mine.places.size == 0:
                 continue
             for copy in copies:
@@ -65,12 +64,26 @@ class ElementRoutes:
                     yield change
 
 
-def _require_apart(targets: Iterable[StridedView]) -> None:
-    """Raises: FrameError where two copies go to the same elements: only the loader keeps the last."""
-    ranges = [(view.name, view.offset, view.num_elements) for view in targets if is_contiguous(view)]
+def whole_targets(copies: Iterable[ShardCopy]) -> set[str]:
+    """Returns the parameters to which no route leads: several of their elements have one source, or one
+    element has several, of which only the loader keeps the last.
+    """
+    found: set[str] = set()
+    ranges: list[tuple[str, int, int]] = []
+    for copy in copies:
+        steps = zip(copy.source.shape, copy.source.stride, strict=True)
+        if any(size > 1 and stride <= 0 for size, stride in steps):
+            found.add(copy.target.name)
+        if is_contiguous(copy.target):
+            ranges.append((copy.target.name, copy.target.offset, copy.target.num_elements))
     for (name, begin, size), (next_name, next_begin, _) in pairwise(sorted(ranges)):
         if name == next_name and next_begin < begin + size:
-            raise FrameError(f"two tensors are copied to the same elements of {name}")
+            found.add(name)
+    return found
+
+
+def _of_piece(elements: Elements, piece: Piece) -> Elements:
+    return _between(elements, piece.at, piece.at + piece.end - piece.begin)
 
 
 def _between(elements: Elements, first: int, end: int) -> Elements:

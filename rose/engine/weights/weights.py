@@ -9,7 +9,7 @@ written are taken back where a parameter does not hold the bits that they start 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
-from rose.engine.weights.reload import reload_whole
+from rose.engine.weights.reload import load_layers
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
 
@@ -166,24 +166,22 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._is_mixed = any(_gather(prepared.take_back()))
             return False
         try:
-            self._pack(prepared, state_hash)
+            self._finish(prepared, state_hash)
         except Exception as error:  # on all ranks too
             self.why_whole, self._is_mixed = str(error), True
             return False
-        counts = (prepared.num_changed, prepared.num_packed)
-        logger.info("weights changed in place elements=%d packed_anew=%d", *counts)
+        counts = (prepared.num_changed, prepared.num_loaded)
+        logger.info("weights changed in place elements=%d layers_loaded=%d", *counts)
         return True
 
-    def _pack(self, prepared: PreparedChanges, state_hash: str) -> None:
-        """Packs what is packed, from the mirror, which has to be at this version."""
-        if not any(_gather("packs" if prepared.num_packed > 0 else None)):
-            return
-        assert self._in_place is not None and self._in_place.plan is not None
-        assert self._staged is not None and self._staged.planes is not None
-        staged, pack = self._staged, partial(prepared.pack, self._staged.planes, self._in_place.plan)
+    def _finish(self, prepared: PreparedChanges, state_hash: str) -> None:
+        """Loads the layers that take no elements, from the mirror, which has to be at this version."""
+        assert self._staged is not None
+        staged = self._staged
         with ExitStack() as reading:
-            _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
-            _on_all_ranks(pack)
+            if any(_gather("loads" if prepared.num_loaded > 0 else None)):
+                _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
+            _on_all_ranks(partial(prepared.finish, self.model, self.model_config, staged.planes))
 
     def _load_instead(self, staged: StagedFile) -> None:
         """Loads all tensors; where that fails, the old weights again."""
@@ -210,13 +208,16 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
-        reload_whole(self.model, self.model_config, loader.get_all_weights(self.model_config, self.model))
+        self._load_all(loader.get_all_weights(self.model_config, self.model))
 
     def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
-            reload_whole(self.model, self.model_config, staged.tensors())
+            self._load_all(staged.tensors())
         self.version = state[0] if state is not None else None
         self._state_hash = state[1] if state is not None else self._state_hash
+
+    def _load_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load_layers(self.model, self.model_config, [self.model], tensors)
 
     def finish_weight_update(self) -> None:
         """Does nothing: :meth:`receive_weights` finalizes."""
