@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from forked_engines import load_model_class
+from tiny_models import INT8_CONFIG, MTP_CONFIG, with_mtp_head
 
 from rose.transfer.publish.torch_source import TorchSource
 
@@ -33,6 +34,13 @@ def biased() -> Any:
     return Qwen2Config(**{**shape(), "head_dim": 8})
 
 
+def with_head() -> Any:
+    """A MiMo: a Qwen2 whose checkpoint has a head for multi-token prediction."""
+    config = biased()
+    config.num_nextn_predict_layers = 1
+    return config
+
+
 def latent() -> Any:
     """A DeepSeek-V2 with latent attention; a dense layer and experts beside shared ones."""
     from transformers import DeepseekV2Config
@@ -54,16 +62,8 @@ def state_space() -> Any:
 
 def int8() -> Any:
     """A dense model whose checkpoint has int8 weights and a scale for each row."""
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
     config = dense(is_tied=False)
-    config.quantization_config = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"linear": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
-    }
+    config.quantization_config = INT8_CONFIG
     return config
 
 
@@ -111,6 +111,10 @@ class Checkpoint:
         model.save_pretrained(folder)
         (file,) = folder.glob("*.safetensors")
         tensors = safetensors.torch.load_file(file)
+        if getattr(config, "num_nextn_predict_layers", 0):
+            model.config.architectures = MTP_CONFIG["architectures"]
+            model.config.save_pretrained(folder)
+            tensors = with_mtp_head(tensors)
         if quantization is not None:
             model.config.quantization_config = quantization
             model.config.save_pretrained(folder)
@@ -134,15 +138,21 @@ def _quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def loaded_model(vllm_config: Any, tensors: dict[str, torch.Tensor], *, is_processed: bool = False) -> Any:
-    """is_processed: whether vLLM has made it ready to compute, with packed copies."""
+def loaded_model(
+    vllm_config: Any,
+    tensors: dict[str, torch.Tensor],
+    *,
+    is_processed: bool = False,
+    model_config: Any = None,
+) -> Any:
+    """is_processed: whether vLLM has made it ready to compute, with packed copies. model_config: a head's."""
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from rose.engine.weights.shard_recorder import detached_config
 
     with set_default_torch_dtype(vllm_config.model_config.dtype):
-        model: Any = initialize_model(vllm_config=detached_config(vllm_config))
+        model: Any = initialize_model(vllm_config=detached_config(vllm_config), model_config=model_config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the loader never writes padding

@@ -18,6 +18,27 @@ BLOCK_TOKENS = 128
 """vLLM's KV block on a CPU."""
 VOCABULARY = 320
 MAX_MODEL_LEN = 1024
+MTP_CONFIG = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+INT8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "linear": {
+            "targets": ["Linear"],
+            "weights": {
+                **{"num_bits": 8, "type": "int", "strategy": "channel"},
+                **{"symmetric": True, "dynamic": False},
+            },
+            "input_activations": {
+                **{"num_bits": 8, "type": "int", "strategy": "token"},
+                **{"symmetric": True, "dynamic": True},
+            },
+        }
+    },
+}
+"""A checkpoint's quantization: a scale for each row of a weight, and one for each token's inputs."""
 
 
 def make_serving_model(folder: Path) -> Path:
@@ -70,17 +91,40 @@ def make_moe_model(folder: Path) -> Path:
     return _write(folder, Qwen3MoeConfig(num_hidden_layers=4, **experts, **_shape(hidden_size=64)), seed=4)
 
 
-def make_mla_model(folder: Path) -> Path:
-    """A DeepSeek-V2 with latent attention, in the sizes that vLLM's CPU kernel knows, and dense MLPs."""
+def make_mla_model(folder: Path, *, num_dense: int = 4) -> Path:
+    """A DeepSeek-V2 with latent attention, in the sizes that vLLM's CPU kernel knows.
+
+    The first num_dense of its four layers have dense MLPs, the others experts beside a shared one.
+    """
     from transformers import DeepseekV2Config
 
     shape = _shape(hidden_size=64)
     del shape["head_dim"], shape["num_key_value_heads"]
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    config = DeepseekV2Config(
-        num_hidden_layers=4, q_lora_rank=None, first_k_dense_replace=4, **latent, **shape
-    )
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    experts |= {"moe_intermediate_size": 32, "first_k_dense_replace": num_dense}
+    config = DeepseekV2Config(num_hidden_layers=4, q_lora_rank=None, **experts, **latent, **shape)
     return _write(folder, config, seed=5)
+
+
+def make_int8_model(folder: Path) -> Path:
+    """The Qwen3 in bfloat16 with int8 weights and a scale for each row, in compressed-tensors' format."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_rollout_model(folder, is_tied=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [each for each in tensors if each.endswith("proj.weight")]:
+        scale = tensors[name].float().abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (tensors[name].float() / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": INT8_CONFIG}))
+    return folder
 
 
 def make_mamba_model(folder: Path) -> Path:
@@ -130,6 +174,33 @@ def make_state_model(folder: Path) -> Path:
     sizes = {"num_heads": 4, "head_dim": 32, "state_size": 16, "expand": 2, "n_groups": 1}
     config = Mamba2Config(num_hidden_layers=2, hidden_size=64, vocab_size=VOCABULARY, **sizes)
     return _write(folder, config, seed=6)
+
+
+def make_mtp_model(folder: Path) -> Path:
+    """A MiMo: a Qwen2 in bfloat16 with a head for multi-token prediction in its checkpoint."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(num_hidden_layers=2, **_shape(hidden_size=128))
+    _write(folder, config, seed=11, dtype="bfloat16")
+    path = folder / "model.safetensors"
+    save_file(with_mtp_head(load_file(path)), path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **MTP_CONFIG}))
+    return folder
+
+
+def with_mtp_head(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Adds a MiMo's head to a Qwen2's tensors: a layer like the first one, and what leads into it."""
+    head = "model.mtp_layers.0."
+    layer, norm = "model.layers.0.", tensors["model.norm.weight"]
+    made = {name.replace(layer, head): each.clone() for name, each in tensors.items() if layer in name}
+    made |= {f"{head}{name}_layernorm.weight": norm.clone() for name in ("token", "hidden", "final")}
+    output = tensors[f"{layer}self_attn.o_proj.weight"]
+    made[f"{head}input_proj.weight"] = output.repeat(1, 2)[:, : 2 * norm.numel()].contiguous()
+    return {**tensors, **made}
 
 
 def make_eagle3_head(folder: Path) -> Path:

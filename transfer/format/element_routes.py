@@ -45,12 +45,6 @@ class ElementRoutes:
         for copy in copies:
             self._copies.setdefault(copy.source.name, []).append(copy)
 
-    def changed_tensors(self, bucket: Bucket, elements: Elements) -> Iterator[str]:
-        """Yields the names of the tensors in which elements change."""
-        for piece in self._layout.pieces(bucket):
-            if _of_piece(elements, piece).places.size > 0:
-                yield piece.tensor.name
-
     def changes(self, bucket: Bucket, elements: Elements) -> Iterator[ParameterChange]:
         """Yields what changes in the rank's parameters; nothing for elements that it does not hold."""
         for piece in self._layout.pieces(bucket):
@@ -80,6 +74,13 @@ def whole_targets(copies: Iterable[ShardCopy]) -> set[str]:
         if name == next_name and next_begin < begin + size:
             found.add(name)
     return found
+
+
+def changed_tensors(layout: Layout, bucket: Bucket, elements: Elements) -> Iterator[str]:
+    """Yields the names of the tensors in which elements change."""
+    for piece in layout.pieces(bucket):
+        if _of_piece(elements, piece).places.size > 0:
+            yield piece.tensor.name
 
 
 def _of_piece(elements: Elements, piece: Piece) -> Elements:

@@ -44,6 +44,17 @@ class RoseWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self._rose.make_interruptible()
+        self._add_head()
+
+    def _add_head(self) -> None:
+        """Has a speculative head follow the model if vLLM has taken it from the model's own checkpoint."""
+        config = self.speculative_config.draft_model_config if self.speculative_config is not None else None
+        if config is None or config.model != self.model_config.model:
+            return
+        if isinstance(self.weight_transfer_engine, StagedWeightEngine):
+            head = self.get_draft_model()
+            if head is not None:
+                self.weight_transfer_engine.add_head(head, config)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return self._rose.kv_layouts(super().get_supported_kv_cache_layouts())

@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 
 from rose import _delta
-from rose.engine.weights.reload import load_layers, process_dependants
+from rose.engine.weights.reload import LiveModel, load_layers, process_dependants
 from rose.engine.weights.routes import LiveRoutes, Reloading
 from rose.engine.weights.staged_file import tensors_of
 from rose.errors import FrameError
 from rose.transfer.format.changes import Changes
 from rose.transfer.format.codec import Bits
-from rose.transfer.format.element_routes import Index, ParameterChange
+from rose.transfer.format.element_routes import Index, ParameterChange, changed_tensors
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.shared_planes import PlanesFile
 
@@ -95,22 +96,28 @@ def replace_on_device(
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _ModelChanges:
+    """What else than elements changes in one model."""
+
+    model: LiveModel
+    written: set[torch.nn.Module]
+    """The layers whose parameters are written."""
+    reloading: Reloading
+
+
 class PreparedChanges:
     """Changes whose places in the live parameters are known.
 
     Call write(), and if any rank's has failed, take_back(); then finish().
     """
 
-    def __init__(
-        self, exchanges: list[_Exchange], owners: set[torch.nn.Module], reloading: Reloading
-    ) -> None:
-        """owners: the layers whose parameters are written."""
+    def __init__(self, exchanges: list[_Exchange], models: list[_ModelChanges]) -> None:
         self._exchanges = exchanges
         self._begun: list[_Exchange] = []
-        self._owners = owners
-        self._reloading = reloading
+        self._models = models
         self.num_changed = sum(exchange.num_changed for exchange in exchanges)
-        self.num_loaded = len(reloading.layers)
+        self.num_loaded = sum(len(each.reloading.layers) for each in models)
 
     def write(self) -> None:
         """Writes all of them. Raises: FrameError where a parameter does not hold the old bits."""
@@ -133,17 +140,18 @@ class PreparedChanges:
             return repr(error)
         return None
 
-    def finish(self, model: torch.nn.Module, model_config: Any, planes: PlanesFile | None) -> None:
+    def finish(self, planes: PlanesFile | None) -> None:
         """Loads the layers that take no single elements, and renews what others have made of the written.
 
         planes: the mirror at the version of the changes, under its lock; needed where num_loaded is not 0.
         Raises: whatever loading raises, with some layers loaded.
         """
-        process_dependants(model, model_config, self._owners)
-        if self._reloading.layers:
-            assert planes is not None
-            tensors = tensors_of(planes, self._reloading.tensors)
-            load_layers(model, model_config, self._reloading.layers, tensors)
+        for each in self._models:
+            process_dependants(each.model, each.written)
+            if each.reloading.layers:
+                assert planes is not None
+                tensors = tensors_of(planes, each.reloading.tensors)
+                load_layers(each.model, each.reloading.layers, tensors)
 
 
 def _finish_on_device() -> None:
@@ -153,13 +161,13 @@ def _finish_on_device() -> None:
 
 
 class InPlaceWriter:
-    """One rank's writer, for one model."""
+    """One rank's writer, for its model and the speculative head that comes with the model's checkpoint."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
-        self.model = model
+    def __init__(self, models: Sequence[LiveModel], vllm_config: Any) -> None:
+        """models: a head may share layers with the models ahead of it."""
+        self._models = models
         self._vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self._routes: LiveRoutes | None = None
+        self._routes: list[LiveRoutes] = []
         self._problem = ""
         self._layout: str | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-changes")
@@ -176,18 +184,22 @@ class InPlaceWriter:
         if [file.head.base_hash for file in files] != hashes[:-1] or hashes[-1] != state_hash:
             raise FrameError("the changes don't lead from the weights in use to the new ones")
         if self._layout != layout.digest:
-            self._layout, self._routes = layout.digest, None
+            self._layout, self._routes = layout.digest, []
             self._record_routes(layout)
-        if self._routes is None:
+        if not self._routes:
             raise FrameError(f"no plan of this model: {self._problem}")
-        self._coming = self._thread.submit(self._prepare, self._routes, layout, files)
+        self._coming = self._thread.submit(self._prepare, layout, files)
 
     def _record_routes(self, layout: Layout) -> None:
         from rose.engine.weights.shard_recorder import record_loading
 
         try:
-            loading = record_loading(self._vllm_config, layout.tensors)
-            self._routes = LiveRoutes(self.model, layout, loading)
+            routes: list[LiveRoutes] = []
+            for model in self._models:
+                loading = record_loading(self._vllm_config, layout.tensors, model.config)
+                shared = {module for each in routes for module in each.model.module.modules()}
+                routes.append(LiveRoutes(model, layout, loading, shared))
+            self._routes = routes
         except Exception as error:  # a loader may fail in any way, and loading whole checkpoints still works
             self._problem = repr(error)
 
@@ -210,16 +222,20 @@ class InPlaceWriter:
         """Returns when nothing is being prepared any more."""
         self._thread.shutdown()
 
-    def _prepare(self, routes: LiveRoutes, layout: Layout, files: Sequence[Changes]) -> PreparedChanges:
+    def _prepare(self, layout: Layout, files: Sequence[Changes]) -> PreparedChanges:
         """Raises: FrameError on a bad changes file, and on one that does not fit the parameters."""
-        found: dict[str, list[ParameterChange]] = {}
+        found: list[dict[str, list[ParameterChange]]] = [{} for _ in self._routes]
         changed: set[str] = set()
         for file in files:  # a parameter's changes stay in the order of the versions
             for bucket, elements in file.buckets(layout):
-                changed.update(routes.elements.changed_tensors(bucket, elements))
-                for change in routes.elements.changes(bucket, elements):
-                    found.setdefault(change.parameter, []).append(change)
-        named = ((routes.live(name), one) for name, changes in found.items() for one in changes)
-        exchanges = [_Exchange(parameter, change) for parameter, change in named]
-        owners = {routes.owner(name) for name in found}
-        return PreparedChanges(exchanges, owners, routes.reloading(changed))
+                changed.update(changed_tensors(layout, bucket, elements))
+                for routes, by_name in zip(self._routes, found, strict=True):
+                    for change in routes.elements.changes(bucket, elements):
+                        by_name.setdefault(change.parameter, []).append(change)
+        exchanges, models = [], []
+        for routes, by_name in zip(self._routes, found, strict=True):
+            for name, changes in by_name.items():
+                exchanges += [_Exchange(routes.live(name), change) for change in changes]
+            written = {routes.owner(name) for name in by_name}
+            models.append(_ModelChanges(routes.model, written, routes.reloading(changed)))
+        return PreparedChanges(exchanges, models)

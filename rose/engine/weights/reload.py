@@ -5,6 +5,7 @@ the weights of another. Layers that are not named keep what they have.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ import torch
 from rose.engine.weights.packed import packed_copy
 
 
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """A model that an engine computes with, and vLLM's ModelConfig of it."""
+
+    module: torch.nn.Module
+    config: Any
+
+
 def load_layers(
-    model: torch.nn.Module,
-    model_config: Any,
-    layers: Collection[torch.nn.Module],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: LiveModel, layers: Collection[torch.nn.Module], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Loads these layers, with all modules inside them; ``[model]`` loads all of a model.
+    """Loads these layers, with all modules inside them; ``[model.module]`` loads all of a model.
 
     tensors: all from which something goes into one of the layers. What goes from them into another layer is
     loaded there, too. Raises: whatever loading raises, with some layers loaded.
@@ -33,32 +39,32 @@ def load_layers(
     keep_onednn_scales()
     _pack_experts_anew(modules)
     # vLLM makes some kernels for the default type of the moment.
-    with set_default_torch_dtype(model_config.dtype):
+    with set_default_torch_dtype(model.config.dtype):
         for layer in layers:
             initialize_layerwise_reload(layer)
         try:
-            load_weights: Any = model.load_weights
+            load_weights: Any = model.module.load_weights
             load_weights(tensors)
         except BaseException:
             _forget_half_loaded(modules)
             raise
         finally:
             for layer in layers:
-                finalize_layerwise_reload(layer, model_config)
-        process_dependants(model, model_config, modules)
+                finalize_layerwise_reload(layer, model.config)
+        process_dependants(model, modules)
 
 
-def process_dependants(model: torch.nn.Module, model_config: Any, changed: Set[torch.nn.Module]) -> None:
+def process_dependants(model: LiveModel, changed: Set[torch.nn.Module]) -> None:
     """Has each layer whose own parameters may be as they were, but which computes with something made of a
     changed layer's, make that again.
     """
-    for layer in dependants(model, changed):
+    for layer in dependants(model.module, changed):
         if packed_copy(layer):
             method: Any = layer.quant_method
             method.process_weights_after_loading(layer)
         else:
             process: Any = layer.process_weights_after_loading
-            process(model_config.dtype)
+            process(model.config.dtype)
 
 
 def dependants(model: torch.nn.Module, changed: Set[torch.nn.Module]) -> Iterator[torch.nn.Module]:

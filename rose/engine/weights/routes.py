@@ -7,13 +7,14 @@ by vLLM's own layerwise reload: packed and quantized ones, experts, state-space 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rose.engine.weights.packed import unwrapped
+from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import RecordedLoading
 from rose.errors import FrameError
 from rose.transfer.format.element_routes import ElementRoutes, whole_targets
@@ -31,11 +32,21 @@ class Reloading:
 class LiveRoutes:
     """The ways from a checkpoint's tensors to one rank's live model."""
 
-    def __init__(self, model: torch.nn.Module, layout: Layout, loading: RecordedLoading) -> None:
-        self._modules = {unwrapped(name): module for name, module in model.named_modules()}
+    def __init__(
+        self,
+        model: LiveModel,
+        layout: Layout,
+        loading: RecordedLoading,
+        shared: Set[torch.nn.Module] = frozenset(),
+    ) -> None:
+        """shared: layers that belong to another model and take their changes there."""
+        self.model = model
+        self._modules = {unwrapped(name): module for name, module in model.module.named_modules()}
         self._targets = {source: set(names) for source, names in loading.computed.items()}
         for copy in loading.plan.copies:
             self._targets.setdefault(copy.source.name, set()).add(copy.target.name)
+        for source, names in self._targets.items():
+            self._targets[source] = {name for name in names if self.owner(name) not in shared}
         plan = loading.plan
         only_loaded = whole_targets(plan.copies).union(*loading.computed.values())
         self._unclear = set(plan.whole) - set(loading.computed)

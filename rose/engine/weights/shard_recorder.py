@@ -40,14 +40,18 @@ def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardP
     return record_loading(vllm_config, tensors).plan
 
 
-def record_loading(vllm_config: Any, tensors: Iterable[TensorSpec]) -> RecordedLoading:
+def record_loading(
+    vllm_config: Any, tensors: Iterable[TensorSpec], model_config: Any = None
+) -> RecordedLoading:
     """Returns what this process's rank takes from a checkpoint with these tensors.
+
+    model_config: that of a speculative head, if its loading is to be recorded.
 
     Call it where vLLM's parallel groups are set up, or under :func:`pretended_rank`. Raises: ValueError on a
     dtype that no loader copies unchanged, and where the loader puts another tensor in a parameter's place.
     """
     specs = list(tensors)
-    model: Any = _model_without_memory(vllm_config)
+    model: Any = _model_without_memory(vllm_config, model_config)
     sources = {spec.name: torch.empty(spec.shape, dtype=_dtype(spec), device="meta") for spec in specs}
     parameters = dict(_parameters(model))
     recorder = _Recorder(_by_storage(sources.items()), _by_storage(parameters.items()))
@@ -155,11 +159,11 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
     return TORCH_DTYPES[spec.dtype]
 
 
-def _model_without_memory(vllm_config: Any) -> torch.nn.Module:
+def _model_without_memory(vllm_config: Any, model_config: Any) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"), _expert_maps():
-        return initialize_model(vllm_config=detached_config(vllm_config))
+        return initialize_model(vllm_config=detached_config(vllm_config), model_config=model_config)
 
 
 @contextmanager

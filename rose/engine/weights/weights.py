@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
-from rose.engine.weights.reload import load_layers
+from rose.engine.weights.reload import LiveModel, load_layers
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
 
@@ -73,6 +73,11 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._state_hash: str | None = None
         """The hash of the weights in use; None before the first update."""
         self._in_place: InPlaceWriter | None = None
+        self._models = [LiveModel(self.model, self.model_config)]
+
+    def add_head(self, head: torch.nn.Module, config: Any) -> None:
+        """Has a speculative head, whose weights are in the model's own checkpoint, follow with the model."""
+        self._models.append(LiveModel(head, config))
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Does nothing, because no rendezvous is needed."""
@@ -91,7 +96,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         if staged is None or staged.planes is None or self._state_hash is None:
             return "the weights in use do not come from the mirror"
         if self._in_place is None:
-            self._in_place = InPlaceWriter(self.model, self.vllm_config)
+            self._in_place = InPlaceWriter(self._models, self.vllm_config)
         try:
             self._in_place.begin(staged.planes.layout, paths, self._state_hash, state_hash)
         except (OSError, FrameError) as error:
@@ -181,7 +186,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         with ExitStack() as reading:
             if any(_gather("loads" if prepared.num_loaded > 0 else None)):
                 _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
-            _on_all_ranks(partial(prepared.finish, self.model, self.model_config, staged.planes))
+            _on_all_ranks(partial(prepared.finish, staged.planes))
 
     def _load_instead(self, staged: StagedFile) -> None:
         """Loads all tensors; where that fails, the old weights again."""
@@ -208,16 +213,17 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
-        self._load_all(loader.get_all_weights(self.model_config, self.model))
+        self._load_all(lambda model: loader.get_all_weights(model.config, model.module))
 
     def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
-            self._load_all(staged.tensors())
+            self._load_all(lambda _: staged.tensors())
         self.version = state[0] if state is not None else None
         self._state_hash = state[1] if state is not None else self._state_hash
 
-    def _load_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        load_layers(self.model, self.model_config, [self.model], tensors)
+    def _load_all(self, tensors: Callable[[LiveModel], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        for model in self._models:
+            load_layers(model, [model.module], tensors(model))
 
     def finish_weight_update(self) -> None:
         """Does nothing: :meth:`receive_weights` finalizes."""

@@ -23,10 +23,12 @@ from rank_models import (
     latent,
     loaded_model,
     state_space,
+    with_head,
 )
 
 from rose import _delta
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges, replace_on_device
+from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import pretended_rank
 from rose.errors import FrameError
 from rose.transfer.format.shared_planes import PlanesFile
@@ -52,6 +54,10 @@ def rank_config(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Itera
         yield config
 
 
+def writer_of(model: torch.nn.Module, config: Any) -> InPlaceWriter:
+    return InPlaceWriter([LiveModel(model, config.model_config)], config)
+
+
 def prepared(writer: InPlaceWriter, planes: PlanesFile, paths: list[str], base: str) -> str | None:
     """Has the changes prepared from the state of that hash to the mirror's; returns why they can't be."""
     with planes.reading() as (_, state_hash):
@@ -66,7 +72,7 @@ def written(writer: InPlaceWriter, planes: PlanesFile) -> PreparedChanges:
     changes = writer.take()
     assert changes is not None
     changes.write()
-    changes.finish(writer.model, writer.model_config, planes)
+    changes.finish(planes)
     return changes
 
 
@@ -76,7 +82,7 @@ def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
     first = mirrored.put(checkpoint.tensors)
     planes = PlanesFile(Path(first.path))
     model = loaded_model(rank_config, checkpoint.tensors)
-    writer = InPlaceWriter(model, rank_config)
+    writer = writer_of(model, rank_config)
     later = after_a_step(checkpoint.tensors, 0.02, seed=7)
     update = mirrored.put(later)
     assert prepared(writer, planes, update.changes, first.state_hash) is None
@@ -128,7 +134,7 @@ def test_a_model_that_is_ready_to_compute_ends_up_as_one_that_was_loaded_anew(
         update = mirrored.put(tensors)
         planes = PlanesFile(Path(update.path))
         model = loaded_model(config, tensors, is_processed=True)
-        writer = InPlaceWriter(model, config)
+        writer = writer_of(model, config)
         num_loaded = []
         for seed, only in enumerate(("layers.1.", "", "bias", "embed", "kv_b_proj"), start=1):
             base, tensors = update.state_hash, after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
@@ -143,6 +149,39 @@ def test_a_model_that_is_ready_to_compute_ends_up_as_one_that_was_loaded_anew(
     planes.close()
 
 
+def test_a_speculative_head_in_the_models_checkpoint_follows_with_it(
+    mirrored: Mirrored, tmp_path: Path
+) -> None:
+    """It shares the model's embedding and output head, as vLLM has it share them."""
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    checkpoint = Checkpoint(tmp_path / "model", with_head(), is_finite=True, speculative_config=speculation)
+    with pretended_rank(checkpoint.vllm_config) as config:
+        draft_config = config.speculative_config.draft_model_config
+        assert draft_config.model == config.model_config.model
+
+        def pair(tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+            model = loaded_model(config, tensors, is_processed=True)
+            head = loaded_model(config, tensors, is_processed=True, model_config=draft_config)
+            head.model.embed_tokens, head.lm_head = model.model.embed_tokens, model.lm_head
+            return model, head
+
+        tensors = checkpoint.tensors
+        update = mirrored.put(tensors)
+        planes = PlanesFile(Path(update.path))
+        model, head = pair(tensors)
+        models = [LiveModel(model, config.model_config), LiveModel(head, draft_config)]
+        writer = InPlaceWriter(models, config)
+        for seed, only in enumerate(("mtp_layers", ""), start=1):
+            base, tensors = update.state_hash, after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
+            update = mirrored.put(tensors)
+            assert prepared(writer, planes, update.changes, base) is None
+            assert written(writer, planes).num_changed > 0
+            fresh_model, fresh_head = pair(tensors)
+            assert differing(model, fresh_model) == differing(head, fresh_head) == []
+    writer.close()
+    planes.close()
+
+
 def test_changes_that_meet_another_element_are_taken_back_to_the_last_bit(
     checkpoint: Checkpoint, mirrored: Mirrored
 ) -> None:
@@ -150,7 +189,7 @@ def test_changes_that_meet_another_element_are_taken_back_to_the_last_bit(
         first = mirrored.put(checkpoint.tensors)
         planes = PlanesFile(Path(first.path))
         model = loaded_model(config, checkpoint.tensors)
-        writer = InPlaceWriter(model, config)
+        writer = writer_of(model, config)
         later = after_a_step(checkpoint.tensors, 0.02, seed=7)
         mirrored.put(later)
         mirrored.put(after_a_step(later, 0.02, seed=8))
@@ -178,7 +217,7 @@ def test_memory_can_be_freed_after_an_update_and_is_not_written_then(
         first = mirrored.put(checkpoint.tensors)
         planes = PlanesFile(Path(first.path))
         model = loaded_model(config, checkpoint.tensors)
-        writer = InPlaceWriter(model, config)
+        writer = writer_of(model, config)
         changes = mirrored.put(after_a_step(checkpoint.tensors, 0.02, seed=7)).changes
         assert prepared(writer, planes, changes, first.state_hash) is None
         taken = writer.take()

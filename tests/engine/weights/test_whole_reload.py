@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 from rank_models import Checkpoint, after_a_step, biased, differing, experts, loaded_model
 
-from rose.engine.weights.reload import load_layers
+from rose.engine.weights.reload import LiveModel, load_layers
 from rose.engine.weights.shard_recorder import pretended_rank
 
 
@@ -23,5 +23,5 @@ def test_every_parameter_is_that_of_a_fresh_load(config: Any, dtype: str, tmp_pa
         for seed in (7, 8):
             later = after_a_step(checkpoint.tensors, 0.5, seed=seed)
             assert differing(model, loaded_model(rank, later, is_processed=True)) != []
-            load_layers(model, rank.model_config, [model], iter(later.items()))
+            load_layers(LiveModel(model, rank.model_config), [model], iter(later.items()))
             assert differing(model, loaded_model(rank, later, is_processed=True)) == []
