@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
+from rose.engine.weights.in_place import InPlaceWriter
 from rose.engine.weights.reload import LiveModel, load_layers
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
@@ -115,16 +115,17 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         loaded again.
         """
         self.why_whole, self._is_mixed = None, False
-        if update_info.is_prepared and self._write_in_place(update_info.state_hash):
-            self._state_hash = update_info.state_hash
-            self._follow(update_info.path)
-            return
-        try:
-            self._load_whole(update_info)
-        except Exception:
-            if self._is_mixed:
-                self.load()
-            raise
+        with ExitStack() as reading:
+            if update_info.is_prepared and self._write_in_place(update_info.state_hash, reading):
+                self._state_hash = update_info.state_hash
+                self._follow(update_info.path)
+                return
+            try:
+                self._load_whole(update_info)
+            except Exception:
+                if self._is_mixed:
+                    self.load()
+                raise
 
     def _load_whole(self, update: StagedUpdate) -> None:
         staged = self._checked_by_all_ranks(update)
@@ -153,17 +154,21 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._forget_staged()
             self._staged = staged
 
-    def _write_in_place(self, state_hash: str) -> bool:
+    def _write_in_place(self, state_hash: str, reading: ExitStack) -> bool:
         """Writes the prepared changes, on all ranks or on none.
 
-        Returns False when the checkpoint is to be loaded whole. The old weights are then in use again, unless
-        _is_mixed.
+        reading: gets the mirror's lock where layers are loaded from it. Returns False when the checkpoint is
+        to be loaded whole. The old weights are then in use again, unless _is_mixed. Raises: FrameError where
+        the mirror has moved on, with nothing changed.
         """
         prepared = self._in_place.take() if self._in_place is not None else None
         if any(_gather(None if prepared is not None else "has no changes")):
             self.why_whole = "some rank has no changes"
             return False
-        assert prepared is not None
+        assert prepared is not None and self._staged is not None
+        staged = self._staged
+        if any(_gather("loads" if prepared.num_loaded > 0 else None)):
+            _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
         try:
             _on_all_ranks(prepared.write)
         except Exception as error:  # some rank failed, so this is raised on all ranks
@@ -171,22 +176,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._is_mixed = any(_gather(prepared.take_back()))
             return False
         try:
-            self._finish(prepared, state_hash)
+            _on_all_ranks(partial(prepared.finish, staged.planes))
         except Exception as error:  # on all ranks too
             self.why_whole, self._is_mixed = str(error), True
             return False
         counts = (prepared.num_changed, prepared.num_loaded)
         logger.info("weights changed in place elements=%d layers_loaded=%d", *counts)
         return True
-
-    def _finish(self, prepared: PreparedChanges, state_hash: str) -> None:
-        """Loads the layers that take no elements, from the mirror, which has to be at this version."""
-        assert self._staged is not None
-        staged = self._staged
-        with ExitStack() as reading:
-            if any(_gather("loads" if prepared.num_loaded > 0 else None)):
-                _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
-            _on_all_ranks(partial(prepared.finish, staged.planes))
 
     def _load_instead(self, staged: StagedFile) -> None:
         """Loads all tensors; where that fails, the old weights again."""

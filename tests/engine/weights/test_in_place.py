@@ -30,6 +30,7 @@ from rose import _delta
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges, replace_on_device
 from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import pretended_rank
+from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
 from rose.errors import FrameError
 from rose.transfer.format.shared_planes import PlanesFile
 
@@ -180,6 +181,35 @@ def test_a_speculative_head_in_the_models_checkpoint_follows_with_it(
             assert differing(model, fresh_model) == differing(head, fresh_head) == []
     writer.close()
     planes.close()
+
+
+def test_a_mirror_that_moves_on_ahead_of_the_pause_leaves_the_old_weights(
+    mirrored: Mirrored, tmp_path: Path
+) -> None:
+    """Layers that are loaded from the mirror would get other weights than the elements that are written."""
+    checkpoint = Checkpoint(tmp_path / "model", int8(), is_finite=True)
+    with pretended_rank(checkpoint.vllm_config) as config:
+        first = mirrored.put(checkpoint.tensors)
+        model = loaded_model(config, checkpoint.tensors, is_processed=True)
+        engine = StagedWeightEngine(None, config, torch.device("cpu"), model)
+        engine.receive_weights(StagedUpdate(first.path, first.state_hash))
+        second = mirrored.put(after_a_step(checkpoint.tensors, 0.05, seed=1, is_finite=True))
+        assert engine.begin_changes(second.changes, second.state_hash) is None
+        while not engine.changes_result()[0]:
+            time.sleep(0.001)
+        newest = after_a_step(checkpoint.tensors, 0.05, seed=2, is_finite=True)
+        mirrored.put(newest)
+        with pytest.raises(FrameError, match=r"holds test/2 of state hash .*; weights kept"):
+            engine.receive_weights(StagedUpdate(second.path, second.state_hash, is_prepared=True))
+        assert differing(model, loaded_model(config, checkpoint.tensors, is_processed=True)) == []
+        third = mirrored.update_from("test/0")
+        assert engine.begin_changes(third.changes, third.state_hash) is None
+        while not engine.changes_result()[0]:
+            time.sleep(0.001)
+        engine.receive_weights(StagedUpdate(third.path, third.state_hash, is_prepared=True))
+        assert engine.why_whole is None
+        assert differing(model, loaded_model(config, newest, is_processed=True)) == []
+        engine.shutdown()
 
 
 def test_changes_that_meet_another_element_are_taken_back_to_the_last_bit(
