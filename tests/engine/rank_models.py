@@ -111,7 +111,8 @@ class Checkpoint:
         model.save_pretrained(folder)
         (file,) = folder.glob("*.safetensors")
         tensors = safetensors.torch.load_file(file)
-        if getattr(config, "num_nextn_predict_layers", 0):
+        heads = ["MiMoMTPModel"] if getattr(config, "num_nextn_predict_layers", 0) else []
+        if heads:
             model.config.architectures = MTP_CONFIG["architectures"]
             model.config.save_pretrained(folder)
             tensors = with_mtp_head(tensors)
@@ -119,6 +120,7 @@ class Checkpoint:
             model.config.quantization_config = quantization
             model.config.save_pretrained(folder)
             tensors = _quantized(tensors)
+        load_model_class(folder, *heads)
         self.tensors = after_a_step(tensors, 1.0, seed=0, is_finite=is_finite)
         self.specs = TorchSource(self.tensors, dtype=None).specs()
         engine = EngineArgs(

@@ -38,24 +38,32 @@ class ParameterChange:
 class ElementRoutes:
     """The routes of one rank."""
 
-    def __init__(self, layout: Layout, copies: Iterable[ShardCopy]) -> None:
+    def __init__(self, copies: Iterable[ShardCopy]) -> None:
         """copies: those of a shard plan, none of them to one of whole_targets()."""
-        self._layout = layout
-        self._copies: dict[str, list[ShardCopy]] = {}
+        self._copies: dict[str, list[tuple[ShardCopy, bool]]] = {}
         for copy in copies:
-            self._copies.setdefault(copy.source.name, []).append(copy)
+            in_order = is_contiguous(copy.source) and is_contiguous(copy.target)
+            self._copies.setdefault(copy.source.name, []).append((copy, in_order))
 
-    def changes(self, bucket: Bucket, elements: Elements) -> Iterator[ParameterChange]:
-        """Yields what changes in the rank's parameters; nothing for elements that it does not hold."""
-        for piece in self._layout.pieces(bucket):
-            copies = self._copies.get(piece.tensor.name)
-            mine = _of_piece(elements, piece)
-            if not copies or mine.places.size == 0:
-                continue
-            for copy in copies:
-                change = _change(piece, copy, mine)
-                if change.num_changed > 0:
-                    yield change
+    def changes(self, piece: Piece, elements: Elements) -> Iterator[ParameterChange]:
+        """Yields what changes in the rank's parameters; nothing for elements that it does not hold.
+
+        elements: those of the piece, by their places in the bucket.
+        """
+        for copy, in_order in self._copies.get(piece.tensor.name, ()):
+            change = _change(piece, copy, in_order, elements)
+            if change.num_changed > 0:
+                yield change
+
+
+def changed_pieces(layout: Layout, bucket: Bucket, elements: Elements) -> Iterator[tuple[Piece, Elements]]:
+    """Yields the pieces of a bucket in which elements change, and those elements."""
+    pieces = list(layout.pieces(bucket))
+    begins = np.array([piece.at for piece in pieces], np.int32)
+    found = np.searchsorted(elements.places, begins).tolist()
+    for piece, begin, stop in zip(pieces, found, [*found[1:], elements.places.size], strict=True):
+        if begin < stop:
+            yield piece, _cut(elements, begin, stop)
 
 
 def whole_targets(copies: Iterable[ShardCopy]) -> set[str]:
@@ -76,31 +84,28 @@ def whole_targets(copies: Iterable[ShardCopy]) -> set[str]:
     return found
 
 
-def changed_tensors(layout: Layout, bucket: Bucket, elements: Elements) -> Iterator[str]:
-    """Yields the names of the tensors in which elements change."""
-    for piece in layout.pieces(bucket):
-        if _of_piece(elements, piece).places.size > 0:
-            yield piece.tensor.name
-
-
-def _of_piece(elements: Elements, piece: Piece) -> Elements:
-    return _between(elements, piece.at, piece.at + piece.end - piece.begin)
-
-
 def _between(elements: Elements, first: int, end: int) -> Elements:
     """Returns the elements at these places, in place."""
+    places = elements.places
+    if places.size > 0 and first <= places[0] and places[-1] < end:
+        return elements
     # Keys of another type would have all places converted.
     keys = np.clip((first, end), 0, np.iinfo(np.int32).max).astype(np.int32)
-    begin, stop = np.searchsorted(elements.places, keys)
+    return _cut(elements, *np.searchsorted(places, keys).tolist())
+
+
+def _cut(elements: Elements, begin: int, stop: int) -> Elements:
     return Elements(
         places=elements.places[begin:stop], old=elements.old[begin:stop], new=elements.new[begin:stop]
     )
 
 
-def _change(piece: Piece, copy: ShardCopy, elements: Elements) -> ParameterChange:
-    """Returns what the copy takes of a piece's elements to its parameter."""
+def _change(piece: Piece, copy: ShardCopy, in_order: bool, elements: Elements) -> ParameterChange:
+    """Returns what the copy takes of a piece's elements to its parameter. in_order: the copy's both sides are
+    contiguous.
+    """
     source, target, shift = copy.source, copy.target, _shift(piece)
-    if shift is not None and is_contiguous(source) and is_contiguous(target):
+    if shift is not None and in_order:
         begin = source.offset - shift
         taken = _between(elements, begin, begin + source.num_elements)
         return ParameterChange(

@@ -28,7 +28,7 @@ from rose.engine.weights.staged_file import tensors_of
 from rose.errors import FrameError
 from rose.transfer.format.changes import Changes
 from rose.transfer.format.codec import Bits
-from rose.transfer.format.element_routes import Index, ParameterChange, changed_tensors
+from rose.transfer.format.element_routes import Index, ParameterChange, changed_pieces
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.shared_planes import PlanesFile
 
@@ -198,7 +198,7 @@ class InPlaceWriter:
             for model in self._models:
                 loading = record_loading(self._vllm_config, layout.tensors, model.config)
                 shared = {module for each in routes for module in each.model.module.modules()}
-                routes.append(LiveRoutes(model, layout, loading, shared))
+                routes.append(LiveRoutes(model, loading, shared))
             self._routes = routes
         except Exception as error:  # a loader may fail in any way, and loading whole checkpoints still works
             self._problem = repr(error)
@@ -228,10 +228,11 @@ class InPlaceWriter:
         changed: set[str] = set()
         for file in files:  # a parameter's changes stay in the order of the versions
             for bucket, elements in file.buckets(layout):
-                changed.update(changed_tensors(layout, bucket, elements))
-                for routes, by_name in zip(self._routes, found, strict=True):
-                    for change in routes.elements.changes(bucket, elements):
-                        by_name.setdefault(change.parameter, []).append(change)
+                for piece, mine in changed_pieces(layout, bucket, elements):
+                    changed.add(piece.tensor.name)
+                    for routes, by_name in zip(self._routes, found, strict=True):
+                        for change in routes.elements.changes(piece, mine):
+                            by_name.setdefault(change.parameter, []).append(change)
         exchanges, models = [], []
         for routes, by_name in zip(self._routes, found, strict=True):
             for name, changes in by_name.items():

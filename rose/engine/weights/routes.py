@@ -18,7 +18,6 @@ from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import RecordedLoading
 from rose.errors import FrameError
 from rose.transfer.format.element_routes import ElementRoutes, whole_targets
-from rose.transfer.format.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,7 @@ class LiveRoutes:
     """The ways from a checkpoint's tensors to one rank's live model."""
 
     def __init__(
-        self,
-        model: LiveModel,
-        layout: Layout,
-        loading: RecordedLoading,
-        shared: Set[torch.nn.Module] = frozenset(),
+        self, model: LiveModel, loading: RecordedLoading, shared: Set[torch.nn.Module] = frozenset()
     ) -> None:
         """shared: layers that belong to another model and take their changes there."""
         self.model = model
@@ -56,7 +51,7 @@ class LiveRoutes:
             each for each in named - only_loaded if self._takes_elements(each, recorded[each])
         }
         copies = [copy for copy in plan.copies if copy.target.name in self._with_elements]
-        self.elements = ElementRoutes(layout, copies)
+        self.elements = ElementRoutes(copies)
 
     def reloading(self, changed: Collection[str]) -> Reloading:
         """Returns the layers that changes of these tensors have to be loaded into.

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rose.transfer.format.codec import Elements
-from rose.transfer.format.element_routes import ElementRoutes, changed_tensors, whole_targets
+from rose.transfer.format.element_routes import ElementRoutes, changed_pieces, whole_targets
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
@@ -83,14 +83,16 @@ def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(
         PLAN.apply({name: tensor.reshape(-1) for name, tensor in tensors.items()}, each)
     found, expected = parameters
     before, after = filled(layout, old), filled(layout, new)
-    routes = ElementRoutes(layout, PLAN.copies)
+    routes = ElementRoutes(PLAN.copies)
     for bucket in layout.buckets:
         was, now = before.bits(bucket), after.bits(bucket)
         places = np.flatnonzero(was != now).astype(np.int32)
-        for change in routes.changes(bucket, Elements(places=places, old=was[places], new=now[places])):
-            index = change.places + np.int64(change.shift)
-            assert np.array_equal(found[change.parameter][index], change.old)
-            found[change.parameter][index] = change.new
+        elements = Elements(places=places, old=was[places], new=now[places])
+        for piece, mine in changed_pieces(layout, bucket, elements):
+            for change in routes.changes(piece, mine):
+                index = change.places + np.int64(change.shift)
+                assert np.array_equal(found[change.parameter][index], change.old)
+                found[change.parameter][index] = change.new
     for name, bits in expected.items():
         assert np.array_equal(found[name], bits), name
 
@@ -104,10 +106,14 @@ def test_parameters_of_copies_that_overlap_or_repeat_have_no_routes() -> None:
     assert whole_targets([*PLAN.copies, *bad]) == {"repeated", "overlapping"}
 
 
-def test_tensors_in_which_elements_change_are_named() -> None:
+def test_pieces_in_which_elements_change_are_named() -> None:
     layout = Layout(SPECS, bucket_bytes=10**6)
     (bucket,) = layout.buckets
     places = np.array([3, 120 + 119, 120 + 120 + 7], np.int32)
     bits = np.zeros(3, np.uint16)
-    changed = changed_tensors(layout, bucket, Elements(places=places, old=bits, new=bits))
-    assert list(changed) == ["a", "b", "d"]
+    changed = changed_pieces(layout, bucket, Elements(places=places, old=bits, new=bits))
+    assert [(piece.tensor.name, mine.places.tolist()) for piece, mine in changed] == [
+        ("a", [3]),
+        ("b", [239]),
+        ("d", [247]),
+    ]
