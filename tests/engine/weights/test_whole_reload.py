@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from rank_models import Checkpoint, after_a_step, biased, differing, experts, loaded_model
+from rank_models import Checkpoint, after_a_step, biased, differing, experts, latent, loaded_model
 
 from rose.engine.weights.reload import LiveModel, load_layers
 from rose.engine.weights.shard_recorder import pretended_rank
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("config", [experts(), biased()], ids=["experts", "biases"])
+@pytest.mark.parametrize("config", [experts(), biased(), latent()], ids=["experts", "biases", "latent"])
 def test_every_parameter_is_that_of_a_fresh_load(config: Any, dtype: str, tmp_path: Path) -> None:
     """vLLM's CPU platform packs experts, and its reload has a rule of its own for biases."""
     checkpoint = Checkpoint(tmp_path, config, dtype=dtype)
