@@ -107,6 +107,7 @@ class Engine:
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         from rose.engine.weights.in_place import InPlaceWriter
+        from rose.engine.weights.reload import LiveModel
         from rose.engine.weights.shard_recorder import detached_config
 
         with set_default_torch_dtype(vllm_config.model_config.dtype):
@@ -117,7 +118,7 @@ class Engine:
         )
         with torch.no_grad():
             model.load_weights(tensors)
-        self._writer = InPlaceWriter(model, vllm_config)
+        self._writer = InPlaceWriter([LiveModel(model, vllm_config.model_config)], vllm_config)
         self._planes = planes
         with planes.reading() as (_, self._state_hash):
             pass
@@ -132,10 +133,10 @@ class Engine:
         self._state_hash = update.state_hash
 
     def write(self) -> None:
-        changes, plan = self._writer.take(), self._writer.plan
-        assert changes is not None and plan is not None
+        changes = self._writer.take()
+        assert changes is not None
         changes.write()
-        changes.pack(self._planes, plan)
+        changes.finish(self._planes)
 
     def close(self) -> None:
         self._writer.close()

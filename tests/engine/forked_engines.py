@@ -109,12 +109,15 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
     return LLM(str(model), **{**defaults, **args})
 
 
-def load_model_class(model: Path) -> None:
-    """Spares the subprocess in which vLLM looks at a class that it hasn't seen on this machine: 20 s each."""
+def load_model_class(model: Path, *heads: str) -> None:
+    """Spares the subprocess in which vLLM looks at a class that it hasn't seen on this machine: 20 s each.
+
+    heads: the architectures of the model's speculative heads.
+    """
     from vllm import ModelRegistry
 
-    (name,) = json.loads((model / "config.json").read_text())["architectures"]
-    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    for name in (*json.loads((model / "config.json").read_text())["architectures"], *heads):
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

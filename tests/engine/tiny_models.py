@@ -18,6 +18,27 @@ BLOCK_TOKENS = 128
 """vLLM's KV block on a CPU."""
 VOCABULARY = 320
 MAX_MODEL_LEN = 1024
+MTP_CONFIG = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+INT8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "linear": {
+            "targets": ["Linear"],
+            "weights": {
+                **{"num_bits": 8, "type": "int", "strategy": "channel"},
+                **{"symmetric": True, "dynamic": False},
+            },
+            "input_activations": {
+                **{"num_bits": 8, "type": "int", "strategy": "token"},
+                **{"symmetric": True, "dynamic": True},
+            },
+        }
+    },
+}
+"""A checkpoint's quantization: a scale for each row of a weight, and one for each token's inputs."""
 
 
 def make_serving_model(folder: Path) -> Path:
@@ -83,6 +104,26 @@ def make_mla_model(folder: Path) -> Path:
     return _write(folder, config, seed=5)
 
 
+def make_int8_model(folder: Path) -> Path:
+    """The Qwen3 in bfloat16 with int8 weights and a scale for each row, in compressed-tensors' format."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_rollout_model(folder, is_tied=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [each for each in tensors if each.endswith("proj.weight")]:
+        scale = tensors[name].float().abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (tensors[name].float() / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": INT8_CONFIG}))
+    return folder
+
+
 def make_mamba_model(folder: Path) -> Path:
     """A Granite-hybrid: three Mamba2 layers beside one of attention; four cache groups of 64 KiB blocks."""
     from transformers import GraniteMoeHybridConfig
@@ -130,6 +171,33 @@ def make_state_model(folder: Path) -> Path:
     sizes = {"num_heads": 4, "head_dim": 32, "state_size": 16, "expand": 2, "n_groups": 1}
     config = Mamba2Config(num_hidden_layers=2, hidden_size=64, vocab_size=VOCABULARY, **sizes)
     return _write(folder, config, seed=6)
+
+
+def make_mtp_model(folder: Path) -> Path:
+    """A MiMo: a Qwen2 in bfloat16 with a head for multi-token prediction in its checkpoint."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(num_hidden_layers=2, **_shape(hidden_size=128))
+    _write(folder, config, seed=11, dtype="bfloat16")
+    path = folder / "model.safetensors"
+    save_file(with_mtp_head(load_file(path)), path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **MTP_CONFIG}))
+    return folder
+
+
+def with_mtp_head(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Adds a MiMo's head to a Qwen2's tensors: a layer like the first one, and what leads into it."""
+    head = "model.mtp_layers.0."
+    layer, norm = "model.layers.0.", tensors["model.norm.weight"]
+    made = {name.replace(layer, head): each.clone() for name, each in tensors.items() if layer in name}
+    made |= {f"{head}{name}_layernorm.weight": norm.clone() for name in ("token", "hidden", "final")}
+    output = tensors[f"{layer}self_attn.o_proj.weight"]
+    made[f"{head}input_proj.weight"] = output.repeat(1, 2)[:, : 2 * norm.numel()].contiguous()
+    return {**tensors, **made}
 
 
 def make_eagle3_head(folder: Path) -> Path:

@@ -98,7 +98,8 @@ class Changes:
     def __init__(self, path: Path) -> None:
         """Raises: FrameError on a file that is none, OSError."""
         self._path = path
-        self._raw: NDArray[np.uint8] = np.memmap(path, np.uint8, "c")
+        # A plain array, because each slice of a memmap runs code in Python.
+        self._raw: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "c"))
         size = int.from_bytes(self._raw[:8].tobytes(), "little")
         if size + 8 > self._raw.size:
             raise FrameError(f"{path}: not a changes file: head of {size} bytes in {self._raw.size}")

@@ -12,10 +12,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.errors import FrameError
 from rose.transfer.format.codec import Bits, Elements
 from rose.transfer.format.layout import Bucket, Layout, Piece
-from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
+from rose.transfer.format.shard_plan import ShardCopy, StridedView
 
 Index = NDArray[np.int64]
 
@@ -39,54 +38,74 @@ class ParameterChange:
 class ElementRoutes:
     """The routes of one rank."""
 
-    def __init__(self, layout: Layout, plan: ShardPlan) -> None:
-        """Raises: FrameError where the plan has more than copies, each element to one place."""
-        if plan.whole:
-            raise FrameError(f"only the loader can load {', '.join(plan.whole)}")
-        self._layout = layout
-        self._copies: dict[str, list[ShardCopy]] = {}
-        for copy in plan.copies:
-            steps = zip(copy.source.shape, copy.source.stride, strict=True)
-            if any(size > 1 and stride <= 0 for size, stride in steps):
-                raise FrameError(f"{copy.source.name} is copied to several places of {copy.target.name}")
-            self._copies.setdefault(copy.source.name, []).append(copy)
-        _require_apart([copy.target for copy in plan.copies])
+    def __init__(self, copies: Iterable[ShardCopy]) -> None:
+        """copies: those of a shard plan, none of them to one of whole_targets()."""
+        self._copies: dict[str, list[tuple[ShardCopy, bool]]] = {}
+        for copy in copies:
+            in_order = is_contiguous(copy.source) and is_contiguous(copy.target)
+            self._copies.setdefault(copy.source.name, []).append((copy, in_order))
 
-    def changes(self, bucket: Bucket, elements: Elements) -> Iterator[ParameterChange]:
-        """Yields what changes in the rank's parameters; nothing for elements that it does not hold."""
-        for piece in self._layout.pieces(bucket):
-            copies = self._copies.get(piece.tensor.name)
-            mine = _between(elements, piece.at, piece.at + piece.end - piece.begin)
-            if not copies or mine.places.size == 0:
-                continue
-            for copy in copies:
-                change = _change(piece, copy, mine)
-                if change.num_changed > 0:
-                    yield change
+    def changes(self, piece: Piece, elements: Elements) -> Iterator[ParameterChange]:
+        """Yields what changes in the rank's parameters; nothing for elements that it does not hold.
+
+        elements: those of the piece, by their places in the bucket.
+        """
+        for copy, in_order in self._copies.get(piece.tensor.name, ()):
+            change = _change(piece, copy, in_order, elements)
+            if change.num_changed > 0:
+                yield change
 
 
-def _require_apart(targets: Iterable[StridedView]) -> None:
-    """Raises: FrameError where two copies go to the same elements: only the loader keeps the last."""
-    ranges = [(view.name, view.offset, view.num_elements) for view in targets if is_contiguous(view)]
+def changed_pieces(layout: Layout, bucket: Bucket, elements: Elements) -> Iterator[tuple[Piece, Elements]]:
+    """Yields the pieces of a bucket in which elements change, and those elements."""
+    pieces = list(layout.pieces(bucket))
+    begins = np.array([piece.at for piece in pieces], np.int32)
+    found = np.searchsorted(elements.places, begins).tolist()
+    for piece, begin, stop in zip(pieces, found, [*found[1:], elements.places.size], strict=True):
+        if begin < stop:
+            yield piece, _cut(elements, begin, stop)
+
+
+def whole_targets(copies: Iterable[ShardCopy]) -> set[str]:
+    """Returns the parameters to which no route leads: several of their elements have one source, or one
+    element has several, of which only the loader keeps the last.
+    """
+    found: set[str] = set()
+    ranges: list[tuple[str, int, int]] = []
+    for copy in copies:
+        steps = zip(copy.source.shape, copy.source.stride, strict=True)
+        if any(size > 1 and stride <= 0 for size, stride in steps):
+            found.add(copy.target.name)
+        if is_contiguous(copy.target):
+            ranges.append((copy.target.name, copy.target.offset, copy.target.num_elements))
     for (name, begin, size), (next_name, next_begin, _) in pairwise(sorted(ranges)):
         if name == next_name and next_begin < begin + size:
-            raise FrameError(f"two tensors are copied to the same elements of {name}")
+            found.add(name)
+    return found
 
 
 def _between(elements: Elements, first: int, end: int) -> Elements:
     """Returns the elements at these places, in place."""
+    places = elements.places
+    if places.size > 0 and first <= places[0] and places[-1] < end:
+        return elements
     # Keys of another type would have all places converted.
     keys = np.clip((first, end), 0, np.iinfo(np.int32).max).astype(np.int32)
-    begin, stop = np.searchsorted(elements.places, keys)
+    return _cut(elements, *np.searchsorted(places, keys).tolist())
+
+
+def _cut(elements: Elements, begin: int, stop: int) -> Elements:
     return Elements(
         places=elements.places[begin:stop], old=elements.old[begin:stop], new=elements.new[begin:stop]
     )
 
 
-def _change(piece: Piece, copy: ShardCopy, elements: Elements) -> ParameterChange:
-    """Returns what the copy takes of a piece's elements to its parameter."""
+def _change(piece: Piece, copy: ShardCopy, in_order: bool, elements: Elements) -> ParameterChange:
+    """Returns what the copy takes of a piece's elements to its parameter. in_order: the copy's both sides are
+    contiguous.
+    """
     source, target, shift = copy.source, copy.target, _shift(piece)
-    if shift is not None and is_contiguous(source) and is_contiguous(target):
+    if shift is not None and in_order:
         begin = source.offset - shift
         taken = _between(elements, begin, begin + source.num_elements)
         return ParameterChange(

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -44,6 +45,17 @@ class RoseWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self._rose.make_interruptible()
+        self._add_head()
+
+    def _add_head(self) -> None:
+        """Has a speculative head follow the model if vLLM has taken it from the model's own checkpoint."""
+        config = self.speculative_config.draft_model_config if self.speculative_config is not None else None
+        if config is None or config.model != self.model_config.model:
+            return
+        if isinstance(self.weight_transfer_engine, StagedWeightEngine):
+            head = self.get_draft_model()
+            if head is not None:
+                self.weight_transfer_engine.add_head(head, config)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return self._rose.kv_layouts(super().get_supported_kv_cache_layouts())
@@ -87,6 +99,15 @@ class RoseWorker(Worker):
         except (ValueError, FrameError, OSError) as error:
             return str(error)
         return None
+
+    def load_adapter(self, name: str, number: int, folder: str) -> str | None:
+        """Loads a LoRA adapter beside the others if it fits this rank's model; returns why it does not, or
+        None. One call for both, because each call waits for the end of a step. For vLLM's collective_rpc.
+        """
+        problem = self.adapter_problem(folder)
+        if problem is None:
+            self.add_lora(LoRARequest(name, number, folder))
+        return problem
 
     def _staged_weights(self) -> StagedWeightEngine:
         assert isinstance(self.weight_transfer_engine, StagedWeightEngine)

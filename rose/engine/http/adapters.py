@@ -156,7 +156,7 @@ class EngineAdapters:
             self._check_name(run_id)
             if is_active:
                 self._check_room(run_id, update.version)
-            held = await self._take(name, update)
+            held = await self._take(name, update, is_checked=not is_active)
         if is_active:
             await self._begin(run_id, held)
             return
@@ -170,7 +170,10 @@ class EngineAdapters:
         if name not in self._loaded:
             try:
                 self._check_room(run_id, held.update.version)
-                await self._client.add_lora(held.request)
+                request = held.request
+                await self._call(
+                    "load_adapter", held, request.lora_name, request.lora_int_id, str(held.folder)
+                )
             except BaseException:
                 await self._forget(held)
                 raise
@@ -206,20 +209,26 @@ class EngineAdapters:
             f"and more if its turns outlast a version: use --max-loras {wanted}"
         )
 
-    async def _take(self, name: str, update: AdapterUpdate) -> _Loaded:
-        """Copies a version's files, and has each rank check that it fits."""
+    async def _take(self, name: str, update: AdapterUpdate, *, is_checked: bool) -> _Loaded:
+        """Copies a version's files. is_checked: has each rank check that it fits, too, as _begin() does."""
         number = self._models.lora_id_counter.inc(1)
         copy = f"{name}-{number}"  # the files of an earlier one may still be there
         folder = self._copies.folder / copy
+        taken = _Loaded(update, LoRARequest(name, number, str(folder)), folder)
         try:
             await asyncio.to_thread(self._copies.take, update, copy)
-            problems = await self._client.collective_rpc("adapter_problem", args=(str(folder),))
-            if problem := next((each for each in problems if each is not None), None):
-                raise ConfigError(f"adapter {update.version}: {problem}")
+            if is_checked:
+                await self._call("adapter_problem", taken, str(folder))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return _Loaded(update, LoRARequest(name, number, str(folder)), folder)
+        return taken
+
+    async def _call(self, method: str, held: _Loaded, *args: str | int) -> None:
+        """Calls all ranks. Raises: ConfigError where one of them says that the adapter does not fit."""
+        problems = await self._client.collective_rpc(method, args=args)
+        if problem := next((each for each in problems if each is not None), None):
+            raise ConfigError(f"adapter {held.update.version}: {problem}")
 
     async def _forget(self, held: _Loaded) -> None:
         """Leaves nothing of a version on any rank, nor of its files."""

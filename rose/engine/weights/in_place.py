@@ -1,11 +1,10 @@
 """Live weights updated in place: only what the changes files of an update name is written.
 
-Owns which models allow this, finding the changed elements in one rank's parameters, and writing them. The
-checksum of each changed bucket is checked, and the elements' places are found, beside the engine's steps. In
-the pause, one pass compares each element with its old bits and writes the new ones; the changes files have
-both, so what was written is taken back where a parameter holds others. Where vLLM's CPU backend computes with
-a packed copy of a parameter, the changed ones are packed anew from the mirror (packed.py). Never guesses
-where a tensor goes: that is recorded from the model's own loader.
+Owns finding the changed elements in one rank's parameters, and writing them. The checksum of each changed
+bucket is checked, and the elements' places are found, beside the engine's steps. In the pause, one pass
+compares each element with its old bits and writes the new ones; the changes files have both, so what was
+written is taken back where a parameter holds others. Layers that take no single elements (routes.py) are then
+loaded from the mirror. Never guesses where a tensor goes: that is recorded from the model's own loader.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import torch
 from numpy.typing import NDArray
 
 from rose import _delta
-from rose.engine.weights.packed import PackedLayer, packed_layers, unwrapped
+from rose.engine.weights.reload import LiveModel, load_layers, process_dependants
+from rose.engine.weights.routes import LiveRoutes, Reloading
+from rose.engine.weights.staged_file import tensors_of
 from rose.errors import FrameError
 from rose.transfer.format.changes import Changes
 from rose.transfer.format.codec import Bits
-from rose.transfer.format.element_routes import ElementRoutes, Index, ParameterChange
+from rose.transfer.format.element_routes import Index, ParameterChange, changed_pieces
 from rose.transfer.format.layout import Layout
-from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.shared_planes import PlanesFile
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class _Exchange:
         if parameter.numel() <= last:
             raise FrameError(f"{name} has {parameter.numel()} elements, element {last} changes")
         self.parameter = name
+        self.num_changed = change.num_changed
         self._target = parameter.view(-1).view(_VIEWS[width])
         self._change = change
 
@@ -94,18 +96,28 @@ def replace_on_device(
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _ModelChanges:
+    """What else than elements changes in one model."""
+
+    model: LiveModel
+    written: set[torch.nn.Module]
+    """The layers whose parameters are written."""
+    reloading: Reloading
+
+
 class PreparedChanges:
     """Changes whose places in the live parameters are known.
 
-    Call write(), and if any rank's has failed, take_back(); then pack().
+    Call write(), and if any rank's has failed, take_back(); then finish().
     """
 
-    def __init__(self, exchanges: list[_Exchange], layers: list[PackedLayer], num_changed: int) -> None:
+    def __init__(self, exchanges: list[_Exchange], models: list[_ModelChanges]) -> None:
         self._exchanges = exchanges
         self._begun: list[_Exchange] = []
-        self._layers = layers
-        self.num_changed = num_changed
-        self.num_packed = len(layers)
+        self._models = models
+        self.num_changed = sum(exchange.num_changed for exchange in exchanges)
+        self.num_loaded = sum(len(each.reloading.layers) for each in models)
 
     def write(self) -> None:
         """Writes all of them. Raises: FrameError where a parameter does not hold the old bits."""
@@ -128,10 +140,18 @@ class PreparedChanges:
             return repr(error)
         return None
 
-    def pack(self, planes: PlanesFile, plan: ShardPlan) -> None:
-        """Packs anew what changed. planes: the mirror at the version of the changes, under its lock."""
-        for layer in self._layers:
-            layer.pack(planes, plan)
+    def finish(self, planes: PlanesFile | None) -> None:
+        """Loads the layers that take no single elements, and renews what others have made of the written.
+
+        planes: the mirror at the version of the changes, under its lock; needed where num_loaded is not 0.
+        Raises: whatever loading raises, with some layers loaded.
+        """
+        for each in self._models:
+            process_dependants(each.model, each.written)
+            if each.reloading.layers:
+                assert planes is not None
+                tensors = tensors_of(planes, each.reloading.tensors)
+                load_layers(each.model, each.reloading.layers, tensors)
 
 
 def _finish_on_device() -> None:
@@ -141,17 +161,17 @@ def _finish_on_device() -> None:
 
 
 class InPlaceWriter:
-    """One rank's writer, for one model."""
+    """One rank's writer, for its model and the speculative head that comes with the model's checkpoint."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[LiveModel], vllm_config: Any) -> None:
+        """models: a head may share layers with the models ahead of it."""
+        self._models = models
         self._vllm_config = vllm_config
-        self.plan: ShardPlan | None = None
-        self._routes: ElementRoutes | None = None
+        self._routes: list[LiveRoutes] = []
+        self._problem = ""
         self._layout: str | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-changes")
         self._coming: Future[PreparedChanges] | None = None
-        self.problem = why_not_in_place(model, vllm_config.model_config.quantization)
 
     def begin(self, layout: Layout, paths: Sequence[str], base_hash: str, state_hash: str) -> None:
         """Begins to prepare beside the steps what leads from one state of the weights to the other.
@@ -159,25 +179,29 @@ class InPlaceWriter:
         Raises: FrameError, OSError where the checkpoint has to be loaded whole.
         """
         self._coming = None
-        if self.problem is not None:
-            raise FrameError(self.problem)
         files = [Changes(Path(path)) for path in paths]
         hashes = [base_hash, *(file.head.state_hash for file in files)]
         if [file.head.base_hash for file in files] != hashes[:-1] or hashes[-1] != state_hash:
             raise FrameError("the changes don't lead from the weights in use to the new ones")
         if self._layout != layout.digest:
-            self.plan = self._record_plan(layout)
-            self._routes, self._layout = ElementRoutes(layout, self.plan), layout.digest
+            self._layout, self._routes = layout.digest, []
+            self._record_routes(layout)
+        if not self._routes:
+            raise FrameError(f"no plan of this model: {self._problem}")
         self._coming = self._thread.submit(self._prepare, layout, files)
 
-    def _record_plan(self, layout: Layout) -> ShardPlan:
-        from rose.engine.weights.shard_recorder import record_shard_plan
+    def _record_routes(self, layout: Layout) -> None:
+        from rose.engine.weights.shard_recorder import record_loading
 
         try:
-            return record_shard_plan(self._vllm_config, layout.tensors)
+            routes: list[LiveRoutes] = []
+            for model in self._models:
+                loading = record_loading(self._vllm_config, layout.tensors, model.config)
+                shared = {module for each in routes for module in each.model.module.modules()}
+                routes.append(LiveRoutes(model, loading, shared))
+            self._routes = routes
         except Exception as error:  # a loader may fail in any way, and loading whole checkpoints still works
-            self.problem = f"no plan of this model: {error!r}"
-            raise FrameError(self.problem) from error
+            self._problem = repr(error)
 
     def result(self) -> tuple[bool, str | None]:
         """Returns whether the preparation has ended, and why the checkpoint has to be loaded whole."""
@@ -200,57 +224,19 @@ class InPlaceWriter:
 
     def _prepare(self, layout: Layout, files: Sequence[Changes]) -> PreparedChanges:
         """Raises: FrameError on a bad changes file, and on one that does not fit the parameters."""
-        assert self._routes is not None
-        found: dict[str, list[ParameterChange]] = {}
+        found: list[dict[str, list[ParameterChange]]] = [{} for _ in self._routes]
+        changed: set[str] = set()
         for file in files:  # a parameter's changes stay in the order of the versions
             for bucket, elements in file.buckets(layout):
-                for change in self._routes.changes(bucket, elements):
-                    found.setdefault(change.parameter, []).append(change)
-        named = (*self._model.named_buffers(), *self._model.named_parameters())
-        parameters = {unwrapped(name): each for name, each in named}
-        packed = packed_layers(self._model)
-        exchanges, layers = [], []
-        for name, changes in found.items():
-            if name not in parameters:
-                raise FrameError(f"the model has no parameter {name}")
-            layers += [layer for layer in packed if layer.computes_with(name, parameters[name])]
-            if parameters[name].numel() > 0:
-                exchanges += [_Exchange(parameters[name].detach(), change) for change in changes]
-            elif not layers or layers[-1].parameter != name:
-                raise FrameError(f"{name} is empty, and nothing computes with a packed copy of it")
-        num_changed = sum(change.num_changed for changes in found.values() for change in changes)
-        return PreparedChanges(exchanges, layers, num_changed)
-
-
-def why_not_in_place(model: torch.nn.Module, quantization: str | None) -> str | None:
-    """Returns why this model computes with something else than its parameters; None if it computes with them.
-
-    Only known kinds of layers pass: others may have derived something from their weights when they were
-    loaded.
-    """
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
-    if quantization is not None:
-        return f"weights are quantized with {quantization}"
-    for name, module in model.named_modules():
-        if isinstance(module, MLAAttention):
-            return f"{name} keeps products of its weights"
-        if any(True for _ in module.parameters(recurse=False)) and not _computes_with_parameters(module):
-            return f"{name} is a {type(module).__name__}"
-    return None
-
-
-def _computes_with_parameters(module: torch.nn.Module) -> bool:
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        UnquantizedEmbeddingMethod,
-        VocabParallelEmbedding,
-    )
-
-    if isinstance(module, LinearBase):
-        return type(module.quant_method) is UnquantizedLinearMethod
-    if isinstance(module, VocabParallelEmbedding):
-        return type(module.quant_method) is UnquantizedEmbeddingMethod
-    kinds = (RMSNorm, GemmaRMSNorm, torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
-    return isinstance(module, kinds)
+                for piece, mine in changed_pieces(layout, bucket, elements):
+                    changed.add(piece.tensor.name)
+                    for routes, by_name in zip(self._routes, found, strict=True):
+                        for change in routes.elements.changes(piece, mine):
+                            by_name.setdefault(change.parameter, []).append(change)
+        exchanges, models = [], []
+        for routes, by_name in zip(self._routes, found, strict=True):
+            for name, changes in by_name.items():
+                exchanges += [_Exchange(routes.live(name), change) for change in changes]
+            written = {routes.owner(name) for name in by_name}
+            models.append(_ModelChanges(routes.model, written, routes.reloading(changed)))
+        return PreparedChanges(exchanges, models)

@@ -19,80 +19,111 @@ from torch.utils._pytree import tree_leaves
 from vllm.distributed import parallel_state
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from rose.engine.weights.staged_file import TORCH_DTYPES
 from rose.transfer.format.layout import TensorSpec
 from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 
-_TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedLoading:
+    """What the loader of one rank does with a checkpoint."""
+
+    plan: ShardPlan
+    parameters: dict[str, torch.Tensor]
+    """The parameters and buffers that it loads, without memory, as they are ahead of any processing."""
+    computed: dict[str, set[str]]
+    """The parameters into which more than a copy of a tensor goes, by the tensor's name."""
 
 
 def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardPlan:
-    """Returns what this process's rank copies out of a checkpoint with these tensors.
+    """Returns the plan of :func:`record_loading`."""
+    return record_loading(vllm_config, tensors).plan
+
+
+def record_loading(
+    vllm_config: Any, tensors: Iterable[TensorSpec], model_config: Any = None
+) -> RecordedLoading:
+    """Returns what this process's rank takes from a checkpoint with these tensors.
+
+    model_config: that of a speculative head, if its loading is to be recorded.
 
     Call it where vLLM's parallel groups are set up, or under :func:`pretended_rank`. Raises: ValueError on a
-    dtype that no loader copies unchanged.
+    dtype that no loader copies unchanged, and where the loader puts another tensor in a parameter's place.
     """
     specs = list(tensors)
-    model: Any = _model_without_memory(vllm_config)
+    model: Any = _model_without_memory(vllm_config, model_config)
     sources = {spec.name: torch.empty(spec.shape, dtype=_dtype(spec), device="meta") for spec in specs}
-    recorder = _Recorder(_by_storage(sources.items()), _by_storage(_parameters(model)))
+    parameters = dict(_parameters(model))
+    recorder = _Recorder(_by_storage(sources.items()), _by_storage(parameters.items()))
     with recorder, torch.no_grad():
         model.load_weights(iter(sources.items()))
+    for name, tensor in _parameters(model):
+        if name in parameters and _storage(parameters[name]) != _storage(tensor):
+            raise ValueError(f"the loader puts another tensor in the place of {name}")
     tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
-    return ShardPlan(
+    plan = ShardPlan(
         rank=f"pp{pp.rank_in_group}-tp{tp.rank_in_group}",
         shapes={spec.name: spec.shape for spec in specs},
         copies=recorder.copies,
         whole=sorted(recorder.whole),
     )
+    return RecordedLoading(plan=plan, parameters=parameters, computed=recorder.computed)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Notes copies from the checkpoint's tensors into parameters; views of either share its storage."""
+    """Notes what goes from the checkpoint's tensors into parameters; views of either share its storage."""
 
     def __init__(self, sources: Mapping[int, str], targets: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources = sources
         self._targets = targets
+        self._made_of = {storage: {name} for storage, name in sources.items()}
+        self._results: list[torch.Tensor] = []
+        """Computed tensors, which are kept because another storage could get the number of a freed one."""
         self.copies: list[ShardCopy] = []
         self.whole: set[str] = set()
+        self.computed: dict[str, set[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if self._source(leaf) is not None]
-        is_loading = func is torch.ops.aten.copy_.default and self._target(args[0]) is not None
-        if not read:
-            if is_loading:  # of what was computed from the parameter itself, as Mamba2 does with A_log
-                name = self._target(args[0])
-                self.whole.update(one.source.name for one in self.copies if one.target.name == name)
-            return result
-        if is_loading:
-            self._note_copy(args[0], args[1])
-        elif any(_storage(leaf) not in self._sources for leaf in tree_leaves(result)):
-            # Something was computed from the tensor, so all of it may be needed.
-            self.whole.update(name for leaf in read if (name := self._source(leaf)) is not None)
+        read: set[str] = set()
+        for leaf in tree_leaves((args, kwargs)):
+            read |= self._made_of.get(_storage(leaf), set())
+        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._targets:
+            self._note_copy(args[0], args[1], read)
+        elif read:
+            for leaf in tree_leaves(result):
+                self._note_result(leaf, read)
         return result
 
-    def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        source_name, target_name = self._source(source), self._target(target)
-        assert source_name is not None and target_name is not None
+    def _note_copy(self, target: torch.Tensor, source: torch.Tensor, read: set[str]) -> None:
+        name = self._targets[_storage(target)]
+        source_name = self._sources.get(_storage(source))
         if source.numel() == 0:
             return  # this rank holds only padding
-        if source.dtype != target.dtype or source.numel() != target.numel():
-            self.whole.add(source_name)
+        if source_name is None or source.dtype != target.dtype or source.numel() != target.numel():
+            # What reads no tensor may be computed from the parameter itself, as Mamba2 does with A_log.
+            self._note_computed(
+                read or {each.source.name for each in self.copies if each.target.name == name}, name
+            )
             return
-        self.copies.append(ShardCopy(source=_view(source_name, source), target=_view(target_name, target)))
+        self.copies.append(ShardCopy(source=_view(source_name, source), target=_view(name, target)))
 
-    def _source(self, leaf: Any) -> str | None:
-        return self._sources.get(_storage(leaf))
+    def _note_result(self, leaf: Any, read: set[str]) -> None:
+        storage = _storage(leaf)
+        if storage in self._sources:
+            return  # a view
+        self.whole |= read  # all of them may be needed
+        if storage in self._targets:
+            self._note_computed(read, self._targets[storage])
+        elif isinstance(leaf, torch.Tensor):
+            self._made_of.setdefault(storage, set()).update(read)
+            self._results.append(leaf)
 
-    def _target(self, leaf: Any) -> str | None:
-        return self._targets.get(_storage(leaf))
+    def _note_computed(self, sources: set[str], target: str) -> None:
+        self.whole |= sources
+        for source in sources:
+            self.computed.setdefault(source, set()).add(target)
 
 
 def _storage(leaf: Any) -> int:
@@ -121,18 +152,39 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
-    if spec.dtype not in _TORCH_DTYPES:
+    if spec.dtype not in TORCH_DTYPES:
         raise ValueError(
-            f"tensor {spec.name} has dtype {spec.dtype}; plans support {', '.join(_TORCH_DTYPES)}"
+            f"tensor {spec.name} has dtype {spec.dtype}; plans support {', '.join(TORCH_DTYPES)}"
         )
-    return _TORCH_DTYPES[spec.dtype]
+    return TORCH_DTYPES[spec.dtype]
 
 
-def _model_without_memory(vllm_config: Any) -> torch.nn.Module:
+def _model_without_memory(vllm_config: Any, model_config: Any) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
-        return initialize_model(vllm_config=detached_config(vllm_config))
+    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"), _expert_maps():
+        return initialize_model(vllm_config=detached_config(vllm_config), model_config=model_config)
+
+
+@contextmanager
+def _expert_maps() -> Iterator[None]:
+    """A context in which models are built with real maps of experts to ranks: loaders read them.
+
+    Why: vLLM makes a map on the default device, which is the one without memory here. vLLM 0.32.
+    """
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    make: Any = ExpertMapManager.__init__
+
+    def on_host(*args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            make(*args, **kwargs)
+
+    ExpertMapManager.__init__ = on_host
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = make
 
 
 def detached_config(vllm_config: Any) -> Any:

@@ -8,7 +8,7 @@ and whoever needs a certain version is told if they hold another one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from rose.errors import FrameError
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.transfer.format.shared_planes import PlanesFile, is_planes_file
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -90,17 +90,23 @@ class StagedFile:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors by name. Call it inside reading()."""
-        if self.planes is None:
-            with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield name, checkpoint.get_tensor(name)
+        if self.planes is not None:
+            yield from tensors_of(self.planes)
             return
-        for spec in self.planes.layout.tensors:
-            # A copy: whatever the model keeps of it must not follow the mirror.
-            bits = torch.from_numpy(self.planes.tensor(spec).copy())
-            yield spec.name, bits.view(_TORCH_DTYPES[spec.dtype])
+        with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, checkpoint.get_tensor(name)
 
     def close(self) -> None:
         if self.planes is not None:
             self.planes.close()
         os.close(self._fd)
+
+
+def tensors_of(planes: PlanesFile, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the mirror's tensors of these names, or all of them. Call it while the mirror is being read."""
+    for spec in planes.layout.tensors:
+        if names is None or spec.name in names:
+            # A copy: whatever the model keeps of it must not follow the mirror.
+            bits = torch.from_numpy(planes.tensor(spec).copy())
+            yield spec.name, bits.view(TORCH_DTYPES[spec.dtype])

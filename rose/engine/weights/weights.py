@@ -9,7 +9,7 @@ written are taken back where a parameter does not hold the bits that they start 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
-from rose.engine.weights.reload import reload_whole
+from rose.engine.weights.in_place import InPlaceWriter
+from rose.engine.weights.reload import LiveModel, load_layers
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
 
@@ -73,6 +73,11 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._state_hash: str | None = None
         """The hash of the weights in use; None before the first update."""
         self._in_place: InPlaceWriter | None = None
+        self._models = [LiveModel(self.model, self.model_config)]
+
+    def add_head(self, head: torch.nn.Module, config: Any) -> None:
+        """Has a speculative head, whose weights are in the model's own checkpoint, follow with the model."""
+        self._models.append(LiveModel(head, config))
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Does nothing, because no rendezvous is needed."""
@@ -91,7 +96,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         if staged is None or staged.planes is None or self._state_hash is None:
             return "the weights in use do not come from the mirror"
         if self._in_place is None:
-            self._in_place = InPlaceWriter(self.model, self.vllm_config)
+            self._in_place = InPlaceWriter(self._models, self.vllm_config)
         try:
             self._in_place.begin(staged.planes.layout, paths, self._state_hash, state_hash)
         except (OSError, FrameError) as error:
@@ -110,16 +115,17 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         loaded again.
         """
         self.why_whole, self._is_mixed = None, False
-        if update_info.is_prepared and self._write_in_place(update_info.state_hash):
-            self._state_hash = update_info.state_hash
-            self._follow(update_info.path)
-            return
-        try:
-            self._load_whole(update_info)
-        except Exception:
-            if self._is_mixed:
-                self.load()
-            raise
+        with ExitStack() as reading:
+            if update_info.is_prepared and self._write_in_place(update_info.state_hash, reading):
+                self._state_hash = update_info.state_hash
+                self._follow(update_info.path)
+                return
+            try:
+                self._load_whole(update_info)
+            except Exception:
+                if self._is_mixed:
+                    self.load()
+                raise
 
     def _load_whole(self, update: StagedUpdate) -> None:
         staged = self._checked_by_all_ranks(update)
@@ -148,17 +154,21 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._forget_staged()
             self._staged = staged
 
-    def _write_in_place(self, state_hash: str) -> bool:
+    def _write_in_place(self, state_hash: str, reading: ExitStack) -> bool:
         """Writes the prepared changes, on all ranks or on none.
 
-        Returns False when the checkpoint is to be loaded whole. The old weights are then in use again, unless
-        _is_mixed.
+        reading: gets the mirror's lock where layers are loaded from it. Returns False when the checkpoint is
+        to be loaded whole. The old weights are then in use again, unless _is_mixed. Raises: FrameError where
+        the mirror has moved on, with nothing changed.
         """
         prepared = self._in_place.take() if self._in_place is not None else None
         if any(_gather(None if prepared is not None else "has no changes")):
             self.why_whole = "some rank has no changes"
             return False
-        assert prepared is not None
+        assert prepared is not None and self._staged is not None
+        staged = self._staged
+        if any(_gather("loads" if prepared.num_loaded > 0 else None)):
+            _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
         try:
             _on_all_ranks(prepared.write)
         except Exception as error:  # some rank failed, so this is raised on all ranks
@@ -166,24 +176,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._is_mixed = any(_gather(prepared.take_back()))
             return False
         try:
-            self._pack(prepared, state_hash)
+            _on_all_ranks(partial(prepared.finish, staged.planes))
         except Exception as error:  # on all ranks too
             self.why_whole, self._is_mixed = str(error), True
             return False
-        counts = (prepared.num_changed, prepared.num_packed)
-        logger.info("weights changed in place elements=%d packed_anew=%d", *counts)
+        counts = (prepared.num_changed, prepared.num_loaded)
+        logger.info("weights changed in place elements=%d layers_loaded=%d", *counts)
         return True
-
-    def _pack(self, prepared: PreparedChanges, state_hash: str) -> None:
-        """Packs what is packed, from the mirror, which has to be at this version."""
-        if not any(_gather("packs" if prepared.num_packed > 0 else None)):
-            return
-        assert self._in_place is not None and self._in_place.plan is not None
-        assert self._staged is not None and self._staged.planes is not None
-        staged, pack = self._staged, partial(prepared.pack, self._staged.planes, self._in_place.plan)
-        with ExitStack() as reading:
-            _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
-            _on_all_ranks(pack)
 
     def _load_instead(self, staged: StagedFile) -> None:
         """Loads all tensors; where that fails, the old weights again."""
@@ -210,13 +209,17 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
-        reload_whole(self.model, self.model_config, loader.get_all_weights(self.model_config, self.model))
+        self._load_all(lambda model: loader.get_all_weights(model.config, model.module))
 
     def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
-            reload_whole(self.model, self.model_config, staged.tensors())
+            self._load_all(lambda _: staged.tensors())
         self.version = state[0] if state is not None else None
         self._state_hash = state[1] if state is not None else self._state_hash
+
+    def _load_all(self, tensors: Callable[[LiveModel], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        for model in self._models:
+            load_layers(model, [model.module], tensors(model))
 
     def finish_weight_update(self) -> None:
         """Does nothing: :meth:`receive_weights` finalizes."""

@@ -29,16 +29,17 @@ class Core:
         self.problem: str | None = None
         self.failure: Exception | None = None
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[str | None]:
-        assert method == "adapter_problem" and Path(args[0]).is_dir()
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str | None]:
+        """Of two ranks: the first one loads what the second one may refuse."""
+        assert Path(args[-1]).is_dir()
+        if method == "load_adapter":
+            self.num_added += 1
+            self.held.add(args[1])
+            if self.failure is not None:
+                raise self.failure
+        else:
+            assert method == "adapter_problem"
         return [None, self.problem]
-
-    async def add_lora(self, request: LoRARequest) -> bool:
-        self.num_added += 1
-        self.held.add(request.lora_int_id)
-        if self.failure is not None:
-            raise self.failure
-        return True
 
     async def remove_lora(self, number: int) -> bool:
         self.held.discard(number)
@@ -143,6 +144,7 @@ async def test_an_inactive_engine_keeps_the_newest_version_of_each_run_until_it_
     engine.core.problem = "it has rank 9"
     with pytest.raises(ConfigError, match="adapter math/33: it has rank 9"):
         await engine.load("math/33", is_active=False)
+    engine.core.problem = None
     await engine.adapters.load_kept()
     assert (engine.core.num_added, sorted(engine.adapters.versions())) == (3, ["code/7", "math/2"])
     names = engine.models.lora_requests
@@ -165,14 +167,13 @@ async def test_a_version_whose_place_is_taken_while_it_is_copied_leaves_no_files
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(2)
-    checked = engine.core.collective_rpc
+    take = AdapterCopies.take
 
-    async def late(method: str, args: tuple[str, ...]) -> list[str | None]:
+    def late(copies: AdapterCopies, update: AdapterUpdate, name: str) -> Path:
         engine.models.lora_requests["own"] = LoRARequest("own", 77, "/own")  # by vLLM's own route
-        problems: list[str | None] = await checked(method, args)
-        return problems
+        return take(copies, update, name)
 
-    monkeypatch.setattr(engine.core, "collective_rpc", late)
+    monkeypatch.setattr(AdapterCopies, "take", late)
     with pytest.raises(NoRoom):
         await engine.load("math/0")
     assert (engine.files, engine.adapters.versions()) == (set(), [])

@@ -1,7 +1,7 @@
 """Changes written in place leave the model bit for bit as its loader would have made it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,25 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from mirrored import Mirrored
-from rank_models import Checkpoint, after_a_step, dense, differing, experts, loaded_model
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
+from rank_models import (
+    Checkpoint,
+    after_a_step,
+    biased,
+    dense,
+    differing,
+    experts,
+    int8,
+    latent,
+    loaded_model,
+    state_space,
+    with_head,
+)
 
 from rose import _delta
-from rose.engine.weights.in_place import InPlaceWriter, replace_on_device, why_not_in_place
+from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges, replace_on_device
+from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import pretended_rank
+from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
 from rose.errors import FrameError
 from rose.transfer.format.shared_planes import PlanesFile
 
@@ -43,6 +55,10 @@ def rank_config(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Itera
         yield config
 
 
+def writer_of(model: torch.nn.Module, config: Any) -> InPlaceWriter:
+    return InPlaceWriter([LiveModel(model, config.model_config)], config)
+
+
 def prepared(writer: InPlaceWriter, planes: PlanesFile, paths: list[str], base: str) -> str | None:
     """Has the changes prepared from the state of that hash to the mirror's; returns why they can't be."""
     with planes.reading() as (_, state_hash):
@@ -52,13 +68,13 @@ def prepared(writer: InPlaceWriter, planes: PlanesFile, paths: list[str], base: 
     return writer.result()[1]
 
 
-def written(writer: InPlaceWriter, planes: PlanesFile) -> int:
-    """Writes what was prepared; returns the number of changed elements."""
+def written(writer: InPlaceWriter, planes: PlanesFile) -> PreparedChanges:
+    """Writes what was prepared."""
     changes = writer.take()
-    assert changes is not None and writer.plan is not None
+    assert changes is not None
     changes.write()
-    changes.pack(planes, writer.plan)
-    return changes.num_changed
+    changes.finish(planes)
+    return changes
 
 
 def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
@@ -67,12 +83,13 @@ def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
     first = mirrored.put(checkpoint.tensors)
     planes = PlanesFile(Path(first.path))
     model = loaded_model(rank_config, checkpoint.tensors)
-    writer = InPlaceWriter(model, rank_config)
-    assert writer.problem is None
+    writer = writer_of(model, rank_config)
     later = after_a_step(checkpoint.tensors, 0.02, seed=7)
     update = mirrored.put(later)
     assert prepared(writer, planes, update.changes, first.state_hash) is None
-    assert 0 < written(writer, planes) < 0.03 * sum(each.numel() for each in model.parameters())
+    changes = written(writer, planes)
+    assert 0 < changes.num_changed < 0.03 * sum(each.numel() for each in model.parameters())
+    assert changes.num_loaded == 0
     assert differing(model, loaded_model(rank_config, later)) == []
     # The model no longer holds the weights that the changes start from.
     assert prepared(writer, planes, update.changes, first.state_hash) is None
@@ -83,57 +100,116 @@ def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
     for seed in (8, 9):
         later = after_a_step(later, 0.02, seed=seed)
         mirrored.put(later)
-    changes = mirrored.update_from(behind).changes
-    assert len(changes) == 2
-    assert prepared(writer, planes, changes, update.state_hash) is None
+    paths = mirrored.update_from(behind).changes
+    assert len(paths) == 2
+    assert prepared(writer, planes, paths, update.state_hash) is None
     written(writer, planes)
     assert differing(model, loaded_model(rank_config, later)) == []
     writer.close()
     planes.close()
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU platform packs weights")
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_layers_with_packed_copies_compute_with_the_new_weights(
-    is_tied: bool, mirrored: Mirrored, tmp_path: Path
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "untied": (lambda: dense(False), {}),
+    "tied": (lambda: dense(True), {}),
+    "float32": (lambda: dense(True), {"dtype": "float32"}),
+    "biases": (biased, {}),
+    "experts": (experts, {}),
+    "expert parallel": (experts, {"enable_expert_parallel": True}),
+    "latent": (latent, {}),
+    "state space": (state_space, {}),
+    "int8": (int8, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_ready_to_compute_ends_up_as_one_that_was_loaded_anew(
+    kind: str, mirrored: Mirrored, tmp_path: Path
 ) -> None:
-    """In float32, which oneDNN packs on every processor."""
-    checkpoint = Checkpoint(tmp_path / "model", dense(is_tied), dtype="float32")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: torch.randn(tensor.shape, generator=generator) for name, tensor in checkpoint.tensors.items()
-    }
-    with pretended_rank(checkpoint.vllm_config) as config:
-        first = mirrored.put(tensors)
-        planes = PlanesFile(Path(first.path))
+    """vLLM packs weights on a CPU, quantizes, and keeps products of weights, and no kind is loaded whole."""
+    make, arguments = KINDS[kind]
+    checkpoint = Checkpoint(tmp_path / "model", make(), is_finite=True, **arguments)
+    size = 2 if "enable_expert_parallel" in arguments else 1
+    with pretended_rank(checkpoint.vllm_config, tp_rank=size - 1, tp_size=size) as config:
+        tensors = checkpoint.tensors
+        update = mirrored.put(tensors)
+        planes = PlanesFile(Path(update.path))
         model = loaded_model(config, tensors, is_processed=True)
-        writer = InPlaceWriter(model, config)
-        assert writer.problem is None
-        later = dict(tensors)
-        for name in ("model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"):
-            later[name] = tensors[name].clone()
-            later[name][::7, ::5] += 1.0
-        update = mirrored.put(later)
-        assert prepared(writer, planes, update.changes, first.state_hash) is None
-        written(writer, planes)
-        fresh, old = (loaded_model(config, each, is_processed=True) for each in (later, tensors))
-    for name, module in model.named_modules():
-        if getattr(module, "cpu_linear", None) is None:
-            continue
-        found, expected, before = (outputs(each.get_submodule(name)) for each in (model, fresh, old))
-        assert torch.equal(found, expected), name
-        is_changed = name in ("model.layers.1.self_attn.qkv_proj", "model.embed_tokens")
-        assert torch.equal(found, before) != (is_changed or (is_tied and name == "lm_head")), name
-    assert differing(model, fresh) == []
+        writer = writer_of(model, config)
+        num_loaded = []
+        for seed, only in enumerate(("layers.1.", "", "bias", "embed", "kv_b_proj"), start=1):
+            base, tensors = update.state_hash, after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
+            update = mirrored.put(tensors)
+            assert prepared(writer, planes, update.changes, base) is None
+            num_loaded.append(written(writer, planes).num_loaded)
+            assert differing(model, loaded_model(config, tensors, is_processed=True)) == [], only
+        # Without AVX-512, vLLM packs no bfloat16.
+        assert num_loaded[0] < max(num_loaded[1], 1)
+        assert num_loaded[2:] == [0, 1 if kind == "float32" else 0, 0]
     writer.close()
     planes.close()
 
 
-def outputs(module: Any) -> torch.Tensor:
-    parameters, _ = get_layerwise_info(module).restore_metadata
-    inputs = torch.linspace(-1, 1, parameters["weight"].shape[1]).repeat(3, 1)
-    result: torch.Tensor = module.cpu_linear(inputs, module.weight, None)
-    return result
+def test_a_speculative_head_in_the_models_checkpoint_follows_with_it(
+    mirrored: Mirrored, tmp_path: Path
+) -> None:
+    """It shares the model's embedding and output head, as vLLM has it share them."""
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    checkpoint = Checkpoint(tmp_path / "model", with_head(), is_finite=True, speculative_config=speculation)
+    with pretended_rank(checkpoint.vllm_config) as config:
+        draft_config = config.speculative_config.draft_model_config
+        assert draft_config.model == config.model_config.model
+
+        def pair(tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+            model = loaded_model(config, tensors, is_processed=True)
+            head = loaded_model(config, tensors, is_processed=True, model_config=draft_config)
+            head.model.embed_tokens, head.lm_head = model.model.embed_tokens, model.lm_head
+            return model, head
+
+        tensors = checkpoint.tensors
+        update = mirrored.put(tensors)
+        planes = PlanesFile(Path(update.path))
+        model, head = pair(tensors)
+        models = [LiveModel(model, config.model_config), LiveModel(head, draft_config)]
+        writer = InPlaceWriter(models, config)
+        for seed, only in enumerate(("mtp_layers", ""), start=1):
+            base, tensors = update.state_hash, after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
+            update = mirrored.put(tensors)
+            assert prepared(writer, planes, update.changes, base) is None
+            assert written(writer, planes).num_changed > 0
+            fresh_model, fresh_head = pair(tensors)
+            assert differing(model, fresh_model) == differing(head, fresh_head) == []
+    writer.close()
+    planes.close()
+
+
+def test_a_mirror_that_moves_on_ahead_of_the_pause_leaves_the_old_weights(
+    mirrored: Mirrored, tmp_path: Path
+) -> None:
+    """Layers that are loaded from the mirror would get other weights than the elements that are written."""
+    checkpoint = Checkpoint(tmp_path / "model", int8(), is_finite=True)
+    with pretended_rank(checkpoint.vllm_config) as config:
+        first = mirrored.put(checkpoint.tensors)
+        model = loaded_model(config, checkpoint.tensors, is_processed=True)
+        engine = StagedWeightEngine(None, config, torch.device("cpu"), model)
+        engine.receive_weights(StagedUpdate(first.path, first.state_hash))
+        second = mirrored.put(after_a_step(checkpoint.tensors, 0.05, seed=1, is_finite=True))
+        assert engine.begin_changes(second.changes, second.state_hash) is None
+        while not engine.changes_result()[0]:
+            time.sleep(0.001)
+        newest = after_a_step(checkpoint.tensors, 0.05, seed=2, is_finite=True)
+        mirrored.put(newest)
+        with pytest.raises(FrameError, match=r"holds test/2 of state hash .*; weights kept"):
+            engine.receive_weights(StagedUpdate(second.path, second.state_hash, is_prepared=True))
+        assert differing(model, loaded_model(config, checkpoint.tensors, is_processed=True)) == []
+        third = mirrored.update_from("test/0")
+        assert engine.begin_changes(third.changes, third.state_hash) is None
+        while not engine.changes_result()[0]:
+            time.sleep(0.001)
+        engine.receive_weights(StagedUpdate(third.path, third.state_hash, is_prepared=True))
+        assert engine.why_whole is None
+        assert differing(model, loaded_model(config, newest, is_processed=True)) == []
+        engine.shutdown()
 
 
 def test_changes_that_meet_another_element_are_taken_back_to_the_last_bit(
@@ -143,7 +219,7 @@ def test_changes_that_meet_another_element_are_taken_back_to_the_last_bit(
         first = mirrored.put(checkpoint.tensors)
         planes = PlanesFile(Path(first.path))
         model = loaded_model(config, checkpoint.tensors)
-        writer = InPlaceWriter(model, config)
+        writer = writer_of(model, config)
         later = after_a_step(checkpoint.tensors, 0.02, seed=7)
         mirrored.put(later)
         mirrored.put(after_a_step(later, 0.02, seed=8))
@@ -171,7 +247,7 @@ def test_memory_can_be_freed_after_an_update_and_is_not_written_then(
         first = mirrored.put(checkpoint.tensors)
         planes = PlanesFile(Path(first.path))
         model = loaded_model(config, checkpoint.tensors)
-        writer = InPlaceWriter(model, config)
+        writer = writer_of(model, config)
         changes = mirrored.put(after_a_step(checkpoint.tensors, 0.02, seed=7)).changes
         assert prepared(writer, planes, changes, first.state_hash) is None
         taken = writer.take()
@@ -201,11 +277,3 @@ def test_a_device_exchanges_elements_as_the_processor_does(size: int) -> None:
         assert replace_on_device(found, places, 5, before, after) is is_right
         assert _delta.exchange(expected, places, 5, before, after) is is_right
         np.testing.assert_array_equal(found.numpy().view(np.uint16), expected)
-
-
-def test_models_that_compute_with_more_than_their_parameters_are_recognised(tmp_path: Path) -> None:
-    mixture = Checkpoint(tmp_path, experts())
-    with pretended_rank(mixture.vllm_config) as config:
-        model = loaded_model(config, mixture.tensors)
-    assert "experts is a" in str(why_not_in_place(model, None))
-    assert why_not_in_place(model, "fp8") == "weights are quantized with fp8"

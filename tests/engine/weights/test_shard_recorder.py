@@ -1,7 +1,9 @@
 """Shard plans say what vLLM's loaders do, for every rank and every parallel size, in one process."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,25 @@ def test_a_parameter_computed_from_what_was_copied_needs_the_loader(tmp_path: Pa
     with pretended_rank(engine.create_engine_config()) as config:
         plan = record_shard_plan(config, specs)
     assert plan.whole == [f"model.layers.{layer}.mamba.A_log" for layer in range(3)]
+
+
+def test_a_loader_that_puts_a_tensor_in_a_parameters_place_has_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does would be seen by nobody, and changes would not reach the parameter."""
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    def load_weights(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        norm = dict(weights)["model.norm.weight"]
+        model.model.norm.weight = torch.nn.Parameter(norm, requires_grad=False)
+
+    checkpoint = Checkpoint(tmp_path, dense(False))
+    monkeypatch.setattr(Qwen3ForCausalLM, "load_weights", load_weights)
+    with (
+        pretended_rank(checkpoint.vllm_config) as config,
+        pytest.raises(ValueError, match=r"another tensor in the place of model\.norm\.weight"),
+    ):
+        record_shard_plan(config, checkpoint.specs)
 
 
 def test_a_plan_knows_merged_replicated_and_padded_tensors(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,8 @@
 """New weights in a live engine are as exact as after a fresh start, and never mixed with the old ones."""
 
+import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import combinations, pairwise
@@ -14,7 +16,7 @@ from probes import PROBE_TOKENS, probes, prompt
 from real_engine import Answer, RealEngine, until
 from references import ModelDirs, StockAnswers
 from shared_gpu import SharedGpu
-from tiny_models import staged_update
+from tiny_models import make_int8_model, make_mtp_model, staged_update
 from weight_probes import probe, update
 
 from rose.messages import WeightUpdate
@@ -136,6 +138,37 @@ def test_changes_of_a_model_that_is_packed_on_a_cpu_leave_the_bits_of_a_whole_lo
     """Float32, of which oneDNN packs every linear layer on any processor."""
     check_follows_in_place(rollout, models.untied[1], mirrored, tmp_path)
     update(rollout, models.untied[0], 0)
+
+
+def test_changes_of_an_int8_model_leave_the_bits_of_a_whole_load(
+    engines_dir: Path, mirrored: Mirrored, tmp_path: Path
+) -> None:
+    model = make_int8_model(tmp_path / "model")
+    engine = RealEngine(model, Role.ROLLOUT, engines_dir)
+    try:
+        check_follows_in_place(engine.wait_ready(), model, mirrored, tmp_path)
+    finally:
+        engine.stop()
+
+
+def test_changes_reach_the_speculative_head_in_the_models_checkpoint(
+    engines_dir: Path, mirrored: Mirrored, tmp_path: Path
+) -> None:
+    model = make_mtp_model(tmp_path / "model")
+    tensors = tensors_of(model)
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    engine = RealEngine(model, Role.ROLLOUT, engines_dir, "--speculative-config", speculation)
+    try:
+        deliver(engine.wait_ready(), mirrored.put(tensors))
+        probed = [engine.complete(turn, PROBE_TOKENS).tokens for turn in probes()]
+        stepped = after_a_step(tensors, 1)
+        later = {name: stepped[name] if "mtp_layers" in name else each for name, each in tensors.items()}
+        deliver(engine, mirrored.put(later))
+        assert engine.status().weights_in_place == 1
+        assert re.search(r"in place elements=[1-9]\d* layers_loaded=", engine.process.log_tail(10_000))
+        assert [engine.complete(turn, PROBE_TOKENS).tokens for turn in probes()] == probed
+    finally:
+        engine.stop()
 
 
 def test_bad_changes_or_a_mirror_that_moved_on_leave_the_old_version(

@@ -7,20 +7,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from rank_models import Checkpoint, after_a_step, differing, experts, loaded_model, shape
+from rank_models import Checkpoint, after_a_step, biased, differing, experts, latent, loaded_model
 
-from rose.engine.weights.reload import reload_whole
+from rose.engine.weights.reload import LiveModel, load_layers
 from rose.engine.weights.shard_recorder import pretended_rank
 
 
-def biased() -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**{**shape(), "head_dim": 8})
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("config", [experts(), biased()], ids=["experts", "biases"])
+@pytest.mark.parametrize("config", [experts(), biased(), latent()], ids=["experts", "biases", "latent"])
 def test_every_parameter_is_that_of_a_fresh_load(config: Any, dtype: str, tmp_path: Path) -> None:
     """vLLM's CPU platform packs experts, and its reload has a rule of its own for biases."""
     checkpoint = Checkpoint(tmp_path, config, dtype=dtype)
@@ -29,5 +23,5 @@ def test_every_parameter_is_that_of_a_fresh_load(config: Any, dtype: str, tmp_pa
         for seed in (7, 8):
             later = after_a_step(checkpoint.tensors, 0.5, seed=seed)
             assert differing(model, loaded_model(rank, later, is_processed=True)) != []
-            reload_whole(model, rank.model_config, iter(later.items()))
+            load_layers(LiveModel(model, rank.model_config), [model], iter(later.items()))
             assert differing(model, loaded_model(rank, later, is_processed=True)) == []

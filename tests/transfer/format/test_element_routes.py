@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rose.errors import FrameError
 from rose.transfer.format.codec import Elements
-from rose.transfer.format.element_routes import ElementRoutes
+from rose.transfer.format.element_routes import ElementRoutes, changed_pieces, whole_targets
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
@@ -84,29 +83,37 @@ def test_every_change_reaches_each_of_its_places_and_nothing_else_moves(
         PLAN.apply({name: tensor.reshape(-1) for name, tensor in tensors.items()}, each)
     found, expected = parameters
     before, after = filled(layout, old), filled(layout, new)
-    routes = ElementRoutes(layout, PLAN)
+    routes = ElementRoutes(PLAN.copies)
     for bucket in layout.buckets:
         was, now = before.bits(bucket), after.bits(bucket)
         places = np.flatnonzero(was != now).astype(np.int32)
-        for change in routes.changes(bucket, Elements(places=places, old=was[places], new=now[places])):
-            index = change.places + np.int64(change.shift)
-            assert np.array_equal(found[change.parameter][index], change.old)
-            found[change.parameter][index] = change.new
+        elements = Elements(places=places, old=was[places], new=now[places])
+        for piece, mine in changed_pieces(layout, bucket, elements):
+            for change in routes.changes(piece, mine):
+                index = change.places + np.int64(change.shift)
+                assert np.array_equal(found[change.parameter][index], change.old)
+                found[change.parameter][index] = change.new
     for name, bits in expected.items():
         assert np.array_equal(found[name], bits), name
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (plan(whole=["a"]), "only the loader can load a"),
-        (plan(copy("c", 0, (3, 7), (0, 1), "x", 0)), "c is copied to several places of x"),
-        (
-            plan(copy("c", 0, (7,), (1,), "x", 0), copy("d", 0, (3, 8), (8, 1), "x", 6)),
-            "two tensors are copied to the same elements of x",
-        ),
-    ],
-)
-def test_plans_that_do_more_than_copies_are_refused(bad: ShardPlan, message: str) -> None:
-    with pytest.raises(FrameError, match=message):
-        ElementRoutes(Layout(SPECS), bad)
+def test_parameters_of_copies_that_overlap_or_repeat_have_no_routes() -> None:
+    bad = [
+        copy("c", 0, (3, 7), (0, 1), "repeated", 0),
+        copy("c", 0, (7,), (1,), "overlapping", 0),
+        copy("d", 0, (3, 8), (8, 1), "overlapping", 6),
+    ]
+    assert whole_targets([*PLAN.copies, *bad]) == {"repeated", "overlapping"}
+
+
+def test_pieces_in_which_elements_change_are_named() -> None:
+    layout = Layout(SPECS, bucket_bytes=10**6)
+    (bucket,) = layout.buckets
+    places = np.array([3, 120 + 119, 120 + 120 + 7], np.int32)
+    bits = np.zeros(3, np.uint16)
+    changed = changed_pieces(layout, bucket, Elements(places=places, old=bits, new=bits))
+    assert [(piece.tensor.name, mine.places.tolist()) for piece, mine in changed] == [
+        ("a", [3]),
+        ("b", [239]),
+        ("d", [247]),
+    ]
