@@ -173,7 +173,14 @@ def harm_line(report: HarmStatus) -> str:
         if window.harvest is not None:
             parts.append(f"rollouts earned {_rate(window.harvest)} tok/s.")
     slo = [f"SLO: {report.slo_problem}."] if report.slo_problem is not None else []
-    return " ".join([*parts, harm_sentence(report), *slo])
+    return " ".join([*parts, harm_sentence(report), *_worst_tenant(report), *slo])
+
+
+def _worst_tenant(report: HarmStatus) -> list[str]:
+    worst = report.worst_tenant
+    if worst is None:
+        return []
+    return [f"Worst tenant: {worst.tenant}, {_title(worst.latency)} {_cell(worst.harm)}."]
 
 
 def harm_sentence(report: HarmStatus) -> str:
