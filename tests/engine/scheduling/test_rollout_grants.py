@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import pooled_scheduler
+from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
 from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -83,8 +85,11 @@ def test_scheduling_is_a_part_of_the_step_that_the_gate_predicts(
         rollout.update_from_output(output, ModelRunnerOutput(names, indices, [[5]] * len(names)))
 
     monkeypatch.setattr(rollout.kv_cache_manager, "allocate_slots", allocate_slowly)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     for name, num_tokens in (("a", 9), ("b", 5)):
-        rollout.add_request(Request(name, [1] * num_tokens, SamplingParams(max_tokens=100), None))
+        prompt, sampling = [1] * num_tokens, SamplingParams(max_tokens=100)
+        rollout.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
         for _ in range(MIN_OBSERVATIONS):
             step()
     assert rollout.recorder.is_profiled
