@@ -17,9 +17,9 @@ seen. Two pipelines of the same kind on 8 GPUs, as in the paper; for each seed s
                                   (part `decision`)
 
 Part `real`, measured: two tiny pipelines that decode with a KV cache and train on this machine's cores
-(benchmarks/measure/tiny_pipeline.py), under `rose sched multiplex` and its `--serial`. Each round has both runs of
-every pair, in turn the one or the other first. Both runs include the start of the shared one, in which each
-pipeline's iterations are its profile.
+(benchmarks/measure/tiny_pipeline.py), under `rose sched multiplex` and its `--serial`. Each round has both
+runs of every pair, in turn the one or the other first. Both runs include the start of the shared one, in
+which each pipeline's iterations are its profile.
 
   real_pair_throughput[complementary]  one decodes on one core while the other decodes or trains: serial over
                                   multiplexed seconds for the same iterations, median of the rounds. Beside

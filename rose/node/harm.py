@@ -186,7 +186,7 @@ def _worst_tenant(report: HarmStatus) -> list[str]:
 def harm_sentence(report: HarmStatus) -> str:
     """Says what the present hour's figures mean, and whether the bound is kept."""
     window = report.hour
-    shut = f"Rollouts are shut out for {report.closed_share:.0%} of the time"
+    shut = f"Rollouts are shut out for {_percent(report.closed_share)} of the time"
     shut += ", because the harm was above its bound." if report.is_retreating else ", to measure."
     bound = _percent(report.allow_harm)
     unbounded = f"The bound of {bound} is not kept: gate {report.gate} spends slack. "
