@@ -38,6 +38,7 @@ from rose.node.fine_tune.examples import Example, Preference, read_examples
 from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
+from rose.trainers.fine_tune.ranks import Ranks
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
 from rose.trainers.publishing import PublishWeights
@@ -164,6 +165,7 @@ def save(loaded: Loaded, folder: Path) -> None:
 def _train(args: argparse.Namespace, stack: ExitStack) -> None:
     # This joins the trainer's other processes, if there are any, and chooses this one's GPU.
     is_first = PartialState(cpu=not torch.cuda.is_available()).is_main_process
+    stack.callback(Ranks.part)
     loaded = load(args)
     if args.output is not None and is_first:
         stack.callback(save, loaded, args.output)  # runs after everything that is added below has ended

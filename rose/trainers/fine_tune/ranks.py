@@ -35,6 +35,12 @@ class Ranks:
             return cls()
         return None
 
+    @staticmethod
+    def part() -> None:
+        """Leaves the trainer's group, if there is one. A process that ends in it may abort."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
     def most(self, value: float) -> float:
         """Returns the largest value of all ranks, once all have come here."""
         shared = torch.tensor([value], dtype=torch.float64)

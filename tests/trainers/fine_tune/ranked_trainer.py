@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 
 from rose.arguments import run_command
 from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.ranks import Ranks
 from rose.trainers.fine_tune.sequences import padded
 
 ROWS = [
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
     is_same = all(torch.equal(alone[name], tensor) for name, tensor in as_guest.items())
     found = {"is_same": is_same, "grants": slack.guest.num_grants, "computed_s": slack.guest.computed_s}
     (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    Ranks.part()
     return 0
 
 
