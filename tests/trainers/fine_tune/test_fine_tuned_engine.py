@@ -128,10 +128,10 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
     assert served.process.is_alive()
 
 
-def test_two_trainer_processes_teach_what_is_served_to_prefer_the_chosen_answers() -> None:
+def test_what_is_served_learns_to_prefer_the_chosen_answers() -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     with TemporaryDirectory(prefix="rose-test-") as folder:
-        served = Served(Path(folder), PAIRS, "--fine-tune-processes", "2")
+        served = Served(Path(folder), PAIRS)
         try:
 
             def preference() -> float:
