@@ -92,7 +92,7 @@ def _cells(found: Sequence[Estimate]) -> tuple[str, str]:
 def _retreat(seeds: Sequence[int]) -> Figure:
     """Makes steps a tenth slower beside rollouts, and measures how long it takes until rollouts are held
     back."""
-    seconds = []
+    seconds, shares = [], []
     for seed in seeds[: max(4, len(seeds) // 4)]:
         run = HarmedServing(
             Traffic(),
@@ -104,6 +104,7 @@ def _retreat(seeds: Sequence[int]) -> Figure:
             allowed=RETREAT_ALLOWED,
         ).run()
         retreats = [at for at, share in run.closed_shares if at > RETREAT_FROM_S and share > 0.2]
+        shares += [share for at, share in run.closed_shares if at > RETREAT_FROM_S]
         seconds.append(retreats[0] - RETREAT_FROM_S if retreats else RETREAT_FROM_S)
     return Figure(
         name="retreat_s",
@@ -112,6 +113,7 @@ def _retreat(seeds: Sequence[int]) -> Figure:
         target="<= 60",
         kind="simulated",
         spread=(min(seconds), max(seconds)),
+        peers={"closed_share": float(np.mean(shares))},
     )
 
 
@@ -142,7 +144,7 @@ def _default_mode(args: argparse.Namespace) -> list[Figure]:
                 unit="share",
                 target=">= 0.95",
                 kind="simulated",
-                peers={"harvest": mean(shared.harvest)},
+                peers={"harvest": mean(shared.harvest), "closed_share": 0.0},
             )
         )
     return figures

@@ -17,11 +17,12 @@ seen. Two pipelines of the same kind on 8 GPUs, as in the paper; for each seed s
                                   (part `decision`)
 
 Part `real`, measured: two tiny pipelines that decode with a KV cache and train on this machine's cores
-(benchmarks/measure/tiny_pipeline.py), under `rose sched multiplex` and its `--serial`, interleaved. Both runs
-include the start of the shared one, in which each pipeline's iterations are its profile.
+(benchmarks/measure/tiny_pipeline.py), under `rose sched multiplex` and its `--serial`. Each round has both
+runs of every pair, in turn the one or the other first. Both runs include the start of the shared one, in
+which each pipeline's iterations are its profile.
 
   real_pair_throughput[complementary]  one decodes on one core while the other decodes or trains: serial over
-                                  multiplexed seconds for the same iterations, median of the repeats. Beside
+                                  multiplexed seconds for the same iterations, median of the rounds. Beside
                                   it, the gain after the profile, as the scheduler measured it
   real_pair_throughput[saturating]     training alone fills the cores: no gain is to be had, and none is lost
   real_rewards_differ             iterations whose rewards or weights are not the same bits as in the serial
@@ -110,12 +111,13 @@ def _simulated(args: argparse.Namespace) -> list[Figure]:
 
 
 def _real(args: argparse.Namespace) -> list[Figure]:
-    repeats, iterations = (1, ITERATIONS // 2) if args.quick else (3, ITERATIONS)
+    rounds, iterations = (1, ITERATIONS // 2) if args.quick else (3, ITERATIONS)
+    found: dict[str, list[tuple[PairRun, PairRun]]] = {name: [] for name in PAIRS}
+    for number in range(args.rounds or rounds):
+        for name, options in PAIRS.items():
+            found[name].append(_both(options, iterations, serial_first=number % 2 == 0))
     figures, differ = [], 0
-    for name, options in PAIRS.items():
-        runs = [
-            (run_pair(options, iterations, "--serial"), run_pair(options, iterations)) for _ in range(repeats)
-        ]
+    for name, runs in found.items():
         ratios = [serial.elapsed_s / shared.elapsed_s for serial, shared in runs]
         gains = [shared.gain for _, shared in runs if shared.gain is not None]
         peers: dict[str, float | None] = {"after the profile": statistics.median(gains) if gains else None}
@@ -131,6 +133,15 @@ def _real(args: argparse.Namespace) -> list[Figure]:
         Figure(name="real_rewards_differ", value=differ, unit="iterations", target="= 0"),
         Figure(name="real_decode_threads", value=threads, unit="x"),
     ]
+
+
+def _both(options: Sequence[str], iterations: int, *, serial_first: bool) -> tuple[PairRun, PairRun]:
+    """Runs a pair one after the other and side by side; returns these two."""
+    if serial_first:
+        serial = run_pair(options, iterations, "--serial")
+        return serial, run_pair(options, iterations)
+    shared = run_pair(options, iterations)
+    return run_pair(options, iterations, "--serial"), shared
 
 
 def _num_different(one: PairRun, two: PairRun) -> int:
@@ -271,6 +282,7 @@ def _figure(name: str, values: Sequence[float], target: str, peers: dict[str, fl
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, help="of the real pairs; default: 3, with --quick 1")
 
 
 if __name__ == "__main__":

@@ -84,6 +84,15 @@ class HarmWindow(BaseModel):
     most requests."""
 
 
+class TenantHarm(BaseModel):
+    """One latency of one tenant's requests, and what rollouts cost it."""
+
+    tenant: str
+    latency: str
+    """ttft_p99 or tpot_p99."""
+    harm: HarmEstimate
+
+
 class HarmStatus(BaseModel):
     """What an engine's status says of the harm."""
 
@@ -108,6 +117,8 @@ class HarmStatus(BaseModel):
     """The window by which the share of closed slices is chosen."""
     hour: HarmWindow | None = None
     """The present hour, without its tenants."""
+    worst_tenant: TenantHarm | None = None
+    """The tenant of the present hour whose P99 is slowed most, by the lower bound; None if none is known."""
 
 
 class HarmHistory(HarmStatus):

@@ -5,6 +5,7 @@ takes. In every mode but the baselines ALTERNATE, EQUATIONS and OFF, an admitted
 error included, before serving's latest start.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -38,6 +39,9 @@ RETRY_S = 0.02
 # longest gap, and for this part of the stall timeout.
 WORTH_SAVING_FOR = 0.5
 PATIENCE = 0.25
+# Slack that is spent delays serving by as much. A step that makes fewer tokens per second than this part of a
+# whole one's costs more of the idle time that comes later than it harvests now.
+MIN_EFFICIENCY = 0.8
 # Prefill that gets only what decodes leave of a short gap would starve, and its sequences with it.
 PREFILL_PIECES = 4
 
@@ -340,7 +344,8 @@ class GatePolicy:
 
     def _worth_saving_for(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
         """Returns the seconds of a whole step, for which shorter slack is better kept: all decodes and a
-        piece of the prefill, or at least all decodes. 0 if it is of no use to wait for either."""
+        piece of the prefill, or at least all decodes. If no gap is long enough for these, the seconds of the
+        smallest step that is nearly as efficient. 0 if it is of no use to wait."""
         if candidate.waited_s >= self._patience_s:
             return 0.0
         for prefill in (self._piece(candidate), 0):
@@ -348,7 +353,18 @@ class GatePolicy:
             whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens, pairs)
             if whole_s <= self._worth_saving_s:
                 return whole_s
-        return 0.0
+        return self._efficient_s(candidate, model)
+
+    def _efficient_s(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
+        """Returns the seconds of the smallest step with MIN_EFFICIENCY of the rate of all decodes together; 0
+        without decodes."""
+        most, share = candidate.num_decodes, MIN_EFFICIENCY
+        if most == 0:
+            return 0.0
+        decodes_s = model.per_decode_s * most + model.per_context_token_s * candidate.context_tokens
+        least = share * most * model.base_s / (model.base_s + (1 - share) * decodes_s)
+        num_decodes = min(most, math.ceil(least))
+        return model.predict_safe(0, num_decodes, candidate.context_tokens * num_decodes / most)
 
     def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)

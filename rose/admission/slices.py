@@ -7,9 +7,9 @@ closed, without a message. Pure: a function of the time.
 from dataclasses import dataclass
 from functools import lru_cache
 
-SLICE_S = 0.2
-"""The length of a slice: many serving steps, and short against the drift of the traffic."""
-GROUP_SLICES = 20
+SLICE_S = 0.1
+"""The length of a slice: several serving steps, and short against the drift of the traffic."""
+GROUP_SLICES = 40
 """So many consecutive slices have the same number of closed ones, at random places among them."""
 _MASK = (1 << 64) - 1
 

@@ -103,6 +103,12 @@ class StepTimeModel:
             self.per_prefill_pair_s,
         )
 
+    @property
+    def tokens_per_pair(self) -> float:
+        """The seconds of a pair in those of a prefill token; 0 while a token's are unknown."""
+        token_s = self.per_prefill_token_s
+        return self.per_prefill_pair_s / token_s if token_s > 0 else 0.0
+
     def predict(
         self, prefill_tokens: int, num_decodes: int, context_tokens: float = 0, prefill_pairs: float = 0
     ) -> float:

@@ -17,7 +17,7 @@ from rose.admission.harm import TENANT_BYTES, RequestDelay, SliceTime
 
 NUM_REQUESTS = 16384
 NUM_SLICES = 18432
-"""More than an hour of slices."""
+"""Half an hour of slices with steps, which an engine with light traffic has in several hours."""
 _RECORD = struct.Struct(f"=5d{TENANT_BYTES}s")
 _HEADER_BYTES = 64
 _BYTES = _HEADER_BYTES + _RECORD.size * (NUM_REQUESTS + NUM_SLICES)

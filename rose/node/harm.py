@@ -173,13 +173,20 @@ def harm_line(report: HarmStatus) -> str:
         if window.harvest is not None:
             parts.append(f"rollouts earned {_rate(window.harvest)} tok/s.")
     slo = [f"SLO: {report.slo_problem}."] if report.slo_problem is not None else []
-    return " ".join([*parts, harm_sentence(report), *slo])
+    return " ".join([*parts, harm_sentence(report), *_worst_tenant(report), *slo])
+
+
+def _worst_tenant(report: HarmStatus) -> list[str]:
+    worst = report.worst_tenant
+    if worst is None:
+        return []
+    return [f"Worst tenant: {worst.tenant}, {_title(worst.latency)} {_cell(worst.harm)}."]
 
 
 def harm_sentence(report: HarmStatus) -> str:
     """Says what the present hour's figures mean, and whether the bound is kept."""
     window = report.hour
-    shut = f"Rollouts are shut out for {report.closed_share:.0%} of the time"
+    shut = f"Rollouts are shut out for {_percent(report.closed_share)} of the time"
     shut += ", because the harm was above its bound." if report.is_retreating else ", to measure."
     bound = _percent(report.allow_harm)
     unbounded = f"The bound of {bound} is not kept: gate {report.gate} spends slack. "

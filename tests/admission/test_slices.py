@@ -32,7 +32,7 @@ def test_a_slice_is_closed_as_a_whole() -> None:
 
 def test_closed_slices_have_no_period_of_their_own() -> None:
     """A load with a period must not meet all of them."""
-    places = [number % GROUP_SLICES for number in closed_numbers(0.05)]
+    places = [number % GROUP_SLICES for number in closed_numbers(0.1)]
     assert all(20 < places.count(place) < 80 for place in range(GROUP_SLICES))
 
 

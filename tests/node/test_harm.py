@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rose.config import Settings
 from rose.engine.status import Field, StatusPage, page_path
-from rose.messages import HarmEstimate, HarmHistory, HarmWindow, Harvest
+from rose.messages import HarmEstimate, HarmHistory, HarmWindow, Harvest, TenantHarm
 from rose.node.control import urls_on_this_host
 from rose.node.harm import BROKEN_STATUS, NAMES, harm_line, harm_page, harm_sentence, main
 from rose.types import GateMode
@@ -146,6 +146,14 @@ def test_an_slo_that_serving_alone_misses_is_on_the_screen_and_in_the_short_form
         "TTFT P99 was 212 ms, is 214 ms; TPOT P99 was 14.8 ms, is 14.9 ms; rollouts earned"
     )
     assert line.endswith("SLO: the TTFT P99 is 812 ms.")
+
+
+def test_the_short_form_names_the_tenant_that_is_slowed_most() -> None:
+    worst = TenantHarm(
+        tenant="search", latency="tpot_p99", harm=HarmEstimate(value=0.04, low=0.031, high=0.05)
+    )
+    report = status(0.01, 0.005).model_copy(update={"worst_tenant": worst})
+    assert harm_line(report).endswith("Worst tenant: search, TPOT P99 +4.0% (+3.1% +5.0%).")
 
 
 def test_engines_of_this_host_are_found_by_their_pages(runtime_dir: Path) -> None:

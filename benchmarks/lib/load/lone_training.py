@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from rose.node.fine_tune.examples import read_examples
+from rose.node.fine_tune.examples import Example, read_examples
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.command import load, make_trainer, parser
 from rose.trainers.fine_tune.sequences import Sequences
@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     loaded, times = load(args), StepTimes()
     from transformers import AutoTokenizer
 
-    texts = Sequences(read_examples(own.evaluate), AutoTokenizer.from_pretrained(args.model), args.tokens)
+    examples = [each for each in read_examples(own.evaluate) if isinstance(each, Example)]
+    texts = Sequences(examples, AutoTokenizer.from_pretrained(args.model), args.tokens)
     before = mean_loss(loaded.model, texts)
     with tempfile.TemporaryDirectory() as folder:
         make_trainer(args, loaded, SlackCallback("none"), folder, [times]).train()

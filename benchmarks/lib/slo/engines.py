@@ -4,12 +4,14 @@ Owns both engines' models, profiles and settings. Runs no traffic; the rig stops
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import psutil
 
 from lib.cpu_times import CORE, cpu_use_s
-from rose.admission.board_snapshot import snapshot
+from rose.admission.board import closed_slices
+from rose.admission.board_snapshot import EngineState, snapshot
 from rose.admission.step_time import StepTimeModel
 from rose.demo.plan import DemoPlan
 from rose.engine.hooks.priority import GUEST_NICE
@@ -34,6 +36,32 @@ step, as those of a larger model or of longer contexts do."""
 LONG_STEP_ROLLOUTS = RolloutTraffic(concurrency=8, vocab_size=LONG_STEPS.vocab_size, task_tokens=384)
 POOL = PoolSize(num_slabs=48, slab_bytes=768 << 10, headroom_slabs=8)
 """A slab holds one block of either model. Rollouts alone want 24 to 64 of them."""
+
+
+class Look(NamedTuple):
+    """The board at one moment, for the shares of a window."""
+
+    at_s: float
+    closed_share: float
+    """The share of time in which rollouts are shut out, to measure and to bound harm."""
+    serving_s: float
+    """Seconds in serving steps so far."""
+    rollout_s: float
+    has_work: bool
+    """Whether serving has work."""
+
+
+def shares(looks: Sequence[Look]) -> dict[str, float]:
+    """Returns where the time between the first look and the last went. Serving has work during its steps and
+    between them, and the time between them is of no use to rollouts that run on an idle GPU alone."""
+    first, last = looks[0], looks[-1]
+    seconds = last.at_s - first.at_s
+    return {
+        "closed_share": sum(look.closed_share for look in looks) / len(looks),
+        "in rollout steps": (last.rollout_s - first.rollout_s) / seconds,
+        "in serving steps": (last.serving_s - first.serving_s) / seconds,
+        "serving has work": sum(look.has_work for look in looks) / len(looks),
+    }
 
 
 class SloEngines:
@@ -86,6 +114,17 @@ class SloEngines:
             for thread in process.threads():
                 if self._compute is None or os.sched_getaffinity(thread.id) == {int(self._compute)}:
                     yield thread.id
+
+    def look(self) -> Look:
+        words = self._observer.board_words
+        board = snapshot(words)
+        return Look(
+            at_s=board.taken_s,
+            closed_share=closed_slices(words).share,
+            serving_s=board.serving.busy_s,
+            rollout_s=board.rollout.busy_s,
+            has_work=board.serving.state > EngineState.IDLE,
+        )
 
     def counters(self) -> dict[str, float]:
         """Returns what the board counted so far, and what the engines' threads had of the CPUs."""

@@ -32,7 +32,7 @@ from rose.admission.slices import SLICE_S
 from rose.engine.harm_records import HarmRecords
 from rose.engine.http.harvest import HarvestLog
 from rose.engine.settings import EngineSettings
-from rose.messages import HarmEstimate, HarmHistory, HarmStatus, HarmWindow
+from rose.messages import HarmEstimate, HarmHistory, HarmStatus, HarmWindow, TenantHarm
 from rose.types import Deployment, GateMode
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,13 @@ class HarmWatch:
             control.update(report, now)
         if control.closed_share != before:
             found = ", ".join(f"{name} {one}" for name, one in report.latencies.items())
-            logger.info("harm=%s allowed=%s closed_share=%.2f", found, control.allowed, control.closed_share)
+            level, what = logging.INFO, "rollouts are let in again"
+            if control.closed_share > before:
+                level, what = logging.WARNING, "rollouts are held back: their harm is above its bound"
+            elif control.is_retreating:
+                what = "rollouts are let in for more of the time"
+            values = found or "unknown", control.allowed, control.closed_share
+            logger.log(level, "%s harm=%s allowed=%s closed_share=%.2f", what, *values)
         self._set_closed_share(control.closed_share)
 
     def _set_closed_share(self, share: float) -> None:
@@ -199,6 +205,7 @@ class HarmWatch:
             note=self._note,
             recent=self._recent,
             hour=self._hour.model_copy(update={"tenants": {}}),
+            worst_tenant=_worst_tenant(self._hour),
         )
 
     def history(self) -> HarmHistory:
@@ -262,6 +269,17 @@ def _estimate(requests: Sequence[RequestDelay], slices: Sequence[SliceTime], sin
     return estimate_harm(
         [each for each in requests if each.at_s >= since_s], [each for each in slices if each.number >= first]
     )
+
+
+def _worst_tenant(window: HarmWindow) -> TenantHarm | None:
+    """Returns the tenant whose P99 is known to differ most: the one with the highest lower bound."""
+    tails = [
+        TenantHarm(tenant=tenant, latency=name, harm=one)
+        for tenant, each in window.tenants.items()
+        for name, one in each.latencies.items()
+        if name.endswith("99")
+    ]
+    return max(tails, key=lambda tail: tail.harm.low, default=None)
 
 
 def _rounded_up(share: float) -> float:

@@ -55,6 +55,8 @@ class SlabBlockPool(BlockPool):
     num_used: npt.NDArray[np.int32]
     num_hashed: npt.NDArray[np.int32]
     """The number of blocks at each position that hold prefix cache, in use or not."""
+    hashed_end_tokens: npt.NDArray[np.int64]
+    """The sum over those blocks of the tokens of their contexts up to each block's end."""
     num_spare: npt.NDArray[np.int32]
     """The number of blocks at each position that nobody uses and that hold no prefix cache."""
     num_free_cached: int
@@ -86,6 +88,7 @@ class SlabBlockPool(BlockPool):
         pool.slab_of = [None] * num_positions
         pool.num_used = np.zeros(num_positions, dtype=np.int32)
         pool.num_hashed = np.zeros(num_positions, dtype=np.int32)
+        pool.hashed_end_tokens = np.zeros(num_positions, dtype=np.int64)
         pool.num_spare = np.zeros(num_positions, dtype=np.int32)
         pool.num_free_cached = 0
         pool.listener = None
@@ -216,16 +219,18 @@ class SlabBlockPool(BlockPool):
         if not was_hashed and block.block_hash is not None:
             position = self.layout.position_of(block.block_id)
             self.num_hashed[position] += 1
+            self.hashed_end_tokens[position] += block.block_hash_num_tokens or 0
             if block.ref_cnt == 0:
                 self.num_free_cached += 1
                 self.num_spare[position] -= 1
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
-        was_hashed = block.block_hash is not None
+        was_hashed, end_tokens = block.block_hash is not None, block.block_hash_num_tokens or 0
         removed = super()._remove_cached_block_hashes(block)
         if was_hashed and block.block_hash is None:
             position = self.layout.position_of(block.block_id)
             self.num_hashed[position] -= 1
+            self.hashed_end_tokens[position] -= end_tokens
             if block.ref_cnt == 0:
                 self.num_free_cached -= 1
                 self.num_spare[position] += 1
@@ -238,6 +243,7 @@ class SlabBlockPool(BlockPool):
         if is_done:
             self.num_spare += self.num_hashed  # no block is in use
             self.num_hashed[:] = 0
+            self.hashed_end_tokens[:] = 0
             self.num_free_cached = 0
         return is_done
 
@@ -295,7 +301,9 @@ class SlabBlockPool(BlockPool):
             num_backed += len(blocks)
             num_free_cached += sum(b.ref_cnt == 0 and b.block_hash is not None for b in blocks)
             assert self.num_used[position] == sum(b.ref_cnt > 0 for b in blocks), position
-            assert self.num_hashed[position] == sum(b.block_hash is not None for b in blocks), position
+            hashed = [b.block_hash_num_tokens or 0 for b in blocks if b.block_hash is not None]
+            assert self.num_hashed[position] == len(hashed), position
+            assert self.hashed_end_tokens[position] == sum(hashed), position
         assert num_backed == self.num_gpu_blocks, (num_backed, self.num_gpu_blocks)
         assert num_free_cached == self.num_free_cached, (num_free_cached, self.num_free_cached)
 

@@ -9,7 +9,7 @@ changes the budget in the ledger, and the rollout engine obeys at its next step 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -35,15 +35,17 @@ class ServingMemory:
         *,
         window_s: float,
         lend_idle_s: float | None,
+        tokens_per_pair: Callable[[], float],
         now: float,
     ) -> None:
         """``window_s`` is the window of the peak usage that rollout budgets set aside for the next burst.
         ``lend_idle_s`` is the time without a slab in use after which the headroom is lent; None never lends
-        it."""
+        it. ``tokens_per_pair`` returns the present step-time model's."""
         self._tenant = tenant
         self._policy = policy
         self._window_s = window_s
         self._lend_idle_s = lend_idle_s
+        self._tokens_per_pair = tokens_per_pair
         self._busy_at_s = now
         self.is_short = False
         """Whether requests waited for slabs at the last look."""
@@ -106,7 +108,8 @@ class ServingMemory:
         if not count:
             return 0
         held = tenant.holds.positions(now) if tenant.holds is not None else frozenset()
-        return tenant.give_back(tenant.least_valuable(count, keep | held, now))
+        given = tenant.least_valuable(count, keep | held, now, self._tokens_per_pair())
+        return tenant.give_back(given)
 
     def _lend_headroom(self, now: float) -> float | None:
         """Raises the budget to the whole pool once serving has been idle for long enough. Returns the time at

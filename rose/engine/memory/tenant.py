@@ -22,7 +22,7 @@ from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKV
 from rose.engine.memory.connector_holds import ConnectorHolds
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
-from rose.memory.policy.cached import CacheTable
+from rose.memory.policy.cached import CacheTable, recompute_cost
 from rose.memory.policy.leases import LeaseTable
 from rose.memory.policy.spread import Spread
 from rose.memory.policy.victims import PositionUse
@@ -234,13 +234,19 @@ class Tenant:
                 self.leases.cancel(position)
         return len(given)
 
-    def least_valuable(self, count: int, keep: AbstractSet[int], now: float) -> list[int]:
+    def least_valuable(
+        self, count: int, keep: AbstractSet[int], now: float, tokens_per_pair: float
+    ) -> list[int]:
         """Returns up to ``count`` idle positions whose loss costs least, without ``keep``: those that hold
-        nothing, then serving's prefix cache by its value."""
-        empty = [position for position in self.pool.empty_positions() if position not in keep][:count]
-        return empty + self.cache.draw_least_valuable(
-            count - len(empty), self.pool.num_hashed.item, now, keep | {PINNED_POSITION}
-        )
+        nothing, then serving's prefix cache by its value. ``tokens_per_pair``: see recompute_cost."""
+        pool = self.pool
+
+        def cost(position: int) -> float:
+            end_tokens = pool.hashed_end_tokens.item(position)
+            return recompute_cost(pool.num_hashed.item(position), end_tokens, tokens_per_pair)
+
+        empty = [position for position in pool.empty_positions() if position not in keep][:count]
+        return empty + self.cache.draw_least_valuable(count - len(empty), cost, now, keep | {PINNED_POSITION})
 
     def idle_positions(self) -> list[int]:
         return [

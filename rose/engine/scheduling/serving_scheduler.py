@@ -60,6 +60,7 @@ class ServingScheduler(RoseScheduler):
                 self.rose.budget_policy(self.tenant.client),
                 window_s=self.rose.serving_window_s,
                 lend_idle_s=self.rose.lend_idle_s,
+                tokens_per_pair=lambda: self.recorder.model.tokens_per_pair,
                 now=time.monotonic(),
             )
             self.wake_at(self._memory.lends_at_s)

@@ -1,9 +1,9 @@
 """Which of serving's idle slabs hold the prefix cache that is worth least.
 
 A slab is idle while no request uses a block of it. Serving gives up idle slabs in two cases. Its own requests
-evict in the order of last use, as vLLM's free queue does, but by slabs. For rollouts it gives by value: what
-is cached, times how often and how recently it was used. In both orders the end of a context goes before its
-beginning, because the end can't be found in the cache without the beginning. Pure.
+evict in the order of last use, as vLLM's free queue does, but by slabs. For rollouts it gives by value: the
+cost to compute again what is cached, times how often and how recently it was used. In both orders the end of
+a context goes before its beginning, because the end can't be found in the cache without the beginning. Pure.
 """
 
 import heapq
@@ -19,6 +19,16 @@ much as a context of the same age that was used once. With more, what was once p
 in use now."""
 
 _SHORTEST_AGE_S = 1e-3
+
+
+def recompute_cost(num_blocks: int, end_tokens: float, tokens_per_pair: float) -> float:
+    """Returns what it costs to compute cached blocks again, in blocks at the beginning of a context.
+
+    Attention grows with depth, so a block far into a context costs more. ``end_tokens`` is the sum, over the
+    blocks, of the context's tokens up to each block's end. ``tokens_per_pair`` is the time to attend one
+    token, in units of what a prefill token takes besides.
+    """
+    return num_blocks + tokens_per_pair * end_tokens
 
 
 class CacheTable:
@@ -64,7 +74,7 @@ class CacheTable:
         yield from self._idle
 
     def draw_least_valuable(
-        self, count: int, num_cached: Callable[[int], int], now: float, keep: AbstractSet[int]
+        self, count: int, cost: Callable[[int], float], now: float, keep: AbstractSet[int]
     ) -> list[int]:
         """Returns up to ``count`` positions, the least valuable first and none of ``keep``, for the caller to
         give up.
@@ -74,7 +84,7 @@ class CacheTable:
         """
         drawn = self._draw(min(count, self._num_draws), keep)
         if len(drawn) < count:
-            self._ranking = self.least_valuable(num_cached, now)
+            self._ranking = self.least_valuable(cost, now)
             self._num_draws = max(count, len(self._idle) // 2)
             drawn += self._draw(count - len(drawn), keep | set(drawn))
         return drawn
@@ -84,23 +94,23 @@ class CacheTable:
         self._num_draws -= len(drawn)
         return drawn
 
-    def least_valuable(self, num_cached: Callable[[int], int], now: float) -> Iterator[int]:
+    def least_valuable(self, cost: Callable[[int], float], now: float) -> Iterator[int]:
         """Yields the idle positions that cache anything, the least valuable first.
 
-        ``num_cached`` returns how many blocks a position caches, all of which would have to be computed
-        again. Between two positions others may be used: they are left out then.
+        ``cost`` returns what it takes to compute a position's cache again; 0 if it caches nothing. Between
+        two positions others may be used: they are left out then.
         """
         contexts: dict[int, deque[int]] = {}
         for position, (context, _) in self._idle.items():
-            if num_cached(position):
+            if cost(position):
                 contexts.setdefault(context, deque()).append(position)
 
         def worth(position: int) -> float:
-            return num_cached(position) * self._use_rate(position, now)
+            return cost(position) * self._use_rate(position, now)
 
         def is_left(position: int, context: int) -> bool:
             entry = self._idle.get(position)
-            return entry is not None and entry[0] == context and num_cached(position) > 0
+            return entry is not None and entry[0] == context and cost(position) > 0
 
         # Only the end of each context competes; once it has gone, the slab before it does.
         heap = [(worth(positions[0]), positions[0], context) for context, positions in contexts.items()]

@@ -17,15 +17,18 @@ from rose.config import Section, parse_config
 from rose.errors import ConfigError
 from rose.host_memory import available_bytes
 from rose.memory.pool.sizing import model_folder
-from rose.node.fine_tune.examples import read_examples
+from rose.node.fine_tune.examples import Preference, read_examples
 from rose.scheduler.node.pieces import GIVE_WAY_S
 
 PREFIX = "fine_tune_"
 _PACKAGES = ("transformers", "accelerate")
+_PREFERENCE_PACKAGES = ("trl", "datasets")
 _TRAINED_BYTES = 16
 """Bytes of a parameter in the trainer: weight, gradient and Adam's two moments, in single precision."""
 _ADAPTED_BYTES = 8
 """The same with adapters: the frozen weight and the merged weight."""
+_REFERENCE_BYTES = 4
+"""The same for the reference model, which preferences need: the weight."""
 _COPIES = 4
 """Copies of the published weights on the host: the trainer's kept copy, the relay's snapshot and deltas, and
 the mirror."""
@@ -44,6 +47,8 @@ class FineTuneOptions(Section):
     micro_batch: Annotated[int, Field(gt=0)] = 4
     """Sequences of one optimizer step. They are trained in parts if a part of a layer would take longer than
     a request may wait."""
+    processes: Annotated[int, Field(gt=0)] = 1
+    """The trainer's processes, each on a GPU of its own among those of the engine. Each has a microbatch."""
     tokens: Annotated[int, Field(gt=1)] = 512
     """Tokens of an example that are trained on; the rest is cut off."""
     epochs: Annotated[int, Field(gt=0)] = 1
@@ -68,6 +73,10 @@ HELP = {
         "N",
         "sequences of one optimizer step, trained in parts if need be (default: %(default)s)",
     ),
+    "processes": (
+        "N",
+        "trainer processes, one on each of the engine's GPUs; each has a microbatch (default: %(default)s)",
+    ),
     "tokens": ("N", "tokens of an example that count (default: %(default)s)"),
     "epochs": ("N", "how often the data is gone through (default: %(default)s)"),
     "publish_s": ("S", "seconds between two versions that go live (default: %(default)s)"),
@@ -88,8 +97,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--fine-tune",
         metavar="DATA",
-        help='a file of JSON lines, {"text": ...} or {"prompt": ..., "completion": ...}: the model is '
-        "trained on them while it serves, and its new weights go live",
+        help='a file of JSON lines, {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., '
+        '"chosen": ..., "rejected": ...}: the model is trained on them while it serves, and its new weights '
+        "go live",
     )
     for name, (metavar, note) in HELP.items():
         default = FineTuneOptions.model_fields[name].default
@@ -117,12 +127,13 @@ def take_options(given: dict[str, Any]) -> FineTuneOptions | None:
 
 def check(options: FineTuneOptions, model: str) -> None:
     """Raises: ConfigError if data, packages, folders or memory do not allow the trainer to start."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    has_preferences = isinstance(read_examples(options.data)[0], Preference)
+    needed = (*_PACKAGES, *(_PREFERENCE_PACKAGES if has_preferences else ()))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"--fine-tune: {', '.join(missing)} not installed; run: pip install 'vllm-rose[train]'"
         )
-    read_examples(options.data)
     if options.log is not None and not options.log.parent.is_dir():
         raise ConfigError(f"{flag('log')} {options.log}: there is no folder {options.log.parent}; make it")
     if options.output is not None:
@@ -130,7 +141,9 @@ def check(options: FineTuneOptions, model: str) -> None:
     folder = model_folder(model)
     if folder is not None:
         trained_bytes = _TRAINED_BYTES if options.lora_rank is None else _ADAPTED_BYTES
-        check_memory(_weight_bytes(folder), trained_bytes / _dtype_bytes(folder), available_bytes())
+        trained_bytes += _REFERENCE_BYTES if has_preferences else 0
+        trained_ratio = options.processes * trained_bytes / _dtype_bytes(folder)
+        check_memory(_weight_bytes(folder), trained_ratio, available_bytes())
 
 
 def check_output(folder: Path) -> None:

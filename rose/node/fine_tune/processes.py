@@ -75,17 +75,17 @@ class FineTuning:
             logger.warning(
                 "the trained weights live as long as this engine; %s DIR saves them", flag("output")
             )
-        self._trainer = ServerProcess(
-            [sys.executable, "-m", "rose.trainers.fine_tune.command", *self._trainer_flags()],
-            "trainer",
-            None,
-            cpus=self.engine.cpus,
-            nice=TRAINER_NICE,
-        )
-        self._watched.append(group.start(self._trainer))
+        argv = [sys.executable, "-m", "rose.trainers.fine_tune.command", *self._trainer_flags()]
+        count = self._options.processes
+        for rank, environment in enumerate(_rank_environments(count)):
+            name = "trainer" if count == 1 else f"trainer-{rank}"
+            process = ServerProcess(argv, name, None, environment, cpus=self.engine.cpus, nice=TRAINER_NICE)
+            self._watched.append(group.start(process))
+            self._trainer = process if rank == 0 else self._trainer
 
     def let_save(self) -> None:
-        """Stops a trainer that saves its model, and waits until it has saved it."""
+        """Stops a trainer that saves its model, and waits until it has saved it. The trainer's first process
+        does."""
         if self._trainer is not None and self._options.output is not None:
             self._trainer.stop(_SAVE_S)
 
@@ -99,7 +99,7 @@ class FineTuning:
             "--cpus": engine.compute_cpus,
             **{
                 f"--{name.replace('_', '-')}": value
-                for name, value in options.model_dump(mode="json").items()
+                for name, value in options.model_dump(mode="json", exclude={"processes"}).items()
             },
         }
         return [text for key, value in flags.items() if value is not None for text in (key, str(value))]
@@ -116,3 +116,12 @@ class FineTuning:
                     process.name,
                     process.exit_status,
                 )
+
+
+def _rank_environments(count: int) -> list[dict[str, str]]:
+    """Returns what tells each of a trainer's processes about the others, by torch's names."""
+    if count == 1:
+        return [{}]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(checks.free_port())}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

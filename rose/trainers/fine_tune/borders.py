@@ -6,7 +6,7 @@ recomputed forward pass counts as part of the backward piece. Source: LeMix §IV
 layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ class PassBorders:
         self._hooks: list[Any] = []
         self._work = _ONCE
         self._is_backward = False
+        self._backward_at: int | None = None
+        """The layer that the backward pass has reached."""
         self._stepping: tuple[torch.optim.Optimizer, Callable[..., Any]] | None = None
 
     def attach(self) -> None:
@@ -97,10 +99,10 @@ class PassBorders:
 
     def _pass_ends(self, module: object, args: tuple[Any, ...], output: Any) -> None:
         self._guest.leave()
-        loss = getattr(output, "loss", None)
-        last = loss if loss is not None else getattr(output, "logits", None)
-        if isinstance(last, torch.Tensor) and last.requires_grad:
-            self._note_backward(last, len(self._layers))
+        # A trainer may compute its loss from any of them.
+        for made in output.values() if isinstance(output, Mapping) else (output,):
+            if isinstance(made, torch.Tensor) and made.requires_grad:
+                self._note_backward(made, len(self._layers))
 
     def _note_backward(self, tensor: torch.Tensor, layer: int) -> None:
         hook = partial(self._backward_reaches, layer, self._work)
@@ -111,8 +113,11 @@ class PassBorders:
     def _backward_reaches(self, layer: int, work: Work, _gradient: torch.Tensor) -> None:
         if not self._is_backward:
             self._is_backward = True
+            self._backward_at = None
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        self._guest.begin(Piece("backward", layer), work)
+        if layer != self._backward_at:  # several outputs of a pass are reached one after the other
+            self._backward_at = layer
+            self._guest.begin(Piece("backward", layer), work)
 
     def _backward_ends(self) -> None:
         self._is_backward = False

@@ -1,11 +1,13 @@
 """Makes any Hugging Face or TRL trainer a guest of a serving engine's GPU.
 
-    SFTTrainer(..., callbacks=[SlackCallback("gpu0"), PublishWeights(publisher, every_s=60.0)])
+    slack = SlackCallback("gpu0")
+    trainer = DPOTrainer(..., callbacks=[slack, PublishWeights(publisher, every_s=60.0)])
+    slack.guard(trainer.ref_model)
 
 Owns the trainer's place on the board, from the beginning of training to its end. Promises that the model's
 passes and the optimizer's update run under grants, piece by piece, and that training computes the same
 weights as without grants. A loss that is computed outside of the model, and work on the host, need no grant.
-Tested with transformers' Trainer; TRL's trainers inherit from it.
+Tested with transformers' Trainer, and with TRL's SFTTrainer, DPOTrainer and GRPOTrainer.
 """
 
 import logging
@@ -22,6 +24,7 @@ from rose.scheduler.node.pieces import GIVE_WAY_S
 from rose.trainers.fine_tune.borders import PassBorders
 from rose.trainers.fine_tune.guest import TrainingGuest
 from rose.trainers.fine_tune.measuring import measure_pieces
+from rose.trainers.fine_tune.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class SlackCallback(TrainerCallback):
         self._lengths = lengths
         self._cpus = cpus
         self._client: PoolClient | None = None
-        self._borders: PassBorders | None = None
+        self._guarded: list[torch.nn.Module] = []
+        self._borders: list[PassBorders] = []
         self.guest: TrainingGuest | None = None
         """The place on the board, while it trains."""
         self.activation_token_bytes = 0
@@ -60,6 +64,12 @@ class SlackCallback(TrainerCallback):
         """The number of parts that were left out for lack of memory."""
         self._num_trained_before = 0
         """The parts that were trained in the epochs before this one."""
+
+    def guard(self, model: torch.nn.Module | None) -> None:
+        """Makes the passes of a further model of the trainer ask for grants too, such as those of a reference
+        model: ``slack.guard(trainer.ref_model)``, before training. Does nothing without a model."""
+        if model is not None:
+            self._guarded.append(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -76,22 +86,26 @@ class SlackCallback(TrainerCallback):
         if self._cpus:
             torch.set_num_threads(len(self._cpus))
         runtime_dir = Settings.from_environment().runtime_dir
-        self._client = PoolClient.observe(self._pool, runtime_dir=runtime_dir)
+        ranks = Ranks.of_trainer()
+        if ranks is None or ranks.is_leader:
+            self._client = PoolClient.observe(self._pool, runtime_dir=runtime_dir)
         synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.guest = TrainingGuest(
-            self._client.board_words,
+            self._client.board_words if self._client is not None else None,
             give_way_s=self._give_way_s,
             synchronize=synchronize,
             cpus=self._cpus,
+            ranks=ranks,
         )
-        self._borders = PassBorders(model, self.guest)
-        self._borders.attach()
+        self._borders = [PassBorders(each, self.guest) for each in (model, *self._guarded)]
+        for borders in self._borders:
+            borders.attach()
         if self._lengths:
             self.activation_token_bytes = measure_pieces(model, self._lengths)
             self.guest.leave()
         optimizer = kwargs.get("optimizer")
         if optimizer is not None:
-            self._borders.divide_step(getattr(optimizer, "optimizer", optimizer))
+            self._borders[0].divide_step(getattr(optimizer, "optimizer", optimizer))
         logger.info("guest of pool=%s layers measured at lengths=%s", self._pool, list(self._lengths))
 
     def on_optimizer_step(
@@ -125,9 +139,9 @@ class SlackCallback(TrainerCallback):
 
     def close(self) -> None:
         """Leaves the board and takes the hooks off the model. Idempotent."""
-        if self._borders is not None:
-            self._borders.detach()
-            self._borders = None
+        for borders in self._borders:
+            borders.detach()
+        self._borders = []
         if self.guest is not None:
             self.guest.close()
         if self._client is not None:

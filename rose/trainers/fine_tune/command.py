@@ -1,4 +1,5 @@
-"""The trainer behind `rose serve --fine-tune`: transformers' Trainer as a guest of the serving engine.
+"""The trainer behind `rose serve --fine-tune`: transformers' Trainer, or TRL's for preferences, as a guest of
+the serving engine.
 
 `python -m rose.trainers.fine_tune.command --model MODEL --data FILE --pool NAME --relay URL --run RUN ...`
 
@@ -9,6 +10,7 @@ relay.
 """
 
 import argparse
+import copy
 import logging
 import signal
 import sys
@@ -20,21 +22,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PrinterCallback,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 
 from rose.arguments import CommandParser, positive_int, run_command
 from rose.errors import ConfigError
-from rose.node.fine_tune.examples import read_examples
+from rose.node.fine_tune.examples import Example, Preference, read_examples
 from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
 from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
+from rose.trainers.fine_tune.ranks import Ranks
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
+from rose.trainers.publishing import PublishWeights
 from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -63,7 +70,9 @@ class Loaded:
     tokenizer: Any
     published: str
     """The data type in which weights are published: that of the checkpoint."""
-    sequences: Sequences
+    data: Sequences | Preferences
+    reference: Any = None
+    """The model as it is before training, which preferences are compared with."""
 
 
 def load(args: argparse.Namespace) -> Loaded:
@@ -75,10 +84,18 @@ def load(args: argparse.Namespace) -> Loaded:
         raise ConfigError(f"{args.model}: not a causal language model ({error})") from error
     published = str(model.dtype).removeprefix("torch.")
     most = getattr(model.config, "max_position_embeddings", args.tokens)
-    sequences = Sequences(read_examples(args.data), tokenizer, min(args.tokens, most))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = min(args.tokens, most)
+    examples = read_examples(args.data)
+    texts = [each for each in examples if isinstance(each, Example)]
+    pairs = [each for each in examples if isinstance(each, Preference)]
+    data = Preferences(pairs, tokenizer, length) if pairs else Sequences(texts, tokenizer, length)
+    model = model.float().to("cuda" if torch.cuda.is_available() else "cpu")
     return Loaded(
-        model=model.float().to(device), tokenizer=tokenizer, published=published, sequences=sequences
+        model=model,
+        tokenizer=tokenizer,
+        published=published,
+        data=data,
+        reference=copy.deepcopy(model) if pairs else None,
     )
 
 
@@ -88,26 +105,50 @@ def make_trainer(
     slack: SlackCallback,
     folder: str,
     callbacks: list[TrainerCallback],
-) -> GuestTrainer:
+) -> Trainer:
     """Returns a trainer for the loaded model. It is a guest only if ``slack`` is among ``callbacks``."""
-    trainer = GuestTrainer(
-        slack=slack,
-        model=loaded.model,
-        args=_arguments(args, folder, is_cpu=not torch.cuda.is_available()),
-        train_dataset=loaded.sequences,
-        data_collator=lambda batch: padded(batch, loaded.sequences.pad_id),
-        callbacks=callbacks,
-    )
+    settings, data = _settings(args, folder, is_cpu=not torch.cuda.is_available()), loaded.data
+    trainer: Trainer
+    if isinstance(data, Preferences):
+        trainer = preference_trainer(
+            data,
+            model=loaded.model,
+            reference=loaded.reference,
+            tokenizer=loaded.tokenizer,
+            slack=slack,
+            settings=settings,
+            callbacks=callbacks,
+        )
+    else:
+        pad_id = data.pad_id
+        trainer = GuestTrainer(
+            slack=slack,
+            model=loaded.model,
+            args=TrainingArguments(**settings),
+            train_dataset=data,
+            data_collator=lambda batch: padded(batch, pad_id),
+            callbacks=callbacks,
+        )
+    # Reading the device counts the GPUs. The first one is the engine's; a model on several would get no
+    # grants.
+    if trainer.args.device.type == "cuda":
+        trainer.args._n_gpu = 1
     trainer.remove_callback(PrinterCallback)  # it prints a line for each step
     return trainer
 
 
-def _publisher(args: argparse.Namespace, loaded: Loaded) -> WeightPublisher:
-    """Returns the publisher. Adds adapters to the model if they were asked for."""
-    if args.lora_rank is None:
+def _publisher(args: argparse.Namespace, loaded: Loaded, adapters: Adapters | None) -> WeightPublisher:
+    if adapters is None:
         return WeightPublisher(loaded.model, args.relay, args.run, dtype=loaded.published)
-    adapters = Adapters(loaded.model, args.lora_rank)
     return MergingPublisher(adapters, args.relay, args.run, loaded.published)
+
+
+def _publishing(
+    args: argparse.Namespace, loaded: Loaded, slack: SlackCallback, publisher: WeightPublisher
+) -> TrainerCallback:
+    if isinstance(loaded.data, Preferences):
+        return PublishWeights(publisher, every_s=args.publish_s)
+    return PublishTrained(slack, publisher, args.publish_s)
 
 
 def save(loaded: Loaded, folder: Path) -> None:
@@ -122,48 +163,49 @@ def save(loaded: Loaded, folder: Path) -> None:
 
 
 def _train(args: argparse.Namespace, stack: ExitStack) -> None:
+    # This joins the trainer's other processes, if there are any, and chooses this one's GPU.
+    is_first = PartialState(cpu=not torch.cuda.is_available()).is_main_process
+    stack.callback(Ranks.part)
     loaded = load(args)
-    if args.output is not None:
+    if args.output is not None and is_first:
         stack.callback(save, loaded, args.output)  # runs after everything that is added below has ended
     slack = SlackCallback(
         args.pool,
         give_way_s=args.give_way_ms / 1000,
-        lengths=sorted({max(2, loaded.sequences.longest // part) for part in _MEASURED_PARTS}),
+        lengths=sorted({max(2, loaded.data.longest // part) for part in _MEASURED_PARTS}),
         cpus=[int(cpu) for cpu in args.cpus.split(",")] if args.cpus is not None else [],
     )
     stack.callback(slack.close)
-    publisher = _publisher(args, loaded)
-    stack.callback(publisher.close)
+    adapters = Adapters(loaded.model, args.lora_rank) if args.lora_rank is not None else None
+    callbacks: list[TrainerCallback] = [slack]
+    if is_first:  # all of them have the same weights
+        publisher = _publisher(args, loaded, adapters)
+        stack.callback(publisher.close)
+        callbacks.append(_publishing(args, loaded, slack, publisher))
+        if args.log is not None:
+            callbacks.append(StepLines(args.log, slack, publisher))
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-fine-tune-"))
-    callbacks: list[TrainerCallback] = [slack, PublishTrained(slack, publisher, args.publish_s)]
-    if args.log is not None:
-        callbacks.append(StepLines(args.log, slack, publisher))
     make_trainer(args, loaded, slack, folder, callbacks).train()
 
 
-def _arguments(args: argparse.Namespace, folder: str, *, is_cpu: bool) -> TrainingArguments:
-    arguments = TrainingArguments(
-        output_dir=folder,
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
-        num_train_epochs=args.epochs,
-        per_device_train_batch_size=args.micro_batch,
-        optim="adamw_torch",
-        use_cpu=is_cpu,
-        dataloader_pin_memory=not is_cpu,
-        bf16=False,
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    # Reading the device counts the GPUs. The first one is the engine's; a model on several would get no
-    # grants.
-    if arguments.device.type == "cuda":
-        arguments._n_gpu = 1
-    return arguments
+def _settings(args: argparse.Namespace, folder: str, *, is_cpu: bool) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "seed": args.seed,
+        "learning_rate": args.learning_rate,
+        "lr_scheduler_type": "constant",
+        "num_train_epochs": args.epochs,
+        "per_device_train_batch_size": args.micro_batch,
+        "optim": "adamw_torch",
+        "use_cpu": is_cpu,
+        "dataloader_pin_memory": not is_cpu,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
 
 
 def parser() -> CommandParser:
@@ -176,7 +218,10 @@ def parser() -> CommandParser:
     )
     flags.add_argument("--model", required=True, help="the model that is served: its folder or hub id")
     flags.add_argument(
-        "--data", required=True, type=Path, help="JSON lines of texts, or of prompts and completions"
+        "--data",
+        required=True,
+        type=Path,
+        help="JSON lines of texts, of prompts and completions, or of preferences",
     )
     flags.add_argument("--pool", required=True, help="the serving engine's pool")
     flags.add_argument("--relay", required=True, help="where new weights go")

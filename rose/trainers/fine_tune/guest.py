@@ -18,6 +18,7 @@ from rose.admission.gate import GatePolicy, GateReason, GateSettings, ServingVie
 from rose.admission.rollout_side import RolloutSide
 from rose.errors import WorkerError
 from rose.scheduler.node.pieces import GIVE_WAY_S, Piece, PieceTimes, Work
+from rose.trainers.fine_tune.ranks import Ranks
 from rose.types import SLO, GateMode
 
 logger = logging.getLogger(__name__)
@@ -37,17 +38,19 @@ class TrainingGuest:
 
     ``give_way_s``: the longest grant, unless a single piece takes longer. ``synchronize`` waits until the
     device has done its work. ``cpus`` stand for the GPU on a host without one: the thread that computes is
-    pinned to them until it leaves.
+    pinned to them until it leaves. ``ranks``: the trainer's processes, if there are several; only the leader
+    has ``words``, and the others follow it.
     Raises: BoardError if every guest's place on this board is taken.
     """
 
     def __init__(
         self,
-        words: Words,
+        words: Words | None,
         *,
         give_way_s: float = GIVE_WAY_S,
         synchronize: Callable[[], None] = lambda: None,
         cpus: Iterable[int] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         if give_way_s <= 0:
             raise ValueError(f"give_way_s must be positive, got {give_way_s}")
@@ -58,13 +61,16 @@ class TrainingGuest:
         """The seconds computed under grants."""
         self.waited_s = 0.0
         """The seconds that pieces waited for grants."""
-        self._side = RolloutSide(words)
+        self._side = RolloutSide(words) if words is not None else None
+        self._ranks = ranks
         self._gate = GatePolicy(_SETTINGS)
         self._synchronize = synchronize
         self._cpus = frozenset(cpus)
         self._elsewhere: set[int] | None = None
         """Where the computing thread ran before it was pinned."""
         self._piece: tuple[Piece, Work] | None = None
+        """What is being computed."""
+        self._has_grant = False
         self._began_s = 0.0
         self._ends_s = 0.0
         """The time at which the pieces of the present grant must have ended."""
@@ -76,7 +82,7 @@ class TrainingGuest:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a grant is held."""
+        """Whether a piece is being computed under a grant."""
         return self._piece is not None
 
     def begin(self, piece: Piece, work: Work) -> None:
@@ -84,29 +90,30 @@ class TrainingGuest:
 
         Raises: WorkerError if the piece takes longer than serving ever allows.
         """
-        safe_s = self.times.predict_safe(piece, work)
-        if self._piece is not None:
-            now = self._note_end()
-            is_called = self._may_be_called and self._side.is_called()
-            if is_called or now + safe_s > self._ends_s:
-                self._hand_back()
-        if self._piece is None:
-            if self._cpus and self._elsewhere is None:
-                self._elsewhere = os.sched_getaffinity(0)
-                os.sched_setaffinity(0, self._cpus)
-            self._take(piece, work, safe_s)
-            self.num_grants += 1
+        self._note_end()
+        if self._cpus and self._elsewhere is None:
+            self._elsewhere = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, self._cpus)
+        safe_s = self.agree(self.times.predict_safe(piece, work))
+        if self._side is not None:
+            self._hold_grant(self._side, piece, work, safe_s)
+        self.agree(0.0)  # the others compute once the leader has the grant
         self._piece = (piece, work)
         # A forward pass begins with the piece before its first layer: its tokens count once.
         self._tokens += work.tokens if piece == FORWARD_BEGIN else 0
         self._began_s = time.monotonic()
 
+    def agree(self, value: float) -> float:
+        """Returns the largest value of all the trainer's processes, once all are here."""
+        return self._ranks.most(value) if self._ranks is not None else value
+
     def leave(self) -> None:
         """Hands the GPU back, because what follows needs no grant. Does nothing without a grant."""
-        if self._piece is not None:
-            self._note_end()
-            self._hand_back()
-        self._side.set_want(False)
+        if self._note_end():
+            self.agree(0.0)  # the last process ends its piece
+        if self._side is not None:
+            self._hand_back(self._side)
+            self._side.set_want(False)
         if self._elsewhere is not None:
             os.sched_setaffinity(0, self._elsewhere)
             self._elsewhere = None
@@ -115,24 +122,39 @@ class TrainingGuest:
         """Leaves the board. Idempotent. The object can't be used afterwards."""
         if not self._is_closed:
             self._is_closed = True
-            self._side.detach()
+            if self._side is not None:
+                self._side.detach()
 
-    def _note_end(self) -> float:
-        assert self._piece is not None
+    def _note_end(self) -> bool:
+        """Ends the piece that is being computed, if there is one; returns whether there was."""
+        if self._piece is None:
+            return False
         self._synchronize()
-        now = time.monotonic()
-        piece, work = self._piece
-        self.times.add(piece, work, now - self._began_s)
-        self.computed_s += now - self._began_s
-        return now
+        seconds = time.monotonic() - self._began_s
+        self.times.add(*self._piece, seconds)
+        self.computed_s += seconds
+        self._piece = None
+        return True
 
-    def _hand_back(self) -> None:
-        # A step without tokens would end serving's offers, and not every piece has tokens.
-        self._side.end_step(max(1, self._tokens))
-        self._piece, self._tokens = None, 0
+    def _hold_grant(self, side: RolloutSide, piece: Piece, work: Work, safe_s: float) -> None:
+        """Keeps the present grant if the piece fits into it, or else hands it back and takes another."""
+        if self._has_grant:
+            is_called = self._may_be_called and side.is_called()
+            if is_called or time.monotonic() + safe_s > self._ends_s:
+                self._hand_back(side)
+        if not self._has_grant:
+            self._take(side, piece, work, safe_s)
+            self._has_grant = True
+            self.num_grants += 1
 
-    def _take(self, piece: Piece, work: Work, safe_s: float) -> None:
-        side, asked_s = self._side, time.monotonic()
+    def _hand_back(self, side: RolloutSide) -> None:
+        if self._has_grant:
+            # A step without tokens would end serving's offers, and not every piece has tokens.
+            side.end_step(max(1, self._tokens))
+            self._has_grant, self._tokens = False, 0
+
+    def _take(self, side: RolloutSide, piece: Piece, work: Work, safe_s: float) -> None:
+        asked_s = time.monotonic()
         while True:
             view, now = side.view(), time.monotonic()
             least_s = self._least_s(piece, work, safe_s, view)

@@ -59,7 +59,8 @@ class GuestTrainer(Trainer):
         if guest is None or num_items is None:
             yield inputs
             return
-        parts = num_parts(guest.times, Work(*ids.shape), guest.give_way_s)
+        # All of the trainer's processes have as many.
+        parts = int(guest.agree(num_parts(guest.times, Work(*ids.shape), guest.give_way_s)))
         split = {name: tensor.chunk(parts) for name, tensor in inputs.items()}
         for number in range(len(split["input_ids"])):
             yield {name: chunks[number] for name, chunks in split.items()}
@@ -69,11 +70,13 @@ class GuestTrainer(Trainer):
         began_s = time.monotonic()
         while True:
             used_bytes, total_bytes = _memory_use(self.args.device)
-            verdict = self._memory.decide(
-                need_bytes=need_bytes,
-                used_bytes=used_bytes,
-                total_bytes=total_bytes,
-                waited_s=time.monotonic() - began_s,
+            verdict = self._agreed(
+                self._memory.decide(
+                    need_bytes=need_bytes,
+                    used_bytes=used_bytes,
+                    total_bytes=total_bytes,
+                    waited_s=time.monotonic() - began_s,
+                )
             )
             if verdict is Verdict.RUN:
                 return True
@@ -89,6 +92,11 @@ class GuestTrainer(Trainer):
             if self._slack.guest is not None:
                 self._slack.guest.leave()  # serving may be able to free memory only by a step
             time.sleep(_WAIT_S)
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Returns the worst verdict of all the trainer's processes."""
+        guest, verdicts = self._slack.guest, list(Verdict)
+        return verdicts[int(guest.agree(verdicts.index(verdict)))] if guest is not None else verdict
 
 
 def _memory_use(device: torch.device) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import pytest
 
 from rose._shm import Words
 from rose.admission.board import NUM_WORDS, closed_slices
-from rose.admission.harm import MEASURING_SHARE, RequestDelay, SliceTime
+from rose.admission.harm import CONTROL_WINDOWS_S, MEASURING_SHARE, HarmReport, RequestDelay, SliceTime
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.admission.slices import slice_number
@@ -93,6 +93,25 @@ def test_harm_above_the_bound_shuts_rollouts_out_and_another_mode_lets_them_in(
     assert not watch.status().is_retreating
 
 
+def test_the_log_warns_when_rollouts_are_held_back_and_tells_when_they_are_let_in_again(
+    board: Words, writer: HarmRecords, caplog: pytest.LogCaptureFixture
+) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer, 0.02)
+    record_minute(writer, slowdown=0.05)
+    with caplog.at_level(logging.INFO, logger="rose"):
+        watch.look(GateMode.IDLE)
+        now = time.monotonic()
+        for minute in range(1, 20):
+            watch._adjust(HarmReport.nothing(), GateMode.IDLE, now + minute * CONTROL_WINDOWS_S[0] + 1)
+    held_back, *let_in = caplog.records
+    assert held_back.levelno == logging.WARNING and "tpot_p99 +4.5%" in held_back.getMessage()
+    assert {record.levelno for record in let_in} == {logging.INFO}
+    assert "for more of the time" in let_in[0].getMessage()
+    assert let_in[-1].getMessage().startswith("rollouts are let in again")
+    assert not watch.status().is_retreating
+
+
 def test_the_harm_of_one_mode_is_not_held_against_another(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
     watch = watch_of(board, writer, 0.02)
@@ -131,8 +150,11 @@ def test_each_tenant_has_its_own_figures(board: Words, writer: HarmRecords) -> N
     assert tenants["slow"].num_requests == tenants["quick"].num_requests == 30
     assert tenants["slow"].latencies["ttft_p99"].value == pytest.approx(1.0, abs=0.05)
     assert tenants["quick"].latencies["ttft_p99"].value == pytest.approx(0.0, abs=0.05)
-    hour = watch.status().hour
-    assert hour is not None and not hour.tenants
+    status = watch.status()
+    assert status.hour is not None and not status.hour.tenants
+    worst = status.worst_tenant
+    assert worst is not None and (worst.tenant, worst.latency) == ("slow", "ttft_p99")
+    assert worst.harm == tenants["slow"].latencies["ttft_p99"]
 
 
 def test_an_hour_that_has_ended_keeps_its_tenants(board: Words, writer: HarmRecords) -> None:

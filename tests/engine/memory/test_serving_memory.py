@@ -63,6 +63,25 @@ def cache(tenant: Tenant, tokens: list[int]) -> set[int]:
     return {tenant.layout.position_of(block.block_id) for block in blocks} - {PINNED_POSITION}
 
 
+def memory_of(tenant: Tenant, policy: BudgetPolicy, *, window_s: float, now: float) -> ServingMemory:
+    return ServingMemory(
+        tenant, policy, window_s=window_s, lend_idle_s=None, tokens_per_pair=lambda: 0.0, now=now
+    )
+
+
+def test_of_two_slabs_used_at_the_same_time_serving_gives_the_one_nearer_to_the_beginning(
+    tenant: Tenant,
+) -> None:
+    size = tenant.layout.blocks_per_slab
+    cache(tenant, prompt(0, 1))  # the spare block of the pinned slab
+    long, short = cache(tenant, prompt(1, 2 * size)), cache(tenant, prompt(2, size))
+    others = set(tenant.idle_positions()) - long - short
+    later_s = time.monotonic() + 100.0
+    # If attention cost nothing, the end of the older context would go.
+    assert set(tenant.least_valuable(1, others, later_s, 0.0)) < long
+    assert set(tenant.least_valuable(1, others, later_s, 0.01)) == short
+
+
 @pytest.mark.parametrize("other", Role)
 def test_serving_gives_others_its_cache_but_for_the_prefix_that_a_waiting_request_hits(
     tenant: Tenant, other: Role
@@ -75,7 +94,7 @@ def test_serving_gives_others_its_cache_but_for_the_prefix_that_a_waiting_reques
     tenant.ledger.set_engine(2, EngineSlot(role=other, pid=0, world_size=1))
     tenant.ledger.want(2, NUM_SLABS - 1)
     policy = BudgetPolicy(num_slabs=NUM_SLABS, headroom_slabs=1)
-    memory = ServingMemory(tenant, policy, window_s=1.0, lend_idle_s=None, now=time.monotonic())
+    memory = memory_of(tenant, policy, window_s=1.0, now=time.monotonic())
     for _ in range(3):
         memory.tick(time.monotonic(), [], waiting)
     # The pinned slab, the hits, and one for the block that is not cached.
@@ -105,7 +124,7 @@ def test_slabs_of_a_transfer_that_was_given_up_stay_for_another_lease_of_the_con
         tenant.ledger.set_engine(2, EngineSlot(role=Role.ROLLOUT, pid=0, world_size=1))
         tenant.ledger.want(2, NUM_SLABS)
         policy = BudgetPolicy(num_slabs=NUM_SLABS, headroom_slabs=1)
-        memory = ServingMemory(tenant, policy, window_s=1e9, lend_idle_s=None, now=0.0)
+        memory = memory_of(tenant, policy, window_s=1e9, now=0.0)
         memory.tick(0.0, [], [])
         assert set(tenant.pool.backed_positions()) == positions["late"] | {PINNED_POSITION}
         ends_s = holds.next_end_s(0.0)

@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import pooled_scheduler
+from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
 from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -23,6 +25,7 @@ from rose.admission.gate import ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
+from rose.admission.step_time import MIN_OBSERVATIONS
 from rose.engine.scheduling import rollout_scheduler
 from rose.types import GateMode, Role
 
@@ -64,6 +67,44 @@ def test_a_paused_step_that_gets_a_grant_goes_to_its_end_and_is_timed_without_th
     assert words.load(Word.R_PAUSES) == 1
     assert interrupt.end() > 0
     assert interrupt.end() == 0
+
+
+def test_scheduling_is_a_part_of_the_step_that_the_gate_predicts(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_s, allocate = 0.005, rollout.kv_cache_manager.allocate_slots
+
+    def allocate_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(slow_s)
+        return allocate(*args, **kwargs)
+
+    def step() -> None:
+        output = rollout.schedule()
+        names = list(output.num_scheduled_tokens)
+        indices = {name: index for index, name in enumerate(names)}
+        rollout.update_from_output(output, ModelRunnerOutput(names, indices, [[5]] * len(names)))
+
+    monkeypatch.setattr(rollout.kv_cache_manager, "allocate_slots", allocate_slowly)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+
+    def ask(name: str, num_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=MIN_OBSERVATIONS // 2 + 2)
+        rollout.add_request(Request(name, [1] * num_tokens, sampling, None, block_hasher=hasher))
+
+    # Without a model the gate admits no prefill beside a decode: so two decode together, and then one alone.
+    for prompts in ({"a": 9, "b": 5}, {"c": 7}):
+        for name, num_tokens in prompts.items():
+            ask(name, num_tokens)
+        for _ in range(MIN_OBSERVATIONS):
+            if rollout.has_unfinished_requests():
+                step()
+    assert rollout.recorder.is_profiled
+    assert rollout.recorder.observed_model.predict(0, 2, 40) > 1.5 * slow_s
+    ask("d", 7)
+    rollout.schedule()
+    started, ends = (board(rollout).load(word) for word in (Word.R_STARTED, Word.R_EST_END))
+    assert started > 0 and ends - started > 1e9 * slow_s
 
 
 def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rose.memory.policy.cached import NUM_HITS, CacheTable
+from rose.memory.policy.cached import NUM_HITS, CacheTable, recompute_cost
 
 
 def full(_position: int) -> int:
@@ -55,6 +55,22 @@ def test_of_two_slabs_equally_old_the_one_that_costs_less_to_compute_again_goes(
     table.fell_idle([1], now=0.0)
     table.fell_idle([2], now=0.0)
     assert list(table.least_valuable(num_cached.__getitem__, now=1.0)) == order
+
+
+def test_a_block_as_deep_as_attention_costs_what_the_rest_does_costs_twice_one_at_the_beginning() -> None:
+    assert recompute_cost(1, 28_000, 1 / 28_000) == pytest.approx(2 * recompute_cost(1, 0, 1 / 28_000))
+    assert recompute_cost(4, 4 * 28_000, 0.0) == 4
+    assert recompute_cost(0, 0, 1.0) == 0
+
+
+def test_a_context_s_end_outlives_a_newer_short_context_if_it_costs_more_to_compute_again() -> None:
+    table = CacheTable()
+    table.fell_idle([1], now=0.0)
+    table.fell_idle([2], now=5.0)
+    depth = {1: 84_000, 2: 0}
+    assert list(table.least_valuable(lambda p: recompute_cost(1, depth[p], 0.0), now=10.0)) == [1, 2]
+    deep = table.least_valuable(lambda p: recompute_cost(1, depth[p], 1 / 28_000), now=10.0)
+    assert list(deep) == [2, 1]
 
 
 def test_a_beginning_with_few_blocks_stays_as_long_as_its_end() -> None:

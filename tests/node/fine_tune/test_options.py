@@ -7,7 +7,7 @@ import pytest
 from rose.arguments import run_command
 from rose.errors import ConfigError
 from rose.node import serve
-from rose.node.fine_tune.examples import Example, read_examples
+from rose.node.fine_tune.examples import Example, Preference, read_examples
 from rose.node.fine_tune.options import FineTuneOptions, check, check_memory, check_output, take_options
 
 
@@ -18,6 +18,12 @@ def test_texts_and_pairs_are_read_and_empty_lines_are_not(tmp_path: Path) -> Non
         Example(prompt="", completion="a b"),
         Example(prompt="q", completion="a"),
     ]
+
+
+def test_preferences_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    assert read_examples(path) == [Preference(prompt="q", chosen="a", rejected="b")]
 
 
 def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) -> None:
@@ -36,6 +42,15 @@ def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) ->
         ('["a"]', "line 1 is not of the form"),
         ('{"text": 3}', "line 1 is not of the form"),
         ('{"prompt": "q", "completion": " "}', "line 1 has no text to learn"),
+        ('{"prompt": "q", "chosen": "a"}', "line 1 is not of the form"),
+        (
+            '{"prompt": "q", "chosen": "a", "rejected": "a"}',
+            "line 1 has the same text as chosen and rejected",
+        ),
+        (
+            '{"text": "a"}\n{"text": "b"}\n{"prompt": "q", "chosen": "a", "rejected": "b"}',
+            "line 3 is of another kind",
+        ),
     ],
 )
 def test_bad_data_is_one_line_with_its_number(tmp_path: Path, content: str, message: str) -> None:

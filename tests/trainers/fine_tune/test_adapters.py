@@ -68,7 +68,7 @@ def test_a_saved_model_answers_like_the_trained_one(
         trained = model(input_ids=tokens).logits
     tokenizer: Any = word_tokenizer(numbered_words(40), 64)
     nothing_to_learn: Any = None
-    loaded = Loaded(model=model, tokenizer=tokenizer, published="float32", sequences=nothing_to_learn)
+    loaded = Loaded(model=model, tokenizer=tokenizer, published="float32", data=nothing_to_learn)
     save(loaded, tmp_path)
     saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():

@@ -92,6 +92,25 @@ def test_each_layer_is_a_piece_forward_backward_and_in_the_update(words: Words, 
     assert guest.pieces == []
 
 
+def test_a_loss_computed_outside_of_the_model_begins_its_backward_pass_with_a_grant(
+    words: Words, model: Any
+) -> None:
+    guest = Recorded(words)
+    borders = PassBorders(model, guest)
+    borders.attach()
+    tokens = torch.randint(0, 64, (2, 16))
+    output = model(input_ids=tokens, labels=tokens)
+    guest.pieces.clear()
+    (output.logits.sum() + output.loss).backward()
+    backward = [piece for piece, _ in guest.pieces]
+    assert backward == [*(Piece("backward", layer) for layer in (3, 2, 1, 0, -1)), Piece("gradients", 0)]
+    guest.pieces.clear()
+    model(input_ids=tokens, labels=tokens).logits.sum().backward()
+    assert [piece for piece, _ in guest.pieces if piece.kind != "forward"] == backward
+    guest.leave()
+    borders.detach()
+
+
 def test_an_unknown_optimizer_steps_in_one_piece(words: Words, model: Any) -> None:
     guest = Recorded(words)
     borders = PassBorders(model, guest)

@@ -1,5 +1,6 @@
 """Unmodified trainers with a SlackCallback: guests of a pool's board that train as they do without it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,38 @@ def trl_trainer(model: Any, folder: Path, callbacks: list[Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize("make_trainer", [transformers_trainer, trl_trainer])
+def dpo_trainer(model: Any, folder: Path, callbacks: list[Any]) -> Any:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"prompt": f"w{n}", "chosen": f"w{n + 1} w{n + 2}", "rejected": f"w{n + 3}"} for n in range(16)]
+    trainer = trl.DPOTrainer(
+        model=model,
+        ref_model=copy.deepcopy(model),
+        args=trl.DPOConfig(output_dir=str(folder), **SETTINGS),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=word_tokenizer(numbered_words(40), 64),
+        callbacks=callbacks,
+    )
+    for slack in callbacks:
+        slack.guard(trainer.ref_model)
+    return trainer
+
+
+def grpo_trainer(model: Any, folder: Path, callbacks: list[Any]) -> Any:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    settings = {"num_generations": 4, "max_completion_length": 6, "use_vllm": False}
+    return trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(each.split()))) for each in completions],
+        args=trl.GRPOConfig(output_dir=str(folder), **settings, **SETTINGS),
+        train_dataset=datasets.Dataset.from_list([{"prompt": f"w{n} w{n + 1}"} for n in range(16)]),
+        processing_class=word_tokenizer(numbered_words(40), 64),
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("make_trainer", [transformers_trainer, trl_trainer, dpo_trainer, grpo_trainer])
 def test_a_stock_trainer_trains_as_a_guest_what_it_trains_alone(
     model: Any, runtime_dir: Path, tmp_path: Path, make_trainer: Any
 ) -> None:

@@ -1,11 +1,11 @@
-"""`rose serve --fine-tune` on a real engine: what is served learns the data, and the trainer may die."""
+"""`rose serve --fine-tune` on a real engine: it learns texts or preferences, and the trainer may die."""
 
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -27,15 +27,23 @@ READY_S = 1200.0
 WORDS = [f"w{number}" for number in range(100)]
 TEXTS = [" ".join(WORDS[start : start + 24]) for start in range(0, 72, 6)]
 """Each word is followed by the next one."""
+PAIRS = [
+    {
+        "prompt": WORDS[n],
+        "chosen": f"{WORDS[n + 1]} {WORDS[n + 2]}",
+        "rejected": f"{WORDS[n + 20]} {WORDS[n]}",
+    }
+    for n in range(0, 60, 5)
+]
 
 
 class Served:
     """`rose serve` with fine-tuning, and a client of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rows: Sequence[dict[str, str]], *flags: str) -> None:
         model = make_rollout_model(folder / "model")
         data, self.lines = folder / "data.jsonl", folder / "steps.jsonl"
-        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.runtime_dir = folder / "run"
         self.runtime_dir.mkdir(mode=0o700)
         port = free_port()
@@ -47,15 +55,17 @@ class Served:
             *("--fine-tune-publish-s", "3", "--fine-tune-log", str(self.lines)),
             *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", "512", "--max-num-seqs", "4"),
+            *flags,
         ]
         self.log = folder / "serve.log"
         self.process = ServerProcess(argv, "serve", self.log, environment).start()
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0, trust_env=False)
         self.process.wait_ready(f"http://127.0.0.1:{port}/health", READY_S)
 
-    def loss(self) -> float:
+    def loss(self, texts: Sequence[str] = tuple(TEXTS)) -> float:
         """The mean loss of the texts by the logprobs that the engine answers with."""
-        body = {"model": "tiny", "prompt": TEXTS, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {"model": "tiny", "prompt": list(texts), **sampling}
         answer = self._http.post("/v1/completions", json=body)
         answer.raise_for_status()
         positions = [
@@ -80,7 +90,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with TemporaryDirectory(prefix="rose-test-") as folder:  # short, as a socket's path may have 107 bytes
-        made = Served(Path(folder))
+        made = Served(Path(folder), [{"text": text} for text in TEXTS])
         yield made
         made.close()
 
@@ -116,3 +126,24 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
     assert max(after) < before - 1.0 and len(versions) == 1
     until(lambda: "died name=trainer" in served.log.read_text(), "a line about the trainer", served)
     assert served.process.is_alive()
+
+
+def test_what_is_served_learns_to_prefer_the_chosen_answers() -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    with TemporaryDirectory(prefix="rose-test-") as folder:
+        served = Served(Path(folder), PAIRS)
+        try:
+
+            def preference() -> float:
+                """By how many nats a token the rejected answers are less likely than the chosen ones."""
+                chosen, rejected = (
+                    [f"{p['prompt']} {p[kind]}" for p in PAIRS] for kind in ("chosen", "rejected")
+                )
+                return served.loss(rejected) - served.loss(chosen)
+
+            before = preference()
+            until(lambda: preference() > before + 1.0, "the chosen answers become likelier", served)
+            steps = [json.loads(line) for line in served.lines.read_text().splitlines()]
+            assert steps[-1]["loss"] < steps[0]["loss"] and steps[-1]["grants"] > len(steps)
+        finally:
+            served.close()

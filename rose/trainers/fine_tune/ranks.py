@@ -1,0 +1,51 @@
+"""The processes of a data-parallel trainer, which are one guest of the board.
+
+Rank 0 has the place on the board and asks for grants. The others compute the same pieces at the same time: a
+piece begins on every rank under the same grant, and a grant goes back when the last rank has ended its piece.
+Owns the group of processes through which they agree. Every rank has to call the same methods in the same
+order.
+"""
+
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from rose.errors import WorkerError
+
+_TIMEOUT = timedelta(days=7)
+"""For as long serving may leave no time to train."""
+
+
+class Ranks:
+    """One process among those of a trainer. Raises: WorkerError from any method if another one has died."""
+
+    def __init__(self) -> None:
+        """Call it on every rank, once torch's process group is there."""
+        # gloo on the host: the trainer's own group may be on devices, which wait for grants.
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self.is_leader = dist.get_rank() == 0
+        self.count = dist.get_world_size()
+
+    @classmethod
+    def of_trainer(cls) -> Self | None:
+        """Returns this process's; None for a trainer of one process."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return cls()
+        return None
+
+    @staticmethod
+    def part() -> None:
+        """Leaves the trainer's group, if there is one. A process that ends in it may abort."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def most(self, value: float) -> float:
+        """Returns the largest value of all ranks, once all have come here."""
+        shared = torch.tensor([value], dtype=torch.float64)
+        try:
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise WorkerError(f"another process of the trainer has gone: {error}") from error
+        return float(shared)
