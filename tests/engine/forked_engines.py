@@ -111,9 +111,13 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
 
 def load_model_class(model: Path) -> None:
     """Spares the subprocess in which vLLM looks at a class that it hasn't seen on this machine: 20 s each."""
+    (name,) = json.loads((model / "config.json").read_text())["architectures"]
+    load_class(name)
+
+
+def load_class(name: str) -> None:
     from vllm import ModelRegistry
 
-    (name,) = json.loads((model / "config.json").read_text())["architectures"]
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
