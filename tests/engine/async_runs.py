@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import async_on_cpu  # noqa: F401
-from engine_runs import Moves, Prompts, _cut, answer_over_cuts, tenant_of
+from engine_runs import Moves, Prompts, _cut, answer_over_cuts, serve_bursts, tenant_of
 from forked_engines import Driver, Reply, make_engine
 from late_device import LateDevice, use_late_device
 
@@ -34,12 +34,25 @@ class LateMoves:
 
 
 def answer_over_cuts_late(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, *, is_fenced: bool = True
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    num_rounds: int,
+    *,
+    is_fenced: bool = True,
+    **args: Any,
 ) -> LateMoves:
     """Half of the slabs leave while two steps are in flight, that is while the older one may use them."""
     device = use_late_device(is_fenced=is_fenced)
-    moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts))
+    moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
     return LateMoves(moves=moves, most_in_flight=device.most_in_flight)
+
+
+def serve_bursts_late(**given: Any) -> tuple[list[list[int]], int]:
+    """Returns the answers of a serving engine, and the most steps that it had in flight."""
+    device = use_late_device()
+    return serve_bursts(**given), device.most_in_flight
 
 
 def answer_until_stops(

@@ -36,11 +36,11 @@ def _batches(prompts: Prompts, num_at_once: int) -> list[Prompts]:
 
 
 def serve_bursts(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, burst: Event, stop: Event
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, burst: Event, stop: Event, **args: Any
 ) -> list[list[int]]:
     """All prompts at once, each time that ``burst`` is set; idle in between, when rollouts get slabs."""
     settings = {"role": "serving", "pool": pool, "engine_id": "serving", "serving_window_s": WINDOW_S}
-    driver = Driver(make_engine(model, settings))
+    driver = Driver(make_engine(model, settings, **args))
     answers: list[list[int]] = []
     while True:
         driver.step_until(lambda: burst.is_set() or stop.is_set(), "told what to do", at_most_s=1200.0)
@@ -88,13 +88,21 @@ def _cut(driver: Driver, budget: int) -> None:
 
 
 def answer_over_cuts(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, num_at_once: int, **args: Any
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    num_rounds: int,
+    num_at_once: int,
+    num_moves: int = 0,
+    **args: Any,
 ) -> Moves:
-    """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding."""
+    """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding. It
+    goes on until there were so many rounds and moves."""
     settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
     driver = Driver(make_engine(model, settings, **args))
     before, replies, step = num_changes(tenant_of(driver)), [], 0
-    for _ in range(num_rounds):
+    while len(replies) < num_rounds or num_changes(tenant_of(driver)) - before < num_moves:
         answers = []
         for index, batch in enumerate(_batches(prompts, num_at_once)):
             names = driver.ask(batch, max_tokens)
@@ -179,7 +187,14 @@ class EventChecks:
 
 
 def roll_out_beside_serving(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, burst: Event, stop: Event
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    num_rounds: int,
+    burst: Event,
+    stop: Event,
+    **args: Any,
 ) -> EventChecks:
     """Rounds of answers, each with a serving burst that cuts the budget; then the end of leases, a cut and a
     reset of the prefix cache. All along, a consumer replays the KV events."""
@@ -193,7 +208,9 @@ def roll_out_beside_serving(
         "stall_s": STALL_S,
     }
     with KVConsumer() as consumer:
-        engine = make_engine(model, settings, kv_events_config=consumer.config, disable_log_stats=False)
+        engine = make_engine(
+            model, settings, kv_events_config=consumer.config, disable_log_stats=False, **args
+        )
         run = _ConsumedRollout(engine, consumer, prompts, max_tokens)
         driver, tenant = run.driver, run.tenant
         driver.step_until(lambda: tenant.ledger.num_held(Role.SERVING) > 0, "a serving engine", 1200.0)

@@ -114,10 +114,14 @@ def load_model_class(model: Path, *heads: str) -> None:
 
     heads: the architectures of the model's speculative heads.
     """
+    for name in (*json.loads((model / "config.json").read_text())["architectures"], *heads):
+        load_class(name)
+
+
+def load_class(name: str) -> None:
     from vllm import ModelRegistry
 
-    for name in (*json.loads((model / "config.json").read_text())["architectures"], *heads):
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,13 @@ NUM_BLOCKS = 64
 
 @contextmanager
 def lone_scheduler(
-    folder: Path, role: Role, *, is_async: bool = False, max_model_len: int = 64, **settings: Any
+    folder: Path,
+    role: Role,
+    *,
+    is_async: bool = False,
+    max_model_len: int = 64,
+    watermark: float = 0.0,
+    **settings: Any,
 ) -> Iterator[Any]:
     """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key.
 
@@ -39,6 +45,7 @@ def lone_scheduler(
         max_model_len=max_model_len,
         max_num_seqs=2,
         max_num_batched_tokens=STEP_TOKENS,
+        watermark=watermark,
         additional_config={"rose": {"role": str(role), "engine_id": ENGINE_ID, **settings}},
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS

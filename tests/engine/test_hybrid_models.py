@@ -6,23 +6,40 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import async_runs
 import engine_runs
 import pytest
 from forked_engines import Fork, forks
+from preloaded import FORKS
 from probes import prompt
 from real_engine import runtime_dir
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
-from tiny_models import make_delta_net_model, make_mamba_model
+from tiny_models import (
+    BLOCK_TOKENS,
+    SLAB_BYTES,
+    make_delta_net_model,
+    make_mamba_model,
+    make_parallel_model,
+    make_state_model,
+)
 
 from rose.memory.daemon.daemon import start_daemon
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROMPTS = [prompt(f"hybrid-{index}", 90 + 40 * index) for index in range(6)]
+SHARED = prompt("shared", 88)
+PROMPTS = [SHARED + prompt(f"hybrid-{index}", 40 * index) for index in range(6)]
+"""They are more than one step takes, so the last ones find the state of the first one's prompt."""
 TOKENS = 40
+LONG = [SHARED + prompt(f"long-hybrid-{index}", 210 + 20 * index) for index in range(10)]
+LONG_TOKENS = 60
 NUM_ROUNDS = 3
 SMALL_SLAB = 256 << 10
+STATE_SLAB = 64 << 10
 DELTA_NET_SLAB = 768 << 10
+CACHED = {"enable_prefix_caching": True}
+PARTLY_CACHED = {**CACHED, "prefix_match_unit": 16}
+"""Prefixes are found in steps of 16 tokens, so most end inside a block, which is then copied."""
 UNCACHED = {"enable_prefix_caching": False}
 POOL_NUMBERS = count()
 
@@ -33,6 +50,8 @@ NewPool = Callable[[int], str]
 class Models:
     def __init__(self, folder: Path) -> None:
         self.mamba = make_mamba_model(folder / "mamba")
+        self.parallel = make_parallel_model(folder / "parallel")
+        self.states_alone = make_state_model(folder / "states")
         self.delta_net = make_delta_net_model(folder / "delta-net")
 
 
@@ -74,27 +93,59 @@ def mamba_answers(run: Run, hybrids: Models) -> list[list[int]]:
     return answers
 
 
-def moves_of(run: Run, new_pool: NewPool, model: Path, slab_bytes: int, **args: Any) -> engine_runs.Moves:
-    fork = run(
-        engine_runs.answer_over_cuts,
-        **{"prompts": PROMPTS, "max_tokens": TOKENS, "num_rounds": NUM_ROUNDS},
-        **{"model": model, "pool": new_pool(slab_bytes), "num_at_once": len(PROMPTS), **args},
-    )
-    moves: engine_runs.Moves = fork.result()
-    return moves
-
-
-def test_mamba2_answers_as_stock_while_slabs_leave(
-    run: Run, new_pool: NewPool, hybrids: Models, mamba_answers: list[list[int]]
+@pytest.mark.parametrize("caching", [UNCACHED, PARTLY_CACHED], ids=["uncached", "copied"])
+def test_mamba2_answers_as_stock_while_slabs_leave_under_steps_in_flight(
+    run: Run, new_pool: NewPool, hybrids: Models, mamba_answers: list[list[int]], caching: dict[str, Any]
 ) -> None:
-    assert_greedy(moves_of(run, new_pool, hybrids.mamba, SMALL_SLAB, **UNCACHED), mamba_answers)
+    late: async_runs.LateMoves = run(
+        async_runs.answer_over_cuts_late,
+        **{"prompts": PROMPTS, "max_tokens": TOKENS, "num_rounds": NUM_ROUNDS},
+        **{"model": hybrids.mamba, "pool": new_pool(SMALL_SLAB), **caching},
+    ).result()
+    assert late.most_in_flight == 2
+    assert_greedy(late.moves, mamba_answers)
+    cached = [reply.num_cached_tokens for replies in late.moves.replies for reply in replies]
+    assert any(tokens % BLOCK_TOKENS for tokens in cached) == (caching is PARTLY_CACHED)
+
+
+def test_a_model_of_states_alone_answers_as_stock_while_slabs_leave(
+    run: Run, new_pool: NewPool, hybrids: Models
+) -> None:
+    given = {"model": hybrids.states_alone, "prompts": PROMPTS, "max_tokens": TOKENS}
+    moves = run(
+        engine_runs.answer_over_cuts,
+        **{**given, **PARTLY_CACHED, "num_rounds": NUM_ROUNDS, "num_at_once": len(PROMPTS)},
+        pool=new_pool(STATE_SLAB),
+    ).result()
+    assert_greedy(moves, run(engine_runs.stock_answers, **given).result())
 
 
 def test_gated_delta_nets_answer_as_stock_while_slabs_leave(
     run: Run, new_pool: NewPool, hybrids: Models
 ) -> None:
     """One prompt at a time: answers of stock vLLM in bfloat16 change with the batch."""
-    alone = {"num_at_once": 1, "dtype": "bfloat16"}
     given = {"model": hybrids.delta_net, "prompts": PROMPTS, "max_tokens": TOKENS}
-    stock = run(engine_runs.stock_answers, **given, **alone).result()
-    assert_greedy(moves_of(run, new_pool, hybrids.delta_net, DELTA_NET_SLAB, **UNCACHED, **alone), stock)
+    alone = {"num_at_once": 1, "dtype": "bfloat16"}
+    moves = run(
+        engine_runs.answer_over_cuts,
+        **{**given, **alone, **CACHED, "num_rounds": NUM_ROUNDS, "pool": new_pool(DELTA_NET_SLAB)},
+    ).result()
+    assert_greedy(moves, run(engine_runs.stock_answers, **given, **alone).result())
+
+
+def test_two_hybrids_share_a_pool(
+    run: Run, new_pool: NewPool, hybrids: Models, mamba_answers: list[list[int]]
+) -> None:
+    """A Falcon-H1 rolls out beside a Granite, which serves with two steps in flight. KV events are compared
+    with what is cached inside (engine_runs.py)."""
+    shared = {"pool": new_pool(SLAB_BYTES), "burst": FORKS.Event(), "stop": FORKS.Event()}
+    rollout = {"model": hybrids.parallel, "prompts": LONG, "max_tokens": LONG_TOKENS}
+    serving = {"model": hybrids.mamba, "prompts": PROMPTS * 4, "max_tokens": TOKENS}
+    rolled_out = run(
+        engine_runs.roll_out_beside_serving, **rollout, **shared, num_rounds=NUM_ROUNDS, **PARTLY_CACHED
+    )
+    served = run(async_runs.serve_bursts_late, **serving, **shared, **CACHED)
+    assert_greedy(rolled_out.result().moves, run(engine_runs.stock_answers, **rollout).result())
+    answers, most_in_flight = served.result()
+    assert answers == mamba_answers * (len(answers) // len(mamba_answers)) != []
+    assert most_in_flight == 2

@@ -14,7 +14,7 @@ from real_engine import runtime_dir
 from references import ModelDirs
 from speculative_runs import NUM_DRAFTS, Drafted, Served, speculation
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
-from tiny_models import SLAB_BYTES, make_eagle3_head
+from tiny_models import SLAB_BYTES, make_eagle3_head, make_mtp_model
 
 from rose.memory.daemon.daemon import start_daemon
 
@@ -64,12 +64,16 @@ def drafters(models: ModelDirs, engines_dir: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def mtp(engines_dir: Path) -> Path:
+    return make_mtp_model(engines_dir / "mtp")
+
+
 @pytest.mark.parametrize(
     ("method", "how"),
     [
         ("ngram", {}),
         ("draft_model", {"is_gated": True}),
-        ("eagle3", {}),
         ("draft_model", {"is_late": True}),
         ("eagle3", {"is_late": True, "is_gated": True}),
     ],
@@ -95,6 +99,22 @@ def test_drafts_leave_the_answers_stocks_while_slabs_leave(
     assert drafted.num_drafts > 0
     assert drafted.most_in_flight == (2 if how == {"is_late": True} else 1)
     assert (drafted.num_granted > 0) == ("is_gated" in how)
+
+
+def test_drafts_of_a_models_own_layer_leave_the_answers_stocks_while_slabs_leave(
+    run: Run, pool: str, mtp: Path
+) -> None:
+    drafted: Drafted = run(
+        speculative_runs.draft_over_cuts,
+        model=mtp,
+        pool=pool,
+        num_rounds=NUM_ROUNDS,
+        speculative=speculation("mtp"),
+        is_late=True,
+    ).result()
+    assert_greedy(drafted.moves, run(engine_runs.stock_answers, model=mtp).result())
+    assert drafted.num_drafts > 0
+    assert drafted.most_in_flight == 2
 
 
 @pytest.mark.parametrize("pool", [2 * NUM_SLABS], indirect=True)

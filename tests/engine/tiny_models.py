@@ -144,6 +144,20 @@ def make_mamba_model(folder: Path) -> Path:
     return _write(folder, config, seed=8)
 
 
+def make_parallel_model(folder: Path) -> Path:
+    """A Falcon-H1: each of two layers has a Mamba2 beside its attention; two groups of 128 KiB blocks."""
+    from transformers import FalconH1Config
+
+    sizes = {"n_heads": 16, "d_head": 16, "d_ssm": 256, "d_state": 16, "n_groups": 1, "d_conv": 4}
+    config = FalconH1Config(
+        num_hidden_layers=2,
+        mamba_chunk_size=64,
+        **{f"mamba_{name}": size for name, size in sizes.items()},
+        **_shape(hidden_size=128),
+    )
+    return _write(folder, config, seed=12)
+
+
 def make_delta_net_model(folder: Path) -> Path:
     """A Qwen3-Next in bfloat16, in the head size that vLLM's CPU kernel knows: three gated delta nets beside
     one layer of attention, whose blocks have 384 tokens to be as large as a state; four groups of 384 KiB."""
@@ -233,6 +247,34 @@ def make_eagle3_head(folder: Path) -> Path:
     )
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def make_mtp_model(folder: Path) -> Path:
+    """A MiMo, which is a Qwen2 with one layer that drafts the token after the next."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen2Config
+
+    shape = _shape(hidden_size=128)
+    del shape["head_dim"]  # a Qwen2 has no such setting
+    config = Qwen2Config(num_hidden_layers=2, **shape)
+    _write(folder, config, seed=11)
+    (path,) = folder.glob("*.safetensors")
+    weights = load_file(path)
+    layer, drafting, hidden = "model.layers.0.", "model.mtp_layers.0.", shape["hidden_size"]
+    weights |= {
+        name.replace(layer, drafting): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(layer)
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    weights |= {f"{drafting}{norm}.weight": torch.ones(hidden) for norm in norms}
+    draws = torch.Generator().manual_seed(11)
+    weights[f"{drafting}input_proj.weight"] = 0.2 * torch.randn((hidden, 2 * hidden), generator=draws)
+    save_file(weights, path, metadata={"format": "pt"})
+    config.update({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1})
+    config.save_pretrained(folder)
     return folder
 
 

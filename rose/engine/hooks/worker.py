@@ -6,11 +6,13 @@ Owns the integration of one rank on the CPU platform, where weights also come an
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.engine.hooks.priority import give_way_on_cpus
@@ -30,6 +32,19 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
         self._is_placed = False
         # No engine argument sets this; vLLM looks the backend up by its name when first told to sleep.
         self.model_config.sleep_mode_backend = "rose"
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Has vLLM end a step wherever a prefill reaches a state that it caches.
+
+        Why: Mamba2 layers promise to hand out such a state from the midst of a step. Their kernel for CPUs
+        returns the last state alone, and the first such prefill ends a stock engine too (vLLM 0.32).
+        """
+        promised = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
+        specs = super().get_kv_cache_spec()
+        return {
+            layer: replace(spec, **promised) if hasattr(spec, "prefill_checkpoint_alignment") else spec
+            for layer, spec in specs.items()
+        }
 
     def compile_or_warm_up_model(self) -> Any:
         """Makes the buffers in which a pipeline's later ranks receive.

@@ -311,15 +311,22 @@ class SlabBlockPool(BlockPool):
 class SlabKVCacheManager(KVCacheManager):
     """A ``KVCacheManager`` that tells its block pool whose blocks it is about to ask for."""
 
+    watermark: float
+    """The share of the engine's blocks that stays free when a waiting request gets blocks."""
+
     @classmethod
-    def adopt(cls, manager: KVCacheManager) -> None:
+    def adopt(cls, manager: KVCacheManager, watermark: float) -> None:
         """Changes the class of the existing object, which the scheduler and KV connectors refer to."""
         manager.__class__ = cls
+        assert isinstance(manager, cls)
+        manager.watermark = watermark
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         pool = self.block_pool
         assert isinstance(pool, SlabBlockPool)
         pool.beside = self._last_position(request.request_id, pool.layout)
+        # vLLM has counted the blocks of the whole address range.
+        self.watermark_blocks = int(self.watermark * pool.num_gpu_blocks)
         return super().allocate_slots(request, *args, **kwargs)
 
     def _last_position(self, request_id: str, layout: SlabLayout) -> int | None:

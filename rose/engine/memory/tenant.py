@@ -22,6 +22,7 @@ from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKV
 from rose.engine.memory.connector_holds import ConnectorHolds
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
+from rose.engine.memory.states import is_about_to_copy, most_new_states, speculative_states
 from rose.memory.policy.cached import CacheTable, recompute_cost
 from rose.memory.policy.leases import LeaseTable
 from rose.memory.policy.spread import Spread
@@ -79,15 +80,17 @@ class Tenant:
         self._ops = SlabOps()
         self._pool: SlabBlockPool | None = None
 
-    def adopt(self, manager: KVCacheManager, num_draft_slots: int = 0) -> None:
+    def adopt(self, manager: KVCacheManager, num_draft_slots: int = 0, watermark: float = 0.0) -> None:
         """Takes over vLLM's block pool. Call once, right after the scheduler was made.
 
         ``num_draft_slots``: how far a step may write behind a request's last token: its draft tokens, and the
-        drafter's lookahead.
+        drafter's lookahead. ``watermark``: the share of the engine's blocks that stays free when a waiting
+        request gets blocks beside others.
         """
+        self._watermark = watermark
         self._num_slots_ahead = num_draft_slots + 1
         self._max_model_len = manager.max_model_len
-        SlabKVCacheManager.adopt(manager)
+        SlabKVCacheManager.adopt(manager, watermark)
         self._coordinator = manager.coordinator
         self._groups = manager.coordinator.single_type_managers
         self._pinned_slab = pinned_slab(self.client, acquire=False)
@@ -130,23 +133,28 @@ class Tenant:
     def slabs_for(self, num_blocks: int) -> int:
         return math.ceil(num_blocks / self.layout.blocks_per_slab)
 
-    def blocks_wanted(self, running: Iterable[Request], waiting: Iterable[Request]) -> int:
+    def blocks_wanted(self, running: Sequence[Request], waiting: Sequence[Request]) -> int:
         """Returns how many blocks the next steps need beyond those that the requests hold.
 
         That is one more for each running request that is about to fill its last block, with the tokens of
         steps in flight and its drafts, and the whole prompt of each waiting one, prefix hits included. Every
-        cache group counts; a sliding window counts as if it kept all its tokens.
+        cache group counts; a sliding window counts as if it kept all its tokens. So do the free blocks that
+        the watermark demands.
         """
         requests = [*running, *waiting]
         wanted = 0
         for group in self._groups:
-            held = group.req_to_blocks
+            held, most_new, extra = group.req_to_blocks, most_new_states(group), speculative_states(group)
             for request in requests:
-                have = len(held[request.request_id]) if request.request_id in held else 0
+                have = len(held.get(request.request_id, ()))
                 num_tokens = request.num_tokens + request.num_output_placeholders + self._num_slots_ahead
                 num_tokens = min(num_tokens, self._max_model_len)
-                wanted += max(0, math.ceil(num_tokens / group.block_size) - have)
-        return wanted
+                new = max(0, math.ceil(num_tokens / group.block_size) + extra - have)
+                wanted += min(new, most_new) + is_about_to_copy(group, request)
+        if not (running and waiting):
+            return wanted
+        num_used = int(self.pool.num_used.sum())
+        return math.ceil((wanted + self._watermark * num_used) / (1 - self._watermark))
 
     def missing_slabs(self, num_blocks: int) -> int:
         """Returns how many slabs to add so that ``num_blocks`` fit without evicting prefix cache."""
@@ -179,14 +187,15 @@ class Tenant:
         """
         readers = [request for request in waiting if self._reads_cache(request)]
         hits: list[KVCacheBlock] = []
-        num_looked_up = num_hashes = 0
+        num_hits = num_looked_up = num_hashes = 0
         for request in readers:
             if num_hashes >= MAX_LOOKUP_BLOCKS:
                 break
-            hits += self._cached_prefix(request)
+            blocks, num_copied = self._cached_prefix(request)
+            hits += blocks
+            num_hits += len(blocks) - num_copied
             num_looked_up += 1
             num_hashes += len(request.block_hashes)
-        num_hits = len(hits)
         if num_hits and num_looked_up < len(readers):
             sample = self.blocks_wanted((), readers[:num_looked_up])
             num_hits += num_hits * self.blocks_wanted((), readers[num_looked_up:]) // sample
@@ -196,12 +205,19 @@ class Tenant:
         """Whether vLLM will look the request up. It doesn't if the prompt's log probabilities are wanted."""
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return False
-        holds_blocks = any(request.request_id in group.req_to_blocks for group in self._groups)
+        # vLLM leaves an empty list of states for a request that found no memory.
+        holds_blocks = any(group.req_to_blocks.get(request.request_id) for group in self._groups)
         return bool(request.block_hashes) and not holds_blocks
 
-    def _cached_prefix(self, request: Request) -> list[KVCacheBlock]:
-        groups = self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0]
-        return [block for group in groups for block in group if not block.is_null]
+    def _cached_prefix(self, request: Request) -> tuple[list[KVCacheBlock], int]:
+        """Returns the cached blocks that the request would read, and how many of them it would copy into
+        blocks of its own, because the cached prefix ends inside them."""
+        groups, num_tokens, *_ = self._coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        found = zip(groups, self._groups, strict=True)
+        num_copied = sum(bool(blocks) and num_tokens % group.block_size > 0 for blocks, group in found)
+        return [block for blocks in groups for block in blocks if not block.is_null], num_copied
 
     def grow(self, num_slabs: int) -> int:
         """Acquires up to ``num_slabs`` slabs from the pool; returns how many it got."""

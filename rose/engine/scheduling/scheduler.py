@@ -69,7 +69,11 @@ class RoseScheduler(Scheduler):
             )
         super().__init__(*args, **kwargs)
         if self.tenant is not None:
-            self.tenant.adopt(self.kv_cache_manager, self.num_spec_tokens + self.num_lookahead_tokens)
+            self.tenant.adopt(
+                self.kv_cache_manager,
+                self.num_spec_tokens + self.num_lookahead_tokens,
+                getattr(self.scheduler_config, "watermark", 0.0),  # not in every supported vLLM
+            )
             if self.connector is not None:
                 self.tenant.holds = ConnectorHolds(
                     self.connector,

@@ -10,6 +10,7 @@ import sys
 
 from rose.config import Settings
 from rose.errors import RelayError
+from rose import ports
 from rose.node import checks, launch
 from rose.node.fine_tune.options import FineTuneOptions, flag
 from rose.node.node_config import EngineConfig, PoolConfig
@@ -122,6 +123,6 @@ def _rank_environments(count: int) -> list[dict[str, str]]:
     """Returns what tells each of a trainer's processes about the others, by torch's names."""
     if count == 1:
         return [{}]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(checks.free_port())}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from rose.admission.board_snapshot import EngineState, snapshot
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
-from rose.node import checks
+from rose import ports
 from rose.node.processes import ServerProcess
 
 PROGRAM = Path(__file__).with_name("ranked_trainer.py")
@@ -24,7 +24,7 @@ MOST_S = 300.0
 
 @contextmanager
 def ranks(*flags: str, folder: Path) -> Iterator[list[ServerProcess]]:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(checks.free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
     size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, str(PROGRAM), "gpu0", str(folder), *flags]
     with ExitStack() as stack:
