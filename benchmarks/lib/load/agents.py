@@ -21,9 +21,9 @@ NUM_TURNS = 10
 LONG = 240
 """Characters that a grammar wants: tokens enough to be cut among."""
 OUTPUT_TOKENS = (150, 600)
-"""The least and the most that a tool's output has, or a user's question. A conversation ends at
-CONTEXT_TOKENS at the latest."""
+"""The least and the most that a tool's output has, or a user's question."""
 CONTEXT_TOKENS = 12288
+"""The longest conversation fits into this."""
 _PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
