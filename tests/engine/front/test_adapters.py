@@ -20,8 +20,8 @@ MODULES = {
 Answers = dict[tuple[str, str], list[Json]]
 ASK = {"whole": whole, "streamed": streamed}
 KINDS = ("tools auto", "tool named", "reasoning, then regex", "regex", "stop strings", "logprobs")
-DIFFERENT = ("tool named", "regex", "logprobs")
-"""Those whose answers show the context, and with it the adapter's version."""
+DIFFERENT = ("logprobs",)
+"""Those whose answers show the adapter's version, whatever the model says."""
 LONG = "You are an agent, and this is what all of your chats begin with. " * 5
 """More than two blocks of tokens: the KV of a chat is found again by the next one."""
 
@@ -88,8 +88,8 @@ def test_messages_for_an_adapter_are_answered(front: Setup, tmp_path: Path) -> N
         httpx.post(f"{url}/v1/messages", json={**asked, "temperature": 0.0}, timeout=300).json()
         for url in (front.engine_url, front.router_url)
     )
-    assert (own["model"], own["content"][0]["thinking"]) == ("math", through["content"][0]["thinking"])
-    assert {**own, "id": "", "content": []} == {**through, "id": "", "content": []}
+    assert (through["model"], through["stop_reason"]) == ("math", own["stop_reason"])
+    assert through["content"][0]["thinking"] == own["content"][0]["thinking"]
 
 
 def test_what_an_engine_with_adapters_can_not_do_on_a_cpu_is_refused_and_ends_no_engine(front: Setup) -> None:
