@@ -2,7 +2,8 @@
 
 Two rollout engines with the same weights in float32 stand behind `rose router --front 1`. Agents talk to it
 in conversations of ten turns: tools (auto and required), reasoning, an expression, a schema, stop strings,
-penalties. Half of the agents stream their answers.
+penalties. What tools and users say has 150 to 600 tokens, and answers have up to 250, so a conversation grows
+to thousands of tokens. Half of the agents stream their answers.
 Meanwhile one engine or the other, by chance, gets SIGSTOP for some seconds, or SIGKILL, after which a new one
 takes its place. Afterwards an undisturbed engine is asked every turn again.
 
@@ -24,7 +25,7 @@ import aiohttp
 from lib.faults.signals import kill, stopped
 from lib.faults.turns import Engine, is_idle
 from lib.harness import run_benchmark
-from lib.load.agents import Agent, Asked, ask
+from lib.load.agents import CONTEXT_TOKENS, Agent, Asked, ask
 from lib.load.turns import RouterClient, until_so
 
 from rose.errors import WorkerError
@@ -83,7 +84,7 @@ class _Workers:
         self.engines: list[Engine] = []
 
     def start(self, name: str) -> None:
-        flags = (*PARSERS, "--served-model-name", MODEL)
+        flags = (*PARSERS, "--served-model-name", MODEL, "--max-model-len", str(CONTEXT_TOKENS))
         self._rig.start_engine(name, Role.ROLLOUT, model=self._model, vllm_args=flags, gate=GateMode.OFF)
 
     def wait(self, name: str) -> Engine:

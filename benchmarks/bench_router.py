@@ -26,6 +26,8 @@ in between (lib/router/bare_passthrough.py): "aiohttp floor".
                                 their requests' CPU included
   cores_384_streams             CPU while 384 streams get 2 chunks a second each (30 tokens/s)
   jain                          two jobs offering 10:1 on one worker: Jain's index of tokens per entitlement
+  jain_mixed                    the same, where the larger job asks for chats with tools and the other for
+                                completions
 
     python benchmarks/bench_router.py --json router.json
 """
@@ -83,7 +85,7 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     figures += latencies(cpu, rng, args.quick)
     figures += _cpu_figures(cpu, rng, args.peer, args.quick)
     figures += streams(cpu, args.quick)
-    return [*figures, fairness(args.quick)]
+    return [*figures, fairness(args.quick), fairness(args.quick, is_mixed=True)]
 
 
 def _cpu_figures(cpu: int, rng: random.Random, peers: Sequence[str], is_quick: bool) -> list[Figure]:

@@ -1,7 +1,9 @@
 """HTTP clients of workers and services, and the names of headers. rose.transfer.relay.calls has the
 relays'."""
 
+import random
 import socket
+import time
 
 import httpx
 
@@ -44,6 +46,12 @@ LEASE_HEADER = "X-Rose-Lease"
 NO_LEASE = "NoLease"
 """The type of the error (503) with which a worker refuses a turn that no lease covers."""
 
+RETRY_S = 60.0
+"""How long a turn is tried again while no router answers: a router that starts again takes less."""
+_PAUSE_S = 0.2
+_MOST_DOUBLINGS = 4
+_MOST_PAUSE_S = 5.0
+
 
 def urls_of(text: str) -> tuple[str, ...]:
     """Returns the addresses in a list that is separated by commas. Raises: ValueError for an empty one."""
@@ -65,3 +73,35 @@ def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | floa
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         trust_env=False,
     )
+
+
+class Failures:
+    """The failures of a turn at several routers since it last made progress."""
+
+    def __init__(self, retry_s: float, num_urls: int) -> None:
+        self._retry_s = retry_s
+        self._num_urls = num_urls
+        self._num = self._num_tokens = 0
+        self._until = 0.0
+
+    def are_too_many(self, num_tokens: int) -> bool:
+        """Notes one more after so many tokens. Each router is asked, however late it is."""
+        now = time.monotonic()
+        if not self._num or num_tokens > self._num_tokens:
+            self._num, self._until = 0, now + self._retry_s
+        self._num, self._num_tokens = self._num + 1, num_tokens
+        return self._num >= self._num_urls and now >= self._until
+
+    @property
+    def have_all_failed(self) -> bool:
+        """Whether each router has failed since the turn made progress."""
+        return self._num >= self._num_urls
+
+    def pause_s(self, wanted_s: float) -> float:
+        """Returns the seconds until the next try, once all routers have failed: at least what the last one
+        wants, and more each time."""
+        num_rounds, num_more = divmod(self._num, self._num_urls)
+        if num_more:
+            return 0.0
+        longest_s = _PAUSE_S * 2 ** min(num_rounds - 1, _MOST_DOUBLINGS)
+        return min(wanted_s, _MOST_PAUSE_S) + random.uniform(longest_s / 2, longest_s)

@@ -31,6 +31,7 @@ SCRIPTS = {
 }
 """What is said after each word. A single character that isn't ASCII stands for a byte, as in GPT-2."""
 HIDDEN = 128
+CONTEXT_TOKENS = 16384
 
 
 def make_scripted_model(folder: Path) -> Path:
@@ -74,7 +75,7 @@ def _write_weights(folder: Path, tokenizer: Any) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=CONTEXT_TOKENS,
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=False,
     )

@@ -7,8 +7,6 @@ the router has tried every worker.
 """
 
 import asyncio
-import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +17,11 @@ import httpx
 import msgspec
 
 from rose.errors import WorkerError
-from rose.http import JOB_HEADER, RUN_HEADER, SO_FAR, WATCHED, urls_of
+from rose.http import JOB_HEADER, RETRY_S, RUN_HEADER, SO_FAR, WATCHED, Failures, urls_of
 from rose.scheduler.rollout.formats.resume import has_state, must_restart
 
 _PATH = "/inference/v1/generate"
 _CONNECT_TIMEOUT_S = 10.0
-_RETRY_S = 60.0
-_PAUSE_S = 0.2
-_MOST_DOUBLINGS = 4
-_MOST_PAUSE_S = 5.0
 _UNAVAILABLE = 503
 _DATA = b"data: "
 _DONE = b"[DONE]"
@@ -85,33 +79,6 @@ class _Answer:
         )
 
 
-class _Failures:
-    """Those of a turn since it last made progress."""
-
-    def __init__(self, retry_s: float, num_urls: int) -> None:
-        self._retry_s = retry_s
-        self._num_urls = num_urls
-        self._num = self._num_tokens = 0
-        self._until = 0.0
-
-    def are_too_many(self, num_tokens: int) -> bool:
-        """Notes one more after so many tokens. Each router is asked, however late it is."""
-        now = time.monotonic()
-        if not self._num or num_tokens > self._num_tokens:
-            self._num, self._until = 0, now + self._retry_s
-        self._num, self._num_tokens = self._num + 1, num_tokens
-        return self._num >= self._num_urls and now >= self._until
-
-    def pause_s(self, wanted_s: float) -> float:
-        """Returns the seconds until the next try, once all routers have failed: at least what the last one
-        wants, and more each time."""
-        num_rounds, num_more = divmod(self._num, self._num_urls)
-        if num_more:
-            return 0.0
-        longest_s = _PAUSE_S * 2 ** min(num_rounds - 1, _MOST_DOUBLINGS)
-        return min(wanted_s, _MOST_PAUSE_S) + random.uniform(longest_s / 2, longest_s)
-
-
 class RouterTurns:
     """Turns on a router, or on several before the same workers, for one event loop.
 
@@ -128,7 +95,7 @@ class RouterTurns:
         key: str | None = None,
         job: str | None = None,
         run: str | None = None,
-        retry_s: float = _RETRY_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         self._urls = urls_of(router_url)
         self._model = model
@@ -154,7 +121,7 @@ class RouterTurns:
         }
         headers = {"X-Session-ID": session, "Idempotency-Key": uuid.uuid4().hex}
         answer, at = _Answer(), crc32(session.encode())
-        failures = _Failures(self._retry_s, len(self._urls))
+        failures = Failures(self._retry_s, len(self._urls))
         while answer.finish_reason is None:
             url = self._urls[at % len(self._urls)] + _PATH
             try:

@@ -1,6 +1,7 @@
-"""LoRA adapters of the tiny rollout model, with random matrices that change every answer."""
+"""LoRA adapters of tiny models, with random matrices that change every answer."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,29 @@ MODULES = {
     "mlp.down_proj": (64, 128),
 }
 """The outputs and inputs of the rollout model's modules that the adapters change."""
+Modules = Mapping[str, tuple[int, int]]
 Tensors = dict[str, NDArray[np.float32]]
 
 
-def adapter_config(base: str, rank: int = RANK) -> dict[str, Any]:
+def adapter_config(base: str, rank: int = RANK, modules: Modules = MODULES) -> dict[str, Any]:
     """PEFT's adapter_config.json."""
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": sorted(name.partition(".")[2] for name in MODULES),
+        "target_modules": sorted(name.partition(".")[2] for name in modules),
         "bias": "none",
         "task_type": "CAUSAL_LM",
     }
 
 
-def adapter_tensors(seed: int, rank: int = RANK, layers: int = LAYERS) -> Tensors:
+def adapter_tensors(seed: int, rank: int = RANK, layers: int = LAYERS, modules: Modules = MODULES) -> Tensors:
     """An adapter's matrices by PEFT's names; each seed has its own, in every element."""
     draw = np.random.default_rng(seed)
     tensors: Tensors = {}
     for layer in range(layers):
-        for module, (outputs, inputs) in MODULES.items():
+        for module, (outputs, inputs) in modules.items():
             name = f"base_model.model.model.layers.{layer}.{module}"
             tensors[f"{name}.lora_A.weight"] = draw.normal(0, 0.2, (rank, inputs)).astype(np.float32)
             tensors[f"{name}.lora_B.weight"] = draw.normal(0, 0.2, (outputs, rank)).astype(np.float32)

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from rose.errors import WorkerError
-from rose.http import WATCHED
-from rose.trainers.turns import RouterTurns, _Failures
+from rose.http import WATCHED, Failures
+from rose.trainers.turns import RouterTurns
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
@@ -173,7 +173,7 @@ async def test_a_turn_that_can_not_go_on_behind_its_tokens_begins_anew(sampling:
 
 
 def test_the_pauses_between_rounds_of_all_routers_grow_and_are_as_long_as_a_router_wants() -> None:
-    failures = _Failures(retry_s=60.0, num_urls=2)
+    failures = Failures(retry_s=60.0, num_urls=2)
     pauses = []
     for _ in range(20):
         assert not failures.are_too_many(0)

@@ -1,11 +1,14 @@
 """Agents with tools, for bench_agents.py: conversations whose every answer is known.
 
 Owns the agents' questions and what an answer says. Promises that the next question holds the answer before
-it, as a real agent's does. Never disturbs an engine.
+it, as a real agent's does, and what its tools said: some hundreds of tokens each. Never disturbs an engine.
 """
 
 import asyncio
 import json
+import random
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +18,12 @@ Json = dict[str, Any]
 _EVENT = b"data: {"
 CHAT_PATH = "/v1/chat/completions"
 NUM_TURNS = 10
-LONG = 80
+LONG = 240
 """Characters that a grammar wants: tokens enough to be cut among."""
+OUTPUT_TOKENS = (150, 600)
+"""The least and the most that a tool's output has, or a user's question."""
+CONTEXT_TOKENS = 12288
+"""The longest conversation fits into this."""
 _PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
@@ -66,21 +73,23 @@ class Agent:
 
     async def play(self, http: aiohttp.ClientSession, url: str, model: str, is_over: asyncio.Event) -> None:
         """Asks until it is told to stop; the turn under way is ended."""
-        number = 0
+        number, by_chance = 0, random.Random(self.name)
         while not is_over.is_set():
             messages: list[Json] = [{"role": "system", "content": f"You are {self.name}, {number}."}]
+            calls: Sequence[tuple[str, str]] = ()
             for turn in range(NUM_TURNS):
                 if is_over.is_set():
                     return
                 word, more = KINDS[(number + turn) % len(KINDS)]
-                messages = [*messages, {"role": "user", "content": word}]
+                messages = [*messages, *_next_messages(calls, f"{_output(by_chance)} {word}")]
                 asked = Asked({"model": model, "messages": messages, "temperature": 0.0, **more})
                 self.turns.append(asked)
                 headers = {"X-Session-ID": f"{self.name}-{number}", "X-Rose-Job": "agents"}
                 await ask(http, url, asked, headers, is_streamed=self.is_streaming)
                 if asked.said is None:
                     break  # an agent that got no answer begins anew
-                messages = [*messages, {"role": "assistant", "content": _text(asked.said)}]
+                calls = _whole_calls(asked.said)
+                messages = [*messages, _answer(asked.said)]
             number += 1
 
 
@@ -148,5 +157,28 @@ def said(choice: Json) -> Json:
     }
 
 
-def _text(said_before: Json) -> str:
-    return json.dumps([said_before["content"], said_before["tool_calls"]])
+def _answer(said_before: Json) -> Json:
+    """Returns an answer as the next question holds it: a call without its end can't be in a history."""
+    calls = [
+        {"id": f"call-{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for at, (name, arguments) in enumerate(_whole_calls(said_before))
+    ]
+    message: Json = {"role": "assistant", "content": said_before["content"]}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _whole_calls(said_before: Json) -> list[tuple[str, str]]:
+    is_whole = said_before["finish_reason"] != "length"
+    return list(said_before["tool_calls"]) if is_whole else []
+
+
+def _next_messages(calls: Sequence[tuple[str, str]], text: str) -> list[Json]:
+    """Returns what comes after an answer: the output of each tool that it called, else the user's words."""
+    if not calls:
+        return [{"role": "user", "content": text}]
+    return [{"role": "tool", "tool_call_id": f"call-{at}", "content": text} for at in range(len(calls))]
+
+
+def _output(by_chance: random.Random) -> str:
+    """Returns a text of which each letter is a token."""
+    return "".join(by_chance.choices(string.ascii_lowercase, k=by_chance.randint(*OUTPUT_TOKENS)))

@@ -2,7 +2,8 @@
 
 Owns: one listening socket, answers of fixed length. Promises: the events that vLLM 0.32 streams for
 /v1/completions, prompt ids echoed where asked, unless the router asks ROSE's endpoint to be spared them; with
---stock as from a vLLM without that endpoint. SGLang's /generate in one piece. Never: computes anything.
+--stock as from a vLLM without that endpoint. SGLang's /generate in one piece, and chats too, as late as a
+stream's last event. Never: computes anything.
 
     python benchmarks/lib/router/stub_worker.py --num-chunks 4 --chunk-tokens 16 --delay-ms 0
 prints its URL.
@@ -68,6 +69,9 @@ class StubProtocol(asyncio.Protocol):
                 self._stream(body, echoes)
             else:
                 self._write_json(_completion(self._answer))
+        elif path == b"/v1/chat/completions":
+            late_s = self._answer.num_chunks * self._answer.delay_s
+            asyncio.get_running_loop().call_later(late_s, self._write_json, _chat(self._answer))
         elif path == b"/generate":
             self._write_json(_generated(self._answer))
         elif path == b"/v1/models":
@@ -86,6 +90,8 @@ class StubProtocol(asyncio.Protocol):
 
     def _write_json(self, value: object) -> None:
         assert self._transport is not None
+        if self._transport.is_closing():
+            return  # the router gave up
         data = json.dumps(value).encode()
         length = b"Content-Length: %d\r\n\r\n" % len(data)
         self._transport.write(_HEAD % b"application/json" + length + data)
@@ -114,6 +120,12 @@ class StubProtocol(asyncio.Protocol):
                 return
         usage = b'{"model":"stub","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}'
         transport.write(_sse(usage) + _sse(b"[DONE]") + b"0\r\n\r\n")
+
+
+def _chat(answer: Answer) -> dict[str, object]:
+    usage = {"prompt_tokens": 1, "completion_tokens": answer.num_chunks * answer.chunk_tokens}
+    choice = {"index": 0, "message": {"role": "assistant", "content": "word"}, "finish_reason": "stop"}
+    return {"id": "chatcmpl-stub", "model": "stub", "choices": [choice], "usage": usage}
 
 
 def _content_length(head: bytes) -> int:

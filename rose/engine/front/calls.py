@@ -43,14 +43,14 @@ _UNFINISHED = (str(FinishReason.ABORT), str(FinishReason.ERROR))
 
 
 def call_body(request: EngineCoreRequest, model: str) -> Json:
-    """Returns the body for an engine's request.
+    """Returns the body for an engine's request; `model`: what it is for if it names no LoRA adapter.
 
     Raises: VLLMValidationError for what the router's token-level turns can't do.
     """
     params = _checked(request)
     is_streamed = wants_stream(params)
     body: Json = {
-        "model": model,
+        "model": request.lora_request.lora_name if request.lora_request is not None else model,
         "token_ids": request.prompt_token_ids,
         "sampling_params": _sampling(params),
         "stream": is_streamed,
@@ -97,8 +97,6 @@ def _checked(request: EngineCoreRequest) -> SamplingParams:
         raise VLLMValidationError("rose front generates text from token ids alone")
     if request.mm_features:
         raise VLLMValidationError("rose front takes text alone; a router sends other chats to one worker")
-    if request.lora_request is not None:
-        raise VLLMValidationError("rose front serves no adapters; name the model itself")
     if given := [name for name in _NEVER if getattr(params, name, None) is not None]:
         raise VLLMValidationError(f"{given[0]} is not supported by rose front", parameter=given[0])
     return params

@@ -23,7 +23,7 @@ from rose.engine.front.agreement import RouterQuestions
 from rose.errors import ConfigError
 from rose.http import http_client, urls_of
 
-_MIDDLEWARE = "rose.engine.front.caller.NotesCaller"
+_MIDDLEWARE = ("rose.engine.front.caller.NotesCaller", "rose.engine.front.adapters.AsksResolvers")
 _ASK_S = 30.0
 _LISTENS_S = 5.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -98,7 +98,7 @@ def _vllm_arguments(model: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = make_arg_parser(FlexibleArgumentParser(prog="rose front"))
     args: argparse.Namespace = parser.parse_args(["--model", model, *argv])
     args.model = model
-    args.middleware = [*args.middleware, _MIDDLEWARE]
+    args.middleware = [*args.middleware, *_MIDDLEWARE]
     args.disable_log_stats = True  # its figures are of an engine core; the router's /metrics has the turns'
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = "/health"  # the router asks for it every few seconds

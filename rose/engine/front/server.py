@@ -11,13 +11,14 @@ from typing import Any
 
 import uvloop
 from vllm import AsyncEngineArgs
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from rose.engine.front import adapters
 from rose.engine.front.token_plane import TokenPlane
 from rose.errors import ConfigError
 
@@ -33,6 +34,7 @@ def front_config(args: argparse.Namespace) -> VllmConfig:
         model_config.quantization = None  # weights are the workers' affair
         return VllmConfig(
             model_config=model_config,
+            lora_config=LoRAConfig(),  # without it vLLM refuses every adapter
             structured_outputs_config=engine_args.create_structured_outputs_config(),
         )
     except (OSError, ValueError) as error:
@@ -52,6 +54,7 @@ def serve(config: VllmConfig, args: argparse.Namespace, plane: TokenPlane) -> No
 async def _serve(config: VllmConfig, args: argparse.Namespace, plane: TokenPlane) -> None:
     listen_address, listener = setup_server(args, reuse_port=False)
     engine = _engine(config, plane)
+    adapters.register(plane, args.served_model_name)
     try:
         stopped = await build_and_serve(engine, listen_address, listener, args)
         await stopped

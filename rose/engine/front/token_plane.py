@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from vllm.exceptions import GracefulHTTPError, VLLMError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -35,13 +36,15 @@ from rose.engine.front.calls import (
     wants_stream,
 )
 from rose.errors import RoseError
-from rose.http import FRONT_SECRET_HEADER, SO_FAR, WATCHED
+from rose.http import FRONT_SECRET_HEADER, RETRY_S, SO_FAR, WATCHED, Failures
 
 logger = logging.getLogger(__name__)
 
 _PATH = "/inference/v1/generate"
+_MODELS_PATH = "/v1/models"
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 """The router itself watches every turn, and the kernel its host."""
+_ASK_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 _DATA = b"data: "
 _DONE = b"[DONE]"
 _PAUSE_S = 0.001
@@ -57,18 +60,21 @@ _LINE_BYTES = 2**24
 
 
 class _RouterLost(RoseError):
-    """A router did not answer to the end; another one may go on."""
+    """A router did not answer to the end; another one may go on, or the same once it has started again."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, is_there: bool = False) -> None:
+        """`is_there`: the router itself has refused."""
         super().__init__(message)
         self.status = status
+        self.is_there = is_there
 
 
 class TokenPlane(EngineCoreClient):
     """Stands where vLLM's AsyncLLM has the client of its engine core."""
 
     def __init__(self, router_urls: Sequence[str], model: str, secret: str | None) -> None:
-        """`router_urls`: routers before the same workers. A turn goes on at the next one if its router dies.
+        """`router_urls`: routers before the same workers. A turn goes on at the next one if its router dies,
+        and waits for one while none is there.
         `secret`: by which a router that started this front knows its turns."""
         self._router_urls = router_urls
         self._at = 0
@@ -108,6 +114,10 @@ class TokenPlane(EngineCoreClient):
         self._unread.difference_update(output.request_id for output in outputs.outputs)
         return outputs
 
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Does nothing: the workers have the adapters."""
+        return True
+
     async def reset_mm_cache_async(self) -> None:
         """Does nothing: a front takes text alone."""
 
@@ -121,6 +131,21 @@ class TokenPlane(EngineCoreClient):
             turn.cancel()
         if self._session is not None:
             await self._session.close()
+
+    async def model_cards(self) -> list[dict[str, Any]]:
+        """Returns the cards of the models and adapters behind the router, which the request's client may ask
+        for. Raises: GracefulHTTPError."""
+        url = self._router_urls[self._at]
+        headers = {**caller_headers(), **self._own_headers}
+        try:
+            async with self._http().get(
+                url + _MODELS_PATH, headers=headers, timeout=_ASK_TIMEOUT
+            ) as response:
+                if response.status != 200:
+                    raise _http_error(response.status, _message(await response.text()))
+                return list((await response.json())["data"])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _http_error(503, f"the router at {url} does not answer ({type(error).__name__})") from error
 
     # A turn -----------------------------------------------------------------------------------------------
 
@@ -166,7 +191,8 @@ class TokenPlane(EngineCoreClient):
     ) -> AsyncIterator[EngineCoreOutput]:
         body, outputs = call_body(request, self._model), Outputs(request)
         is_streamed = wants_stream(request.sampling_params)
-        for num_left in reversed(range(len(self._router_urls))):
+        failures = Failures(RETRY_S, len(self._router_urls))
+        while True:
             at = self._at
             try:
                 async for output in self._part(self._router_urls[at], body, headers, outputs, is_streamed):
@@ -175,12 +201,15 @@ class TokenPlane(EngineCoreClient):
             except _RouterLost as error:
                 if outputs.is_finished:
                     return
-                if num_left == 0 or (outputs.so_far and has_state(body)):
+                are_too_many = failures.are_too_many(len(outputs.so_far))
+                are_refusals = error.is_there and failures.have_all_failed
+                if are_too_many or are_refusals or (outputs.so_far and has_state(body)):
                     raise _http_error(error.status, str(error)) from error
-                logger.warning("turn goes on at the next router request=%s %s", request.request_id, error)
+                logger.warning("turn is sent again request=%s reason=%s", request.request_id, error)
             if self._at == at:
                 self._at = (at + 1) % len(self._router_urls)
             outputs.drop_held()
+            await asyncio.sleep(failures.pause_s(0.0))
             if outputs.so_far:
                 body[SO_FAR] = outputs.so_far
 
@@ -215,7 +244,7 @@ class TokenPlane(EngineCoreClient):
                 url + _PATH, data=msgspec.json.encode(body), headers=all_headers, timeout=_TIMEOUT
             ) as response:
                 if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                    raise _RouterLost(503, _message(await response.text()))
+                    raise _RouterLost(503, _message(await response.text()), is_there=True)
                 if response.status != 200:
                     raise _http_error(response.status, _message(await response.text()))
                 yield response

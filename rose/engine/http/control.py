@@ -74,6 +74,8 @@ class EngineControl:
         self.adapters: EngineAdapters | None = None
         """None on an engine without --enable-lora, under pipeline parallelism, and where several API servers
         share the engine."""
+        self.fails_prompt_logprobs = False
+        """Whether a request for the log-probabilities of its prompt would end the engine core."""
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
         size = describe_pool(settings.pool) if settings.pool is not None else None

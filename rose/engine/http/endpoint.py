@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
+from vllm.platforms import current_platform
 
 from rose.config import Settings
 from rose.engine.adapter_copies import AdapterCopies
@@ -221,6 +222,9 @@ class RoseEndpoint:
             control = EngineControl(engine_client, settings, str(config.model_config.served_model_name))
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
+            # vLLM's LoRA layers for CPUs take a token of each request where it computes all of the prompt's.
+            # vLLM 0.32.
+            control.fails_prompt_logprobs = config.lora_config is not None and current_platform.is_cpu()
             models = getattr(state, "openai_serving_models", None)
             is_alone = control.leases is not None and config.parallel_config.pipeline_parallel_size == 1
             if config.lora_config is not None and models is not None and is_alone:

@@ -22,6 +22,10 @@ _KEYS = tuple(key.encode() for key in KEYS)
 _XARGS = "vllm_xargs"
 _HEADER = TENANT_HEADER.lower().encode()
 _LEASE = LEASE_HEADER.lower().encode()
+_NO_PROMPT_LOGPROBS = (
+    "prompt_logprobs, or echo with logprobs: an engine on a CPU with --enable-lora can't make these; ask an"
+    " engine without adapters"
+)
 
 
 class FrontDoor:
@@ -33,6 +37,7 @@ class FrontDoor:
       can tell a 503 from a turn that was lost.
     - It answers 400 to a request whose own SLO is no latency, or whose tenant is no name. vLLM does not look
       at these values.
+    - It answers 400 to a request for a prompt's log-probabilities where these would end the engine.
     - It writes the tenant of an ``X-Rose-Tenant`` header into the body, where the scheduler finds it. A
       gateway sets the header, so it wins over the body's key.
     - It counts the turns of each router, and answers 503 to one that its router's lease has no room for.
@@ -54,6 +59,8 @@ class FrontDoor:
                 tenant = _header_tenant(scope)
                 wrong_name = tenant_problem(TENANT_HEADER, tenant) if tenant is not None else None
                 problem = wrong_name if wrong_name is not None else _key_problem(messages)
+                if problem is None and control.fails_prompt_logprobs:
+                    problem = _prompt_logprobs_problem(messages)
                 if problem is not None:
                     await _error(400, "BadRequestError", problem)(scope, receive, send)
                     return
@@ -131,6 +138,21 @@ def _with_tenant(scope: Scope, messages: list[Message], tenant: str) -> tuple[Sc
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     length = (b"content-length", str(len(body)).encode())
     return {**scope, "headers": [*headers, length]}, [{"type": "http.request", "body": body}]
+
+
+def _prompt_logprobs_problem(messages: list[Message]) -> str | None:
+    """Returns what is wrong with a request that asks for its prompt's log-probabilities. Only a body that may
+    do so is parsed."""
+    body = b"".join(message.get("body", b"") for message in messages)
+    if b'"prompt_logprobs"' not in body and b'"echo"' not in body:
+        return None
+    try:
+        fields = json.loads(body)
+        is_echo = bool(fields.get("echo")) and fields.get("logprobs") not in (None, False)
+        asks = fields.get("prompt_logprobs") is not None or is_echo
+    except (ValueError, AttributeError, RecursionError):
+        return None  # vLLM answers a body that is no such object
+    return _NO_PROMPT_LOGPROBS if asks else None
 
 
 def _key_problem(messages: list[Message]) -> str | None:

@@ -144,7 +144,8 @@ class Service:
     async def through_a_front(self, request: web.Request) -> web.StreamResponse:
         """Hands a request in a format of vLLM's own to a front, which sends its turns back here."""
         asked = await self._intake.admit(request)
-        if not self.fronts.serve(asked.route.model):
+        base_of, model = self._plane.registry.base_of, asked.route.model
+        if not self.fronts.are_configured or not self.fronts.serve(base_of(model)):
             raise NotFound(
                 f"{request.path}: only a front understands it; start the router with --front 1 -- --model DIR"
             )
@@ -161,9 +162,10 @@ class Service:
                     model = asked.route.model
                     logger.info("chats go whole model=%s reason=%s", model, found)
                     self._parsed_models.add(model)
-            if isinstance(shape, Chat) and self._is_for_front(asked):
+            if isinstance(shape, Chat):
                 try:
-                    return await self.fronts.forward(request, asked.body, asked.route.deadline)
+                    if self._is_for_front(asked):
+                        return await self.fronts.forward(request, asked.body, asked.route.deadline)
                 except NoWorkerError as error:
                     logger.info("a chat goes whole reason=%s", error)
             return await self._passthrough.forward(request, asked.body, asked.route)
@@ -171,9 +173,14 @@ class Service:
         return handle
 
     def _is_for_front(self, asked: Asked) -> bool:
-        """Whether fronts serve the chat's model, and a worker knows where the turn's grammar begins."""
+        """Whether fronts serve the chat's model, and a worker knows where the turn's grammar begins.
+
+        Raises: NoWorkerError if the model is a LoRA adapter that no worker holds.
+        """
         body, model = asked.body, asked.route.model
-        if not chat.suits_front(body) or not self.fronts.serve(model):
+        if not self.fronts.are_configured or not chat.suits_front(body):
+            return False
+        if not self.fronts.serve(self._plane.registry.base_of(model)):
             return False
         return not chat.has_grammar(body) or self._plane.dispatcher.have_takers(model)
 

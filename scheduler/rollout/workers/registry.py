@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from rose.errors import WorkerError
+from rose.errors import NoWorkerError, WorkerError
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.formats.bodies import Json
 from rose.scheduler.rollout.placing.versions import NewestVersions
@@ -214,6 +214,16 @@ class Registry:
             for run_id in worker.adapters:
                 cards.setdefault(run_id, {"id": run_id, "object": "model", "parent": parent})
         return list(cards.values())
+
+    def base_of(self, model: str | None) -> str | None:
+        """Returns the model whose chat template and tokens a model has: the base of a LoRA adapter, otherwise
+        the model itself. Raises: NoWorkerError if no worker holds the adapter."""
+        if not self.newest.is_adapter(model):
+            return model
+        for worker in self._workers.values():
+            if model in worker.adapters and worker.cards:
+                return worker.cards[0].id
+        raise NoWorkerError(f"no worker holds the LoRA adapter {model}")
 
     async def _ask_models(self, worker: Worker) -> list[ModelCard]:
         """Returns the worker's models; none if it lacks the route or answers in another shape."""

@@ -103,7 +103,7 @@ class Watch:
         if held_up_s > HELD_UP_S and now < self.deadline:
             self._set(min(now + held_up_s, self.deadline))
         elif held_up_s >= 0:
-            self._timeout.reschedule(now)
+            self._run_out()
         elif self._until < math.inf:
             self._timer = self._loop.call_at(self._until, self._look)
 
@@ -123,8 +123,12 @@ class Watch:
         is_other = self._version is not None and version != self._version
         if is_other or (self._run_id is not None and version is not None and version.run_id != self._run_id):
             self.is_outdated = True
-            self._timeout.reschedule(self._loop.time())
+            self._run_out()
 
     def worker_lost(self) -> None:
         self.is_lost = True
-        self._timeout.reschedule(self._loop.time())
+        self._run_out()
+
+    def _run_out(self) -> None:
+        if not self._timeout.expired():  # what runs under it may not have been told of that yet
+            self._timeout.reschedule(self._loop.time())

@@ -22,6 +22,7 @@ PARSERS = (
 )
 """The same at the worker and at the front."""
 OTHERS = ("--middleware", "front.other_parsers.OtherParsers")
+ADAPTERS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 READY_S = 600.0
 ROUTER = """
@@ -85,7 +86,7 @@ def front_router(
 
 @contextlib.contextmanager
 def front_alone(folder: Path, setup: Setup) -> Iterator[str]:
-    """A front of its own before the same router, with all parsers."""
+    """A front of its own before a router, with all parsers."""
     port, log = free_port(), folder / "front.log"
     argv = [sys.executable, "-m", "rose.engine.front.command", "--router", setup.router_url]
     argv += ["--model", str(setup.model), "--port", str(port), *PARSERS, *OTHERS]

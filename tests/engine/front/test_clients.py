@@ -12,6 +12,8 @@ from front.bench_serve import bench_serve
 from front.chats import ADD
 from front.running import Setup
 
+from tests.scheduler.rollout.lm_eval_runs import lm_eval_results
+
 pytestmark = [pytest.mark.vllm, pytest.mark.clients]
 ADDED = {"a": 1, "b": 22}
 NUM_TURNS = 10
@@ -100,6 +102,44 @@ async def test_an_openai_agent_plays_a_game_of_ten_turns_through_cuts(front: Set
         result = await agents.Runner.run(agent, "[call]", max_turns=NUM_TURNS)
     assert played == [(1, 22)] * (NUM_TURNS - 1)
     assert result.final_output == SAID_AT_LAST
+
+
+async def test_a_langgraph_agent_plays_a_game_of_ten_turns_through_cuts(front: Setup) -> None:
+    """The same game; its turns come as streams."""
+    prebuilt: Any = pytest.importorskip(
+        "langgraph.prebuilt", reason="langgraph is not installed (CONTRIBUTING.md)"
+    )
+    models: Any = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    played: list[tuple[int, int]] = []
+
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        played.append((a, b))
+        front.proxy.arm(CUT_AFTER)
+        return "[call]" if len(played) < NUM_TURNS - 1 else "[think]"
+
+    model = models.ChatOpenAI(
+        model="tiny",
+        base_url=f"{front.router_url}/v1",
+        api_key=KEY,
+        temperature=0.0,
+        streaming=True,
+        default_headers={"X-Rose-Job": "graph", "X-Session-ID": "l"},
+    )
+    agent = prebuilt.create_react_agent(model, [add])
+    asked = {"messages": [{"role": "user", "content": "[call]"}]}
+    result = await agent.ainvoke(asked, {"recursion_limit": 3 * NUM_TURNS})
+    assert played == [(1, 22)] * (NUM_TURNS - 1)
+    assert result["messages"][-1].content == SAID_AT_LAST
+
+
+def test_lm_eval_scores_chats_with_stop_strings(front: Setup, tmp_path: Path) -> None:
+    front.proxy.arm(CUT_AFTER)
+    results = lm_eval_results(
+        f"{front.router_url}/v1/chat/completions",
+        *("tiny", front.model, tmp_path, {"generated": 4 * [{"asked": "[think]", "answer": SAID_AT_LAST}]}),
+    )
+    assert results["generated"]["exact_match,none"] == 1.0
 
 
 def test_vllm_bench_serve_finishes_all_its_requests(front: Setup, tmp_path: Path) -> None:

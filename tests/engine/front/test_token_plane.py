@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from rose.ports import free_port
 from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.cutting_proxy import CuttingProxy
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -64,7 +66,21 @@ async def test_a_chats_turn_goes_on_at_the_next_router_behind_the_tokens_that_ar
         assert [len(sent["prompt"]) for sent in worker.requests] == [3, 6]
 
 
-async def test_what_can_not_go_on_elsewhere_is_an_error() -> None:
+async def test_a_chats_turn_waits_for_its_only_router_and_goes_on_behind_the_tokens_that_arrived() -> None:
+    async with ScriptedWorker() as worker, AsyncExitStack() as routers:
+        router = await routers.enter_async_context(running_router(worker.url))
+        async with CuttingProxy(router.url, 3) as dying:
+            port = int(dying.url.rpartition(":")[2])
+            answering = asyncio.create_task(answer([dying.url]))
+            await until(lambda: dying.has_cut)
+        await asyncio.sleep(0.2)
+        await routers.enter_async_context(running_router(worker.url, port=port))
+        assert await answering == expected_tokens(PROMPT, 8)
+        assert [len(sent["prompt"]) for sent in worker.requests] == [3, 6]
+
+
+async def test_what_can_not_go_on_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_plane, "RETRY_S", 0.1)
     async with (
         ScriptedWorker() as worker,
         running_router(worker.url) as router,

@@ -107,3 +107,17 @@ def test_a_header_that_is_no_tenants_name_answers_400(http: TestClient) -> None:
     assert answer.status_code == 400
     assert "X-Rose-Tenant is 'xxx" in answer.json()["error"]["message"]
     assert "send a printable name of 1 to 64 bytes" in answer.json()["error"]["message"]
+
+
+ASKS = ['{"prompt_logprobs": 0}', '{"echo": true, "logprobs": 1, "max_tokens": 1}']
+ASKS_NOT = ['{"echo": true}', '{"prompt_logprobs": null, "echo": false, "logprobs": 1}', '"echo"', '{"echo"']
+
+
+@pytest.mark.parametrize("body", ASKS + ASKS_NOT)
+def test_what_would_end_an_engine_with_adapters_on_a_cpu_answers_400(http: TestClient, body: str) -> None:
+    assert http.post("/v1/completions", content=body).status_code == 200
+    app: Any = http.app
+    app.state.rose.fails_prompt_logprobs = True
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == (400 if body in ASKS else 200)
+    assert ("ask an engine without adapters" in answer.text) == (body in ASKS)

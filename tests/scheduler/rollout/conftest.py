@@ -64,8 +64,8 @@ async def running_router(*workers: WorkerSpec | str, **settings: Any) -> AsyncIt
     """A router on a free port that sees these workers, or those at these addresses, alive."""
     specs = tuple(each if isinstance(each, WorkerSpec) else WorkerSpec(url=each) for each in workers)
     # Nothing is a stall or a loss by default: a busy machine makes long pauses too.
-    patient = {"stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
-    config = RouterConfig(port=0, workers=specs, **{**patient, **settings})
+    patient = {"port": 0, "stall_s": 300, "first_token_s": 300, "lost_after_s": 300}
+    config = RouterConfig(workers=specs, **{**patient, **settings})
     async with RunningRouter(config) as router:
         await until(lambda: all(w.is_alive for w in router.plane.registry.workers()))
         yield router

@@ -74,6 +74,26 @@ async def test_after_an_update_the_next_token_may_take_as_long_as_a_first_one(is
         await asyncio.sleep(5 * MOMENT_S)
 
 
+async def test_a_worker_may_be_lost_in_the_moment_in_which_a_watch_runs_out() -> None:
+    """Its other watches and its heartbeat would otherwise end with an error."""
+    one = worker()
+
+    async def lose(watch: Watch) -> None:
+        while not watch._timeout.expired():
+            await asyncio.sleep(0)
+        one.lost("killed")
+        watch.allow(0.0)
+
+    watch = Watch(one)
+    losing = asyncio.create_task(lose(watch))
+    with pytest.raises(TimeoutError):
+        async with watch:
+            watch.allow(MOMENT_S)
+            await asyncio.sleep(3600)
+    await losing
+    assert watch.is_lost
+
+
 async def test_the_turns_deadline_and_a_lost_worker_count_in_an_update_too() -> None:
     for deadline, is_over in ((time.monotonic() + MOMENT_S, True), (inf, False)):
         one = worker()
