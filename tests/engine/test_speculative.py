@@ -66,7 +66,7 @@ def drafters(models: ModelDirs, engines_dir: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def mtp(engines_dir: Path) -> Path:
-    return make_mtp_model(engines_dir / "mtp")
+    return make_mtp_model(engines_dir / "mtp", dtype="float32")
 
 
 @pytest.mark.parametrize(

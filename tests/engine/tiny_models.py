@@ -187,15 +187,15 @@ def make_state_model(folder: Path) -> Path:
     return _write(folder, config, seed=6)
 
 
-def make_mtp_model(folder: Path) -> Path:
-    """A MiMo: a Qwen2 in bfloat16 with a head for multi-token prediction in its checkpoint."""
+def make_mtp_model(folder: Path, *, dtype: str = "bfloat16") -> Path:
+    """A MiMo: a Qwen2 with a head for multi-token prediction in its checkpoint."""
     import json
 
     from safetensors.torch import load_file, save_file
     from transformers import Qwen2Config
 
     config = Qwen2Config(num_hidden_layers=2, **_shape(hidden_size=128))
-    _write(folder, config, seed=11, dtype="bfloat16")
+    _write(folder, config, seed=11, dtype=dtype)
     path = folder / "model.safetensors"
     save_file(with_mtp_head(load_file(path)), path)
     config = json.loads((folder / "config.json").read_text())
@@ -247,34 +247,6 @@ def make_eagle3_head(folder: Path) -> Path:
     )
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors")
-    return folder
-
-
-def make_mtp_model(folder: Path) -> Path:
-    """A MiMo, which is a Qwen2 with one layer that drafts the token after the next."""
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers import Qwen2Config
-
-    shape = _shape(hidden_size=128)
-    del shape["head_dim"]  # a Qwen2 has no such setting
-    config = Qwen2Config(num_hidden_layers=2, **shape)
-    _write(folder, config, seed=11)
-    (path,) = folder.glob("*.safetensors")
-    weights = load_file(path)
-    layer, drafting, hidden = "model.layers.0.", "model.mtp_layers.0.", shape["hidden_size"]
-    weights |= {
-        name.replace(layer, drafting): tensor.clone()
-        for name, tensor in weights.items()
-        if name.startswith(layer)
-    }
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    weights |= {f"{drafting}{norm}.weight": torch.ones(hidden) for norm in norms}
-    draws = torch.Generator().manual_seed(11)
-    weights[f"{drafting}input_proj.weight"] = 0.2 * torch.randn((hidden, 2 * hidden), generator=draws)
-    save_file(weights, path, metadata={"format": "pt"})
-    config.update({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1})
-    config.save_pretrained(folder)
     return folder
 
 

@@ -8,9 +8,9 @@ import logging
 import secrets
 import sys
 
+from rose import ports
 from rose.config import Settings
 from rose.errors import RelayError
-from rose import ports
 from rose.node import checks, launch
 from rose.node.fine_tune.options import FineTuneOptions, flag
 from rose.node.node_config import EngineConfig, PoolConfig

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from rose import ports
 from rose.admission.board_snapshot import EngineState, snapshot
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
-from rose import ports
 from rose.node.processes import ServerProcess
 
 PROGRAM = Path(__file__).with_name("ranked_trainer.py")
