@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lib.cluster.ray_rig import RayRig
 from served_cluster import PATIENCE_S, wait_until
 
-from tests.jobs.on_ray.ray_rig import OnRay, RayRig, ray_nodes
+from tests.jobs.on_ray.ray_rig import OnRay, ray_nodes
 
 FOREVER = 1_000_000
 
