@@ -7,6 +7,7 @@ cluster's nodes. Jobs go on when this process ends, and the next one adopts them
 import io
 import logging
 import queue
+import signal
 import threading
 import time
 import zipfile
@@ -55,6 +56,7 @@ class RayEngine:
         self._waits_for: str | None = "Ray"
         self._waits_since_s = time.monotonic()
         self._failed: Exception | None = None
+        self._has_signals = False
         self._thread = threading.Thread(target=self._join, name="rose-ray-join", daemon=True)
         self._thread.start()
 
@@ -105,6 +107,9 @@ class RayEngine:
         if self._failed is not None:
             raise self._failed
         if (waits_for := self._waits_for) is None:
+            if not self._has_signals:  # Ray's own handler, which prints a trace, would come before Python's
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+                self._has_signals = True
             self._nodes.check()
         elif (waited_s := time.monotonic() - self._waits_since_s) > JOIN_S:
             raise WorkerError(

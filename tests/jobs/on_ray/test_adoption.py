@@ -70,13 +70,11 @@ def test_a_part_that_hangs_is_named_and_the_job_starts_again(rig: RayRig, tmp_pa
 
 
 def test_the_scheduler_answers_while_the_ray_head_does_not(tmp_path: Path) -> None:
-    with socket.socket() as head:
-        head.bind(("127.0.0.1", 0))
-        head.listen()
-        address = f"127.0.0.1:{head.getsockname()[1]}"
-        with OnRay(tmp_path, address) as served:
-            answer = served.submit("a")
-            assert answer.error is None and answer.body["state"] == "queued"
-            said = f"the scheduler waits for the Ray head at {address} to answer"
-            wait_until(lambda: served.job("a")["why"] == said, served.server.log_tail())
-            assert said in served.command("status").stdout
+    head = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{head.getsockname()[1]}"
+    with OnRay(tmp_path, address) as served, head:
+        answer = served.submit("a")
+        assert answer.error is None and answer.body["state"] == "queued"
+        said = f"the scheduler waits for the Ray head at {address} to answer"
+        wait_until(lambda: served.job("a")["why"] == said, served.server.log_tail())
+        assert said in served.command("status").stdout
