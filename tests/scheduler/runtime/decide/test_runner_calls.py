@@ -129,7 +129,7 @@ def test_time_in_which_ray_has_no_room_counts_not_as_the_start_of_a_job() -> Non
     scheduler = Scheduler(policy="solo", groups={}, lease_s=1e6, ray=RAY)
     hello(scheduler, 1)
     scheduler.submit("a", **{**spec_of("a"), "group": None, "start_s": 5.0})
-    placed = {"job": "a", "attempt": 1, "client": "ray"}
+    placed: dict[str, Any] = {"job": "a", "attempt": 1, "client": "ray"}
     scheduler.call(Placed, places=["waits for Ray"], runs=False, **placed)
     assert scheduler.wait(6.0) == []
     scheduler.call(Placed, places=["rollout-0"], runs=True, **placed)
