@@ -8,6 +8,7 @@ cluster=$1
 head=$(hostname -I | cut -d' ' -f1)
 
 redis-server --daemonize yes --bind "$head" --port 6380 --appendonly yes --appendfsync always --protected-mode no
+export RAY_health_check_period_ms=500  # a dead node is noticed within 3 s
 ray start --head --node-ip-address "$head" --port 6379 --num-gpus 0
 for host in $ROLLOUT_HOSTS; do
   ssh "$host" "ray start --address $head:6379 --num-gpus 8 --resources '{\"h20\": 1}'"

@@ -183,6 +183,7 @@ def _constant(num_ranks: int) -> dict[str, Any]:
         "num_ranks": num_ranks,
         "ranks_holding": [],
         "ranks_waiting": [],
+        "ranks_unheard": [],
         "priority": 0,
         "num_overtaken": 0,
         "moves": [],

@@ -39,6 +39,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Why the command never ran and never will, e.g. that there is no such program."""
     lost: str | None = None
     """Which node has taken the processes with it: the job itself has not failed."""
+    why: str | None = None
+    """What is known of a crash beyond its status."""
 
 
 class Attempt(Protocol):

@@ -1,8 +1,8 @@
 """The runner: starts and ends whole RL jobs, as the cluster scheduler orders, on an engine.
 
 Owns the attempts that run. A job's death is reported when nothing of the attempt runs any more, so that its
-nodes are really free. An engine starts processes: on this host (`HostEngine`), or on a Ray cluster
-(rose.jobs.on_ray.engine). When the runner itself dies, all jobs end.
+nodes are really free. An engine starts processes: on this host (`HostEngine`), where they end with the
+runner, or on a Ray cluster (rose.jobs.on_ray.engine), where they go on and the next runner adopts them.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Protocol
 
 from rose.config import parse_config
-from rose.errors import WorkerError
 from rose.jobs.ranks import (
     Attempt,
     Ended,
@@ -31,6 +30,7 @@ from rose.ports import free_port
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
+    Awaiting,
     Call,
     Exited,
     Hello,
@@ -49,7 +49,7 @@ POLL_S = 0.05
 GRACE_S = 5.0
 """The time between SIGTERM and SIGKILL for a job that is told to end."""
 CLOSE_S = 30.0
-"""An attempt on a host that does not answer ends by itself when its runner has gone."""
+"""What has not ended by then ends by itself when its runner has gone."""
 
 
 class Engine(Protocol):
@@ -57,6 +57,14 @@ class Engine(Protocol):
 
     host: str
     log_folder: Path
+    outlives: bool
+    """Whether attempts go on when the runner ends."""
+
+    def waits_for(self) -> str | None:
+        """What must happen before jobs can run here; None: they can."""
+
+    def adopted(self) -> Mapping[str, tuple[int, Attempt]]:
+        """The attempts of an earlier runner, with their numbers."""
 
     def num_nodes(self) -> dict[Phase, int] | None:
         """The nodes that groups may use, by pool; None: as many as are asked for."""
@@ -74,7 +82,7 @@ class Engine(Protocol):
         """Returns what the scheduler should know since the last call, as calls that lack their number."""
 
     def close(self) -> None:
-        """Frees all. No attempt runs any more."""
+        """Frees all that does not go on. No other attempt runs any more."""
 
 
 @dataclass(slots=True)
@@ -90,7 +98,10 @@ class Runner:
         self._client = client
         self._engine = engine
         self._running: dict[str, _Running] = {}
-        self._hello()
+        self._is_known = False
+        """The scheduler has been told of this runner."""
+        self._waits_for: str | None = None
+        self._introduce()
 
     def run(self, check: Callable[[], object]) -> None:
         """Serves orders until ``check``, called in between, raises."""
@@ -102,6 +113,9 @@ class Runner:
         """Follows one order, if one comes within `POLL_S`, and reports who has ended."""
         with contextlib.suppress(queue.Empty):
             self._follow(self._client.unasked.get(timeout=POLL_S))
+        if not self._is_known:
+            self._introduce()
+            return
         self._bury()
         for news in self._engine.news({name: each.number for name, each in self._running.items()}):
             self._client.tell(news(self._client.next_seq()))
@@ -112,17 +126,30 @@ class Runner:
         return running.attempt.pid if running and isinstance(running.attempt, LocalAttempt) else None
 
     def close(self) -> None:
-        """Ends all jobs' processes; the scheduler starts them again for the next runner."""
-        for running in self._running.values():
-            running.attempt.end(GRACE_S)
-        deadline = time.monotonic() + CLOSE_S
-        with contextlib.suppress(WorkerError):  # where no attempt can be reached, all end without us
+        """Ends all jobs' processes that do not outlive the runner. The next runner has their jobs again."""
+        if not self._engine.outlives:
+            for running in self._running.values():
+                running.attempt.end(GRACE_S)
+            deadline = time.monotonic() + CLOSE_S
             while self._running and time.monotonic() < deadline:
-                self._engine.check()
                 self._running = {k: each for k, each in self._running.items() if each.attempt.ended() is None}
                 time.sleep(POLL_S)
         self._running.clear()
         self._engine.close()
+
+    def _introduce(self) -> None:
+        """Tells the scheduler of this runner, or what the runner waits for until then."""
+        waits_for = self._engine.waits_for()
+        if waits_for is None:
+            self._running = {
+                job: _Running(number, attempt) for job, (number, attempt) in self._engine.adopted().items()
+            }
+            self._is_known = True
+            self._hello()
+        elif waits_for != self._waits_for:
+            self._waits_for = waits_for
+            logger.info("waits for %s", waits_for)
+            self._client.tell(Awaiting(seq=self._client.next_seq(), what=waits_for))
 
     def _hello(self) -> None:
         running = {name: each.number for name, each in self._running.items()}
@@ -139,7 +166,9 @@ class Runner:
     def _follow(self, order: SchedulerMessage | None) -> None:
         match order:
             case None:  # orders may have been missed
-                self._hello()
+                self._waits_for = None
+                if self._is_known:
+                    self._hello()
             case Start():
                 self._start(order)
             case Stop():
@@ -182,6 +211,7 @@ class Runner:
                 exit_status=how.exit_status,
                 cannot_start=how.cannot_start,
                 lost=how.lost,
+                why=how.why,
             )
         )
 
@@ -190,6 +220,7 @@ class HostEngine:
     """Runs jobs on this host. Its files and host memory are in folders of its own."""
 
     host = "local"
+    outlives = False
 
     def __init__(
         self,
@@ -208,6 +239,12 @@ class HostEngine:
         self._folder = folder
         self._cache_root = cache_root
         self._recording = recording
+
+    def waits_for(self) -> str | None:
+        return None
+
+    def adopted(self) -> Mapping[str, tuple[int, Attempt]]:
+        return {}
 
     def num_nodes(self) -> dict[Phase, int] | None:
         return None

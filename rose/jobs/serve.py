@@ -1,7 +1,8 @@
-"""`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine.
+"""`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine or on a Ray cluster.
 
 Owns the scheduler's process, the dashboard's process if asked for, and the runner. A scheduler that dies is
-started again, and its jobs only wait a little. When this process ends, all of them end.
+started again, and its jobs only wait a little. When this process ends, all of them end, but jobs on a Ray
+cluster go on. The scheduler answers from the start, while the runner still waits for Ray.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -103,12 +104,12 @@ def main(argv: Sequence[str]) -> int:
     folder = make_private_dir(arguments.folder, "choose another with --folder")
     node = ScheduledNode(arguments.channel, arguments.cluster)
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
-    engine = _engine(cluster, arguments.channel, folder, settings)
+    make_engine = _engine(cluster, arguments.channel, folder, settings)
     page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
     with StopOnSignals():
         node.start()
         try:
-            _run(node, page, arguments, engine)
+            _run(node, page, arguments, make_engine)
         finally:
             if page is not None:
                 page.stop()
@@ -120,16 +121,18 @@ def _run(
     node: ScheduledNode,
     page: DashboardProcess | None,
     arguments: argparse.Namespace,
-    engine: Engine,
+    make_engine: Callable[[], Engine],
 ) -> None:
-    def check() -> None:
-        node.check()
-        engine.check()
-        if page is not None:
-            page.check()
-
     with ControlClient(joined(arguments.channel), START_S) as client:
         node.wait_ready(client)
+        engine = make_engine()
+
+        def check() -> None:
+            node.check()
+            engine.check()
+            if page is not None:
+                page.check()
+
         runner = Runner(client, engine)
         try:
             runner.run(check)
@@ -137,15 +140,19 @@ def _run(
             runner.close()
 
 
-def _engine(cluster: ServeSpec, channel: str, folder: Path, settings: Settings) -> Engine:
-    """Where jobs run. Raises: ConfigError if the cluster's file names a Ray cluster that can't be used."""
+def _engine(cluster: ServeSpec, channel: str, folder: Path, settings: Settings) -> Callable[[], Engine]:
+    """Returns what makes the engine. Raises: ConfigError if Ray is asked for and not installed."""
     if cluster.ray is None:
-        return HostEngine(channel, folder, cache_root(settings, channel))
+        return lambda: HostEngine(channel, folder, cache_root(settings, channel))
     if find_spec("ray") is None:
         raise ConfigError(f"the cluster's file has `ray`, which is not installed; {install_hint('ray')}")
-    from rose.jobs.on_ray.engine import RayEngine  # loads Ray
 
-    return RayEngine(cluster, ChannelUrl.parse(channel).url, folder)
+    def on_ray() -> Engine:
+        from rose.jobs.on_ray.engine import RayEngine  # loads Ray
+
+        return RayEngine(cluster, ChannelUrl.parse(channel).url, folder)
+
+    return on_ray
 
 
 def cache_root(settings: Settings, channel: str) -> Path:

@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -57,13 +57,22 @@ class RigJob:
 class ClusterRig:
     """One group of nodes. ``url``: of the channel; None makes an embedded one."""
 
-    def __init__(self, num_rollout_nodes: int, num_train_nodes: int, url: str | None = None) -> None:
+    def __init__(
+        self,
+        num_rollout_nodes: int,
+        num_train_nodes: int,
+        url: str | None = None,
+        *,
+        ray: Mapping[str, Any] | None = None,
+    ) -> None:
+        """ray: `ray` of the cluster's file, which then has no group: each job has one of its own."""
         self._folder = tempfile.TemporaryDirectory(prefix="rose-rig-")
         self.path = Path(self._folder.name)
         self.url = url if url is not None else f"unix:{self.path / 'channel'}"
         cluster = self.path / "cluster.yaml"
         nodes = {"num_rollout_nodes": num_rollout_nodes, "num_train_nodes": num_train_nodes}
-        cluster.write_text(yaml.safe_dump({"groups": {"main": nodes}}))
+        content = {"groups": {"main": nodes}} if ray is None else {"policy": "solo", "ray": dict(ray)}
+        cluster.write_text(yaml.safe_dump(content))
         self.log = self.path / "phases.jsonl"
         self.log.touch()
         argv = [sys.executable, "-m", "rose.jobs.serve", str(cluster), "--channel", self.url]

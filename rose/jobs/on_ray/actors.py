@@ -1,9 +1,11 @@
 """The actors of a job on Ray: one keeps a node's devices for its group, one runs an attempt's part of a node.
 
 A group's jobs share the devices of its nodes, which Ray gives to one actor alone: the keeper, which takes the
-whole bundle. The parts of the jobs' attempts are beside it in the bundle, and take nothing.
+whole bundle. The parts of the jobs' attempts are beside it in the bundle, and take nothing. Both go on when
+their scheduler ends, and the next one finds them by their names (adopt.py).
 """
 
+import fcntl
 import io
 import os
 import sys
@@ -21,6 +23,8 @@ from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.spec import RunSpec
 
 MAX_OUTPUT_BYTES = 1 << 20
+MARK = "part"
+"""The file in a part's folder that has the part's identity."""
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +70,19 @@ class Polled(msgspec.Struct, frozen=True, kw_only=True):
 
     ended: Ended | None
     output: bytes
-    """What its processes have written since the last poll."""
+    """The lines that its processes have written since the last poll."""
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """A part whose processes were started, as the next scheduler needs to know it."""
+
+    order: Start
+    part: HostPart
+    ray_nodes: tuple[str, ...]
+    """The Ray node of each of the attempt's nodes."""
+    identity: str
+    pids: list[int]
+    """Of its ranks."""
 
 
 def folders(root: str, name: str = "") -> tuple[Path, Path]:
@@ -83,6 +99,17 @@ def sweep(dead: tuple[str, ...], root: str, name: str = "") -> list[int]:
     return left
 
 
+def remove_stale(files: Path) -> None:
+    """Frees the files and the host memory of jobs of which no part runs here any more.
+
+    files: the folder that has one folder for each scheduler's channel.
+    """
+    for job in files.glob("*/*"):
+        parts = [mark.read_text() for mark in job.glob(f"*/{MARK}")]
+        if not any(identity(int(each.partition(":")[0])) == each for each in parts):
+            remove(*folders(job.parent.name, job.name))
+
+
 class Part:
     """The processes of one attempt on one node. They end with this actor."""
 
@@ -93,21 +120,28 @@ class Part:
         self._log = self._folder / "output.log"
         self._offset = 0
         self._attempt: LocalAttempt | None = None
+        self._begun: tuple[Start, HostPart, tuple[str, ...]] | None = None
 
     def prepare(self, code: bytes | None) -> Prepared:
         """Ends what earlier attempts have left on this host, and unpacks the job's code."""
         if left := end_leftovers():
             raise RuntimeError(f"processes {left} of an earlier attempt do not end")
-        # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
-        remove(self._cache, self._folder)
-        self._folder.mkdir(mode=0o700, parents=True)
+        self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = self._folder.parents[2]
+        with (files / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a folder without a mark would count as left
+            remove_stale(files)
+            # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
+            remove(self._cache, self._folder)
+            self._folder.mkdir(mode=0o700, parents=True)
+            (self._folder / MARK).write_text(identity(os.getpid()))
         if code is not None:
             with zipfile.ZipFile(io.BytesIO(code)) as archive:
                 archive.extractall(self._folder / "code")
         return Prepared(identity=identity(os.getpid()), free_port=free_port())
 
-    def start(self, order: Start, part: HostPart, channel: str) -> None:
-        """Starts the processes. Raises: ConfigError."""
+    def start(self, order: Start, part: HostPart, ray_nodes: tuple[str, ...], channel: str) -> None:
+        """Starts the processes. ray_nodes: those of the attempt's nodes. Raises: ConfigError."""
         spec = parse_config(order.spec, RunSpec, f"job {order.job}")
         if spec.runtime_env.get("working_dir") is not None:
             sent = self._folder / "code"
@@ -120,17 +154,33 @@ class Part:
         forget_variables("RAY_")  # a program that starts a Ray of its own must not find this one
         variables = {"PATH": path, VARIABLE: identity(os.getpid())}
         self._attempt = start_here(spec, argv_of(spec), part, file, self._log, variables)
+        self._begun = order, part, ray_nodes
+
+    def begun(self) -> Begun | None:
+        """What was started here; None if nothing was."""
+        if self._begun is None or self._attempt is None:
+            return None
+        order, part, ray_nodes = self._begun
+        return Begun(
+            order=order,
+            part=part,
+            ray_nodes=ray_nodes,
+            identity=identity(os.getpid()),
+            pids=self._attempt.pids,
+        )
 
     def poll(self) -> Polled:
         """How the processes have ended, if they have, and what they have written since."""
         ended = self._attempt.ended() if self._attempt is not None else None
-        output = b""
+        output, is_all = b"", True
         if self._log.exists():
             with self._log.open("rb") as log:
                 log.seek(self._offset)
                 output = log.read(MAX_OUTPUT_BYTES)
+            is_all = len(output) < MAX_OUTPUT_BYTES
+            if is_all and ended is None:  # a line's end comes with the next poll
+                output = output[: output.rfind(b"\n") + 1]
             self._offset += len(output)
-        is_all = len(output) < MAX_OUTPUT_BYTES
         return Polled(ended=ended if is_all else None, output=output)
 
     def end(self, grace_s: float) -> None:

@@ -1,36 +1,54 @@
 """One attempt of a job on the nodes of its group: placed, started, watched and ended, by a thread of its own.
 
-An attempt has ended when all its parts are known to have ended: their actors say so, or what an actor has
-left was killed on its host, or Ray has declared the node dead, whose devices then go to nobody.
+An attempt has ended when all its parts are known to have ended. It goes on when its scheduler ends: the next
+one adopts it (adopt.py).
 """
 
 import logging
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from rose.errors import ConfigError
-from rose.jobs.on_ray.actors import Part, Polled, Prepared, sweep
-from rose.jobs.on_ray.cluster import RayNodes, on_node
+from rose.jobs.on_ray.actors import Part, Polled, Prepared
+from rose.jobs.on_ray.cluster import RayNodes
+from rose.jobs.on_ray.failures import env_limit_s, failure, is_passing, reason
 from rose.jobs.on_ray.groups import GroupNodes, Seat
-from rose.jobs.ranks import START_FAILED_STATUS, Attempt, Ended, HostPart
+from rose.jobs.on_ray.parts import KILL_ASK_S, POLL_S, Hung, PartRef, ask, confirm_end
+from rose.jobs.ranks import Attempt, Ended, HostPart
 from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.spec import Launch, RunSpec
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
-ASK_S = 2.0
-"""The time after which a question that has no answer looks whether the job is to end."""
-KILL_ASK_S = 20.0
 SPREAD_GRACE_S = 10.0
 """Between SIGTERM and SIGKILL for the other processes, when one has failed."""
+ENV_RETRY_S = 65.0
+"""Ray answers with the same failure for a minute before it prepares an environment again."""
+Say = Callable[[list[str], bool], None]
+"""Hears where an attempt's processes are, or what it waits for, and whether they have started."""
+
+
+class LetGo(Exception):
+    """The scheduler ends, and the attempt goes on without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all attempts of one scheduler share."""
+
+    nodes: RayNodes
+    groups: GroupNodes
+    channel: str
+    root: str
+    """Names the channel on the hosts."""
+    hung_s: float
 
 
 class RayAttempt:
@@ -41,30 +59,26 @@ class RayAttempt:
         spec: RunSpec,
         order: Start,
         *,
-        nodes: RayNodes,
-        groups: GroupNodes,
-        channel: str,
-        root: str,
+        shared: Shared,
         code: Callable[[], bytes | None],
         log: Path,
-        say: Callable[[list[str]], None],
-        before: Attempt | None,
+        say: Say,
+        before: Attempt | None = None,
+        running: tuple[Sequence[Seat], Sequence[PartRef]] | None = None,
     ) -> None:
-        """say: hears where the processes are. before: an earlier attempt, whose end is awaited first.
+        """before: an earlier attempt, whose end is awaited first.
 
-        code: packs what is sent to each host, in the attempt's thread. Raises: ConfigError.
+        code: packs what is sent to each host, in the attempt's thread. running: the attempt was started by
+        an earlier scheduler, on these nodes and with these parts.
         """
-        self._spec, self._order = spec, order
-        self._nodes, self._groups = nodes, groups
-        self._channel, self._root, self._code = channel, root, code
-        self._log, self._say, self._before = log, say, before
-        self._seats: list[Seat] = []
-        self._parts: list[tuple[Seat, Any, str]] = []
-        """Each part's node, its actor, and the actor's identity on its host."""
-        self._partial: dict[str, bytes] = {}
-        """The last line of each node's output, while it has no end."""
+        self._spec, self._order, self._shared = spec, order, shared
+        self._code, self._log, self._tell, self._before = code, log, say, before
+        self._seats: Sequence[Seat] = running[0] if running is not None else []
+        self._parts: list[PartRef] = list(running[1]) if running is not None else []
+        self._is_running = running is not None
+        self._said: tuple[list[str], bool] | None = None
         self._kill_s: float | None = None
-        self._leaves = False
+        self._leaves = self._is_let_go = False
         self._ended: Ended | None = None
         self._thread = threading.Thread(target=self._run, name=f"rose-job-{spec.name}", daemon=True)
         self._thread.start()
@@ -77,25 +91,45 @@ class RayAttempt:
         """Gives back the nodes of the job's group when the attempt has ended."""
         self._leaves = True
         if self._ended is not None:
-            self._groups.leave(self._spec.name)
+            self._shared.groups.leave(self._spec.name)
+
+    def let_go(self) -> None:
+        """The attempt goes on without this object."""
+        self._is_let_go = True
+
+    def wait_gone(self, timeout_s: float) -> None:
+        """Waits until the thread has ended, after `let_go`."""
+        self._thread.join(timeout_s)
 
     def ended(self) -> Ended | None:
         return self._ended if not self._thread.is_alive() else None
 
     def _run(self) -> None:
-        ended, is_broken = Ended(exit_status=-signal.SIGTERM), False
         try:
-            while self._before is not None and self._before.ended() is None:
-                time.sleep(POLL_S)
-            nodes = nodes_of(self._order)
-            self._say([f"waits for Ray to place {', '.join(nodes)} of {self._order.group}"])
-            seats = self._groups.seat(
-                self._spec.name, self._order.group, nodes, self._spec.placement, self._is_wanted
-            )
-            if seats is not None:
-                self._seats = seats
-                self._start(seats)
-                ended = self._watch()
+            ended = self._life()
+        except LetGo:
+            return
+        if self._is_let_go:  # the next scheduler finds out how it has ended
+            return
+        for part in self._parts:
+            confirm_end(part, self._shared.nodes, self._shared.root, self._spec.name)
+        if ended is None:  # Ray may have held a node for alive until now
+            ended = Ended(exit_status=-signal.SIGKILL, lost=self._lost())
+        self._shared.groups.vacate(self._spec.name)
+        self._ended = ended
+        if self._leaves:
+            self._shared.groups.leave(self._spec.name)
+
+    def _life(self) -> Ended | None:
+        """Returns how the attempt has ended; None: parts of it have been lost. Parts may still run."""
+        try:
+            if not self._is_running and not self._start():
+                return Ended(exit_status=-signal.SIGTERM)
+            self._say([_describe(seat) for seat in self._seats], runs=True)
+            return self._watch()
+        except Hung as error:
+            self._write("", f"{error}\n".encode())
+            return Ended(exit_status=-signal.SIGKILL, why=str(error))
         except (
             ray.exceptions.RuntimeEnvSetupError,
             ray.exceptions.RayTaskError,
@@ -104,58 +138,86 @@ class RayAttempt:
             TypeError,
         ) as error:
             ended = failure(self._spec.command, error)
-            self._write("", f"{ended.cannot_start or _cause(error)}\n".encode())
+            self._write("", f"{ended.cannot_start or ended.why or reason(error)}\n".encode())
+            if is_passing(error):
+                self._wait(ENV_RETRY_S, f"{ended.why}; it is tried again in {ENV_RETRY_S:.0f} s")
+            return ended
         except ray.exceptions.RayError as error:
-            logger.info("lost job=%s reason=%s", self._spec.name, _cause(error))
-            is_broken = True
+            if not self._is_let_go:
+                logger.info("lost job=%s reason=%s", self._spec.name, reason(error))
+            return None
+        except LetGo:
+            raise
         except Exception:
             logger.exception("attempt failed job=%s", self._spec.name)
-            ended = Ended(exit_status=-signal.SIGKILL)
-        finally:
-            for seat, actor, identity in self._parts:
-                self._confirm_end(seat, actor, identity)
-            if is_broken:  # Ray may hold a node for alive until then
-                ended = Ended(exit_status=-signal.SIGKILL, lost=self._lost())
-            self._flush()
-            self._groups.vacate(self._spec.name)
-            self._ended = ended
-            if self._leaves:
-                self._groups.leave(self._spec.name)
+            return Ended(exit_status=-signal.SIGKILL)
 
     def _is_wanted(self) -> bool:
-        return self._kill_s is None
+        return self._kill_s is None and not self._is_let_go
+
+    def _wait(self, seconds: float, why: str) -> None:
+        self._say([why], runs=False)
+        until_s = time.monotonic() + seconds
+        while self._is_wanted() and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+
+    def _say(self, lines: list[str], *, runs: bool) -> None:
+        if (lines, runs) != self._said:
+            self._said = (lines, runs)
+            self._tell(lines, runs)
 
     # Start --------------------------------------------------------------------------------------------------
 
-    def _start(self, seats: Sequence[Seat]) -> None:
-        """Starts the processes on all nodes, the first node's as the others' master."""
+    def _start(self) -> bool:
+        """Starts the processes on all nodes, the first node's as the others' master. Whether it did."""
+        while self._before is not None and self._before.ended() is None:
+            if self._is_let_go:
+                return False
+            time.sleep(POLL_S)
+        nodes = nodes_of(self._order)
+        self._say([f"waits for Ray to place {', '.join(nodes)} of {self._order.group}"], runs=False)
+        seats = self._shared.groups.seat(
+            self._spec.name, self._order.group, nodes, self._spec.placement, self._is_wanted
+        )
+        if seats is None:
+            return False
+        self._seats = seats
+        self._say([f"prepares {_describe(seat)}: packages and code" for seat in seats], runs=False)
         packed = self._code()
+        self._create(seats[:1] if self._spec.launch is Launch.ONCE else seats, packed)
+        code = ray.put(packed) if packed is not None else None
+        limit_s = self._shared.hung_s + env_limit_s(self._spec.runtime_env)
+        asked = [(part, part.actor.prepare.remote(code)) for part in self._parts]
+        prepared: list[Prepared] = self._ask(asked, "to prepare its packages and code", limit_s)
+        for part, each in zip(self._parts, prepared, strict=True):
+            part.identity = each.identity
+        all_nodes, ray_nodes = tuple(seat.node for seat in seats), tuple(seat.ray_node for seat in seats)
+        starts = []
+        for index, part in enumerate(self._parts):
+            its_part = HostPart(nodes=all_nodes, index=index, master_port=prepared[0].free_port)
+            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._shared.channel)
+            starts.append((part, order))
+        self._ask(starts, "to start its processes", self._shared.hung_s)
+        return True
+
+    def _create(self, seats: Sequence[Seat], packed: bytes | None) -> None:
         environment = {
             name: value
             for name, value in self._spec.runtime_env.items()
             if name != "working_dir" or packed is None
         }
-        used = seats[:1] if self._spec.launch is Launch.ONCE else seats
         actor = ray.remote(Part)
-        for seat in used:
-            name = f"{self._spec.name}/{self._order.attempt}/{seat.node.name}/{uuid.uuid4().hex[:8]}"
-            options = {"scheduling_strategy": seat.strategy, "runtime_env": environment}
-            part = actor.options(name=name, num_cpus=0, max_concurrency=2, **options).remote(
-                self._spec.name, seat.node.name, self._root
-            )
-            self._parts.append((seat, part, ""))
-        code = ray.put(packed) if packed is not None else None
-        prepared: list[Prepared] = self._ask([part.prepare.remote(code) for _, part, _ in self._parts])
-        self._parts = [
-            (seat, part, each.identity) for (seat, part, _), each in zip(self._parts, prepared, strict=True)
-        ]
-        self._say([_describe(seat) for seat in seats])
-        nodes = tuple(seat.node for seat in seats)
-        starts = []
-        for index, (_, part, _) in enumerate(self._parts):
-            its_part = HostPart(nodes=nodes, index=index, master_port=prepared[0].free_port)
-            starts.append(part.start.remote(self._order, its_part, self._channel))
-        self._ask(starts)
+        for seat in seats:
+            options: dict[str, Any] = {
+                "name": part_name(self._spec.name, self._order.attempt, seat),
+                "lifetime": "detached",
+                "num_cpus": 0,
+                "max_concurrency": 2,
+                "scheduling_strategy": seat.strategy,
+                "runtime_env": environment,
+            }
+            made = actor.options(**options).remote(self._spec.name, seat.node.name, self._shared.root)
+            self._parts.append(PartRef(node=seat.node.name, ray_node=seat.ray_node, actor=made))
 
     # Watch --------------------------------------------------------------------------------------------------
 
@@ -165,9 +227,10 @@ class RayAttempt:
         """The first one that failed: the others fail because of it."""
         told_s: float | None = None
         while True:
-            polled: list[Polled] = self._ask([part.poll.remote() for _, part, _ in self._parts])
-            for (seat, _, _), each in zip(self._parts, polled, strict=True):
-                self._write(seat.node.name, each.output)
+            asked = [(part, part.actor.poll.remote()) for part in self._parts]
+            polled: list[Polled] = self._ask(asked, "to say how its processes are", self._shared.hung_s)
+            for part, each in zip(self._parts, polled, strict=True):
+                self._write(part.node, each.output)
             found = [each.ended for each in polled]
             failed = next((each for each in found if each is not None and each.exit_status), None)
             if None not in found:
@@ -178,83 +241,48 @@ class RayAttempt:
             if self._kill_s != told_s:
                 told_s = self._kill_s
                 grace_s = max(0.0, told_s - time.monotonic()) if told_s is not None else 0.0
-                self._ask([part.end.remote(grace_s) for _, part, _ in self._parts])
+                ends = [(part, part.actor.end.remote(grace_s)) for part in self._parts]
+                self._ask(ends, "to end its processes", self._shared.hung_s)
             time.sleep(POLL_S)
 
-    def _ask(self, asked: Sequence[Any]) -> list[Any]:
-        """Waits for the answers of all parts. Raises: RayError of the first part that has ended."""
-        left = list(asked)
-        while left:
-            done, left = ray.wait(left, num_returns=len(left), timeout=ASK_S)
-            for each in done:
-                ray.get(each)
-            if self._kill_s is not None and time.monotonic() > self._kill_s + KILL_ASK_S:
-                break
-        found: list[Any] = ray.get(list(asked), timeout=ASK_S)
-        return found
+    def _ask(self, questions: Sequence[tuple[PartRef, Any]], what: str, limit_s: float) -> list[Any]:
+        """Raises: RayError of the first part that has ended, Hung, LetGo."""
+        said = self._said
+        answers = ask(
+            questions, what, limit_s, look=self._look, say=lambda line: self._say([line], runs=False)
+        )
+        if said is not None:
+            self._say(said[0], runs=said[1])
+        self._look()
+        return answers
 
-    def _confirm_end(self, seat: Seat, actor: Any, identity: str) -> None:
-        """Returns when nothing of the part runs any more, or its node is dead."""
-        while self._nodes.is_alive(seat.ray_node):
-            try:
-                ray.get(actor.kill.remote(), timeout=KILL_ASK_S)
-                ray.kill(actor)
-                return
-            except ray.exceptions.GetTimeoutError:
-                logger.warning("no answer job=%s node=%s", self._spec.name, seat.ray_node)
-                if not identity:  # it has started nothing, and Ray may prepare its environment for long
-                    ray.kill(actor)
-            except ray.exceptions.RayError:
-                if self._sweep(seat, identity):
-                    return
-            time.sleep(POLL_S)
-
-    def _sweep(self, seat: Seat, identity: str) -> bool:
-        """Ends and frees what a dead actor has left on its host. Returns whether all of it is gone."""
-        work = ray.remote(sweep).options(num_cpus=0, scheduling_strategy=on_node(seat.ray_node))
-        dead = (identity,) if identity else ()
-        try:
-            left: list[int] = ray.get(work.remote(dead, self._root, self._spec.name), timeout=KILL_ASK_S)
-        except ray.exceptions.RayError as error:
-            logger.info("not swept node=%s reason=%s", seat.ray_node, _cause(error))
-            return False
-        return not left
+    def _look(self) -> None:
+        if self._is_let_go:
+            raise LetGo
+        if self._kill_s is not None and time.monotonic() > self._kill_s + KILL_ASK_S:
+            raise Hung(f"the processes of {self._spec.name} have not ended in time")
 
     def _lost(self) -> str | None:
         """Names the dead nodes; None if all live, and the job itself has failed."""
-        dead = [seat for seat in self._seats if not self._nodes.is_alive(seat.ray_node)]
+        dead = [seat for seat in self._seats if not self._shared.nodes.is_alive(seat.ray_node)]
         names = dict.fromkeys(f"Ray node {seat.ray_node[:8]} on {seat.node.address}" for seat in dead)
         return f"{', '.join(names)} died" if names else None
 
-    # Output -------------------------------------------------------------------------------------------------
-
     def _write(self, node: str, output: bytes) -> None:
-        """Appends whole lines to the job's log; those of several nodes begin with the node's name."""
+        """Appends lines to the job's log; those of several nodes begin with the node's name."""
         if not output:
             return
-        whole, end, rest = (self._partial.get(node, b"") + output).rpartition(b"\n")
-        self._partial[node] = rest
-        if end:
-            prefix = f"{node}: ".encode() if len(self._parts) > 1 and node else b""
-            try:
-                with self._log.open("ab") as log:
-                    log.write(b"".join(prefix + line + b"\n" for line in whole.split(b"\n")))
-            except OSError as error:  # such as a full disk: the job goes on, and its end must be told
-                logger.warning("output lost job=%s reason=%s", self._spec.name, error)
-
-    def _flush(self) -> None:
-        for node, rest in list(self._partial.items()):
-            if rest:
-                self._write(node, b"\n")
+        prefix = f"{node}: ".encode() if len(self._parts) > 1 and node else b""
+        try:
+            with self._log.open("ab") as log:
+                log.write(b"".join(prefix + line + b"\n" for line in output.removesuffix(b"\n").split(b"\n")))
+        except OSError as error:  # such as a full disk: the job goes on, and its end must be told
+            logger.warning("output lost job=%s reason=%s", self._spec.name, error)
 
 
-def failure(command: Sequence[str], error: Exception) -> Ended:
-    """How an attempt ends because of this error: for ever, or as a crash that may not come again."""
-    is_of_part = isinstance(error, ray.exceptions.RayTaskError)
-    if is_of_part and not isinstance(getattr(error, "cause", None), ConfigError):
-        return Ended(exit_status=-signal.SIGKILL)
-    reason = f"can't start {list(command)}: {_cause(error)}"
-    return Ended(exit_status=START_FAILED_STATUS, cannot_start=reason)
+def part_name(job: str, attempt: int, seat: Seat) -> str:
+    """Names a part for the next scheduler: the job, the attempt, the node and its Ray node."""
+    return f"part/{job}/{attempt}/{seat.node.name}/{seat.ray_node}"
 
 
 def nodes_of(order: Start) -> tuple[str, ...]:
@@ -266,8 +294,3 @@ def nodes_of(order: Start) -> tuple[str, ...]:
 def _describe(seat: Seat) -> str:
     devices = f", GPU {', '.join(seat.node.devices)}" if seat.node.devices else ""
     return f"{seat.node.name} on {seat.node.address} (Ray node {seat.ray_node[:8]}{devices})"
-
-
-def _cause(error: Exception) -> str:
-    cause = getattr(error, "cause", None)
-    return str(cause if cause is not None else error).strip().splitlines()[0]

@@ -1,6 +1,7 @@
 """The Ray cluster as the scheduler sees it: its nodes and their health, and how many groups' nodes fit there.
 
 Owns the connection, the name by which one scheduler owns the cluster, and a thread that asks for the nodes.
+Each scheduler has a namespace of its own for what goes on when it ends (adopt.py).
 """
 
 import contextlib
@@ -10,7 +11,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,7 +20,7 @@ from ray._private.state import state as ray_state  # Ray has no public way to as
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
-from rose.jobs.on_ray.actors import Owner, sweep
+from rose.jobs.on_ray.actors import Owner
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.spec import RayClusterSpec
 
@@ -28,45 +30,77 @@ NAMESPACE = "rose-sched"
 OWNER = "scheduler"
 OWNER_S = 20.0
 """Ray may take so long to notice that an earlier scheduler was killed."""
+OTHER_S = 5.0
 LOOK_S = 1.0
 CONNECT_S = 10.0
 HEAD_GONE_S = 30.0
 """Ray ends its own nodes and this process a minute after the head was last heard."""
-ASK_S = 60.0
+
+
+class Silence:
+    """How long the head has left a question without an answer. Time in which nobody asks does not count."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def ask(self, now: float) -> None:
+        """The head is asked, again or for the first time since it last answered."""
+        if self._since_s is None:
+            self._since_s = now
+
+    def answered(self) -> None:
+        """The head has answered."""
+        self._since_s = None
+
+    def seconds(self, now: float) -> float:
+        """Returns 0 for a head that has answered all that it was asked."""
+        return now - self._since_s if self._since_s is not None else 0.0
 
 
 class RayNodes:
     """The nodes of the cluster that this process has joined."""
 
-    def __init__(self, spec: RayClusterSpec, limits: Mapping[Phase, int | None], who: str, root: str) -> None:
-        """Joins the cluster as its only scheduler. limits: the most nodes of each pool. root: for `sweep`.
+    def __init__(
+        self,
+        spec: RayClusterSpec,
+        limits: Mapping[Phase, int | None],
+        who: str,
+        namespace: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """Joins the cluster as its only scheduler. limits: the most nodes of each pool.
 
+        namespace: of this scheduler's actors. say: hears what is waited for.
         Raises: ConfigError without a cluster, beside another scheduler, or if no Ray node can hold a bundle.
         """
         self._spec = spec
         self._limits = limits
-        _join(spec.address)
-        self._head = str(ray.get_runtime_context().gcs_address)
-        self._heard_s = time.monotonic()
-        self._owner = _own(who)
-        self._look()
-        self._check_bundles()
-        self._end_leftovers(root)
+        self._silence = Silence()
         self._closed = threading.Event()
+        say(f"the Ray head at {spec.address} to answer")
+        _join(spec.address, namespace)
+        try:
+            self._head = str(ray.get_runtime_context().gcs_address)
+            self._look()
+            self._check_bundles()
+            self._owner = _own(who, say)
+        except Exception:
+            ray.shutdown()
+            raise
         threading.Thread(target=self._watch, name="rose-ray-nodes", daemon=True).start()
 
     def check(self) -> None:
         """Raises: WorkerError when the head has been gone for long."""
         if not self.is_there():
-            silent_s = time.monotonic() - self._heard_s
+            silent_s = self._silence.seconds(time.monotonic())
             raise WorkerError(
                 f"the Ray head at {self._head} has not answered for {silent_s:.0f} s, and its nodes end "
                 "without it; start Ray and then this command again: jobs go on behind their last iterations"
             )
 
     def is_there(self) -> bool:
-        """Whether the head has answered not long ago."""
-        return time.monotonic() - self._heard_s <= HEAD_GONE_S
+        """Whether the head answers, as far as is known."""
+        return self._silence.seconds(time.monotonic()) <= HEAD_GONE_S
 
     def addresses(self) -> list[str]:
         """Returns the addresses of the living nodes' hosts."""
@@ -91,13 +125,14 @@ class RayNodes:
         ray.shutdown()
 
     def _watch(self) -> None:
+        host, _, port = self._head.rpartition(":")
         while not self._closed.wait(LOOK_S):
-            host, _, port = self._head.rpartition(":")
-            with contextlib.suppress(OSError):
+            self._silence.ask(time.monotonic())
+            with contextlib.suppress(OSError):  # without a head, Ray's own question would wait for long
                 socket.create_connection((host, int(port)), timeout=LOOK_S).close()
-                self._heard_s = time.monotonic()
                 try:
                     self._look()
+                    self._silence.answered()
                 except ray.exceptions.RayError as error:
                     logger.info("the head did not answer reason=%s", error)
 
@@ -118,26 +153,6 @@ class RayNodes:
                     f"nodes can hold that (the most on one: {_shown(largest)}); ask for less in the cluster's"
                     " file, or start larger Ray nodes first"
                 )
-
-    def _end_leftovers(self, root: str) -> None:
-        """Ends and frees what an earlier scheduler's actors have left, once Ray has ended the actors."""
-        deadline = time.monotonic() + OWNER_S
-        while len(ray.util.list_named_actors()) > 1:
-            if time.monotonic() >= deadline:
-                raise WorkerError(
-                    f"Ray still has an earlier scheduler's actors: {ray.util.list_named_actors()}; try again"
-                )
-            time.sleep(LOOK_S)
-        remote = ray.remote(sweep)
-        tasks = [
-            remote.options(num_cpus=0, scheduling_strategy=on_node(node)).remote((), root)
-            for node in self._alive
-        ]
-        for task in tasks:
-            try:
-                ray.get(task, timeout=ASK_S)
-            except ray.exceptions.RayError as error:  # the node is going away
-                logger.warning("a node was not looked through reason=%s", error)
 
 
 def on_node(ray_node: str) -> NodeAffinitySchedulingStrategy:
@@ -176,12 +191,12 @@ def _shown(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()))
 
 
-def _join(address: str) -> None:
+def _join(address: str, namespace: str) -> None:
     host, has_port, port = address.rpartition(":")
     try:
         if has_port and port.isdecimal():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -190,15 +205,14 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _own(who: str) -> Any:
+def _own(who: str, say: Callable[[str], None]) -> Any:
     """Becomes the cluster's only scheduler. Raises: ConfigError, naming the other one."""
     here = on_node(ray.get_runtime_context().get_node_id())
+    options = {"name": OWNER, "namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": here}
     deadline = time.monotonic() + OWNER_S
     while True:
         try:
-            owner = ray.remote(Owner).options(name=OWNER, num_cpus=0, scheduling_strategy=here).remote(who)
-            ray.get(owner.who.remote(), timeout=ASK_S)
-            return owner
+            return ray.remote(Owner).options(**options).remote(who)  # the name is ours before it runs
         except ValueError as error:
             other = _other()
             if time.monotonic() >= deadline or (other is not None and not _is_gone(other)):
@@ -206,15 +220,21 @@ def _own(who: str) -> Any:
                 raise ConfigError(
                     f"the Ray cluster has a scheduler already ({found}); submit jobs to it, or stop it first"
                 ) from error
+            say(f"Ray to notice that an earlier scheduler has ended ({other or 'it does not answer'})")
             time.sleep(LOOK_S)
 
 
 def _other() -> str | None:
     try:
-        found: str = ray.get(ray.get_actor(OWNER, namespace=NAMESPACE).who.remote(), timeout=LOOK_S * 5)
+        found: str = ray.get(ray.get_actor(OWNER, namespace=NAMESPACE).who.remote(), timeout=OTHER_S)
     except (ValueError, ray.exceptions.RayError):
         return None
     return found
+
+
+def channel_root(channel: str) -> str:
+    """Names a scheduler's channel where its name must be short."""
+    return f"{zlib.crc32(channel.encode()):08x}"
 
 
 def describe_self(channel: str) -> str:

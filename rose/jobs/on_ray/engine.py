@@ -1,22 +1,27 @@
 """The engine of a runner whose jobs run on a Ray cluster.
 
 Owns the jobs' logs on this host, to which all nodes' output is copied, and what the scheduler is told of the
-cluster's nodes. Everything on other hosts ends with this process.
+cluster's nodes. Jobs go on when this process ends, and the next one adopts them.
 """
 
 import io
 import logging
 import queue
+import signal
+import threading
+import time
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rose.errors import ConfigError
-from rose.jobs.on_ray.attempt import RayAttempt
-from rose.jobs.on_ray.cluster import RayNodes, describe_self
-from rose.jobs.on_ray.groups import GroupNodes
+from rose.config import parse_config
+from rose.errors import ConfigError, WorkerError
+from rose.jobs.on_ray.adopt import Remains, find
+from rose.jobs.on_ray.attempt import RayAttempt, Shared
+from rose.jobs.on_ray.cluster import NAMESPACE, RayNodes, channel_root, describe_self
+from rose.jobs.on_ray.groups import GroupNodes, Seat
+from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Call, Nodes, Placed, Start
@@ -25,54 +30,117 @@ from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 logger = logging.getLogger(__name__)
 
 MAX_CODE_BYTES = 500 << 20
+LET_GO_S = 3.0
+JOIN_S = 120.0
+"""The longest wait for one step of joining Ray."""
 
 
 class RayEngine:
-    """Runs jobs on the Ray cluster of the cluster's file."""
+    """Runs jobs on the Ray cluster of the cluster's file. A thread joins it."""
 
     host = "ray"
+    outlives = True
 
     def __init__(self, cluster: ServeSpec, channel: str, folder: Path) -> None:
-        """Joins the cluster. Raises: ConfigError."""
+        """Begins to join the cluster; `waits_for` says how far it is."""
         assert cluster.ray is not None
         self.log_folder = folder / "logs"
         self.log_folder.mkdir(parents=True, exist_ok=True)
+        self._cluster, self._spec = cluster, cluster.ray
         self._channel = channel
-        self._root = f"{zlib.crc32(channel.encode()):08x}"
-        pools = cluster.pools.to_pools()
-        limits = {Phase.ROLLOUT: pools.rollout.num_nodes, Phase.TRAIN: pools.train.num_nodes}
-        self._nodes = RayNodes(cluster.ray, limits, describe_self(channel), self._root)
-        try:
-            check_channel(channel, self._nodes.addresses())
-        except ConfigError:
-            self._nodes.close()
-            raise
-        self._groups = GroupNodes(cluster.ray)
         self._attempts: dict[str, RayAttempt] = {}
         """The latest of each job that has nodes."""
+        self._adopted: dict[str, tuple[int, Attempt]] = {}
         self._said: queue.SimpleQueue[Callable[[int], Call]] = queue.SimpleQueue()
         self._told: tuple[dict[Phase, int], dict[str, int]] | None = None
+        self._waits_for: str | None = "Ray"
+        self._waits_since_s = time.monotonic()
+        self._failed: Exception | None = None
+        self._has_signals = False
+        self._thread = threading.Thread(target=self._join, name="rose-ray-join", daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        root = channel_root(self._channel)
+        pools = self._cluster.pools.to_pools()
+        limits = {Phase.ROLLOUT: pools.rollout.num_nodes, Phase.TRAIN: pools.train.num_nodes}
+        try:
+            namespace = f"{NAMESPACE}-{root}"
+            self._nodes = RayNodes(self._spec, limits, describe_self(self._channel), namespace, self._wait)
+            check_channel(self._channel, self._nodes.addresses())
+            self._wait("the jobs that an earlier scheduler has left to answer")
+            groups = GroupNodes(self._spec, root)
+            self._shared = Shared(
+                nodes=self._nodes,
+                groups=groups,
+                channel=self._channel,
+                root=root,
+                hung_s=self._spec.hung_s,
+            )
+            self._adopt()
+        except Exception as error:
+            self._failed = error
+        else:
+            self._waits_for = None
+
+    def _wait(self, what: str) -> None:
+        self._waits_for, self._waits_since_s = what, time.monotonic()
+
+    def _adopt(self) -> None:
+        survivors, remains = find(self._shared.groups)
+        for each in survivors:
+            spec = parse_config(each.order.spec, RunSpec, f"job {each.order.job}")
+            attempt = self._attempt(spec, each.order, running=(each.seats, each.parts))
+            self._adopted[spec.name] = (each.order.attempt, attempt)
+        for job, (number, parts) in remains.items():
+            logger.warning("not adopted job=%s attempt=%d parts=%d", job, number, len(parts))
+            self._adopted[job] = (number, Remains(job, parts, self._nodes, self._shared.root))
+
+    def waits_for(self) -> str | None:
+        return self._waits_for
+
+    def adopted(self) -> Mapping[str, tuple[int, Attempt]]:
+        return self._adopted
 
     def check(self) -> None:
-        """Raises: WorkerError when the Ray cluster is gone."""
-        self._nodes.check()
+        """Raises: ConfigError if the cluster can't be used; WorkerError if it does not answer."""
+        if self._failed is not None:
+            raise self._failed
+        if (waits_for := self._waits_for) is None:
+            if not self._has_signals:  # Ray's own handler, which prints a trace, would come before Python's
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+                self._has_signals = True
+            self._nodes.check()
+        elif (waited_s := time.monotonic() - self._waits_since_s) > JOIN_S:
+            raise WorkerError(
+                f"waited {waited_s:.0f} s for {waits_for}; see whether `ray status` answers on this host, "
+                "then start this command again: jobs on Ray go on meanwhile"
+            )
 
     def num_nodes(self) -> dict[Phase, int]:
-        idle = self._groups.view(self._nodes.draining).num_idle
+        idle = self._shared.groups.view(self._nodes.draining).num_idle
         return {kind: max(0, num - idle[kind]) for kind, num in self._nodes.num_nodes().items()}
 
     def start(self, spec: RunSpec, order: Start, before: Attempt | None) -> Attempt:
+        return self._attempt(spec, order, before=before)
+
+    def _attempt(
+        self,
+        spec: RunSpec,
+        order: Start,
+        *,
+        before: Attempt | None = None,
+        running: tuple[Sequence[Seat], Sequence[PartRef]] | None = None,
+    ) -> RayAttempt:
         attempt = self._attempts[spec.name] = RayAttempt(
             spec,
             order,
-            nodes=self._nodes,
-            groups=self._groups,
-            channel=self._channel,
-            root=self._root,
+            shared=self._shared,
             code=partial(packed, spec),
             log=self.log_folder / f"{spec.name}.log",
             say=partial(self._placed, order),
             before=before,
+            running=running,
         )
         return attempt
 
@@ -85,7 +153,9 @@ class RayEngine:
         while not self._said.empty():
             news.append(self._said.get())
         leaving = {
-            job: running[job] for job in self._groups.view(self._nodes.draining).leaving if job in running
+            job: running[job]
+            for job in self._shared.groups.view(self._nodes.draining).leaving
+            if job in running
         }
         told = (self.num_nodes(), leaving)
         if told != self._told:
@@ -95,12 +165,18 @@ class RayEngine:
         return news
 
     def close(self) -> None:
-        if self._nodes.is_there():  # else all that follows would wait for the head
-            self._groups.close()
+        for attempt in self._attempts.values():
+            attempt.let_go()
+        deadline = time.monotonic() + LET_GO_S
+        for attempt in self._attempts.values():
+            attempt.wait_gone(max(0.0, deadline - time.monotonic()))
+        if self._waits_for is None and self._nodes.is_there():  # else this would wait for the head
             self._nodes.close()
 
-    def _placed(self, order: Start, places: list[str]) -> None:
-        self._said.put(lambda seq: Placed(seq=seq, job=order.job, attempt=order.attempt, places=places))
+    def _placed(self, order: Start, places: list[str], runs: bool) -> None:
+        self._said.put(
+            lambda seq: Placed(seq=seq, job=order.job, attempt=order.attempt, places=places, runs=runs)
+        )
 
 
 def check_channel(channel: str, addresses: Sequence[str]) -> None:

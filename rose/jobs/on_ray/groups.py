@@ -1,13 +1,15 @@
 """The placement groups of the scheduler's groups: which bundle of which Ray node is which node of a group.
 
 A group's nodes are placed together when a job needs them first, and given back when no job of the group is
-left. Ray moves a bundle whose node has died. Nodes that a job needs in addition are placed on their own. All
-threads may call.
+left. Ray moves a bundle whose node has died. Nodes that a job needs in addition are placed on their own. The
+nodes stay when the scheduler ends, and the names of their placement groups say to the next one what they are.
+All threads may call.
 """
 
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,8 @@ from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+KEEPER_S = 300.0
+"""A keeper that has not answered for so long has hung, and another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,8 @@ class Seat:
 
     node: JobNode
     ray_node: str
-    strategy: PlacementGroupSchedulingStrategy
-    """For actors beside the keeper."""
+    strategy: PlacementGroupSchedulingStrategy | None = None
+    """For actors beside the keeper; None: they are there already."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,10 +45,11 @@ class _Placed:
     """Nodes of a group that were placed together."""
 
     nodes: tuple[str, ...]
+    name: str
     pg: PlacementGroup
     keepers: dict[str, Any] = field(default_factory=dict)
-    asked: dict[str, Any] = field(default_factory=dict)
-    """Questions to keepers that have not answered."""
+    asked: dict[str, tuple[Any, float]] = field(default_factory=dict)
+    """Questions to keepers that have not answered, and when they were asked."""
     where: dict[str, Where] = field(default_factory=dict)
 
 
@@ -61,8 +66,10 @@ class View:
 class GroupNodes:
     """All groups' nodes on one Ray cluster."""
 
-    def __init__(self, spec: RayClusterSpec) -> None:
+    def __init__(self, spec: RayClusterSpec, root: str) -> None:
+        """root: begins the names of this scheduler's placement groups."""
         self._spec = spec
+        self._root = root
         self._lock = threading.RLock()
         self._groups: dict[str, list[_Placed]] = {}
         self._users: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -96,6 +103,34 @@ class GroupNodes:
                 return seats
             time.sleep(POLL_S)
         return None
+
+    def adopt(self, users: Sequence[tuple[str, str, Sequence[Seat]]]) -> None:
+        """Takes over what an earlier scheduler has placed. users: each job, its group and its nodes.
+
+        Gives back the nodes of groups that none of these jobs is in.
+        """
+        with self._lock:
+            known = ray.util.list_named_actors()
+            for table in ray.util.placement_group_table().values():
+                root, *fields = table["name"].split("/")
+                if root != self._root or table["state"] == "REMOVED":
+                    continue
+                nodes = tuple(fields[-2].split("+"))
+                placed = _Placed(
+                    nodes=nodes, name=table["name"], pg=ray.util.get_placement_group(table["name"])
+                )
+                for name in known:
+                    kind, _, node = name.removesuffix(name[-9:]).partition(f"/{table['name']}/")
+                    if kind == "keeper":
+                        placed.keepers[node] = ray.get_actor(name)
+                self._groups.setdefault("/".join(fields[:-2]), []).append(placed)
+            for job, group, seats in users:
+                self._users[job] = (group, tuple(seat.node.name for seat in seats))
+                where = {each.node.name: _where(each) for each in seats}
+                for placed in self._groups.get(group, []):
+                    placed.where.update({node: where[node] for node in placed.nodes if node in where})
+            for group in [each for each in self._groups if not self._has_jobs(each)]:
+                self._remove(group)
 
     def vacate(self, job: str) -> None:
         """No process of the job is on its nodes; the group keeps them for the next attempt."""
@@ -134,12 +169,6 @@ class GroupNodes:
         idle = [node for group, node in placed if (group, node) not in used]
         return {kind: sum(node.startswith(kind) for node in idle) for kind in Phase}
 
-    def close(self) -> None:
-        with self._lock:
-            for group in list(self._groups):
-                self._remove(group)
-            self._users.clear()
-
     def _has_jobs(self, group: str) -> bool:
         return any(each == group for each, _ in self._users.values())
 
@@ -157,7 +186,9 @@ class GroupNodes:
         if missing := tuple(node for node in nodes if node not in known):
             bundles = [self._spec.bundle(node) for node in missing]
             strategy = placement.value.upper().replace("-", "_")
-            placed.append(_Placed(nodes=missing, pg=placement_group(bundles, strategy=strategy)))
+            name = f"{self._root}/{group}/{'+'.join(missing)}/{uuid.uuid4().hex[:8]}"
+            made = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
+            placed.append(_Placed(nodes=missing, name=name, pg=made))
         seats = [self._seat(each, node) for node in nodes for each in placed if node in each.nodes]
         found = [each for each in seats if each is not None]
         return found if len(found) == len(nodes) else None
@@ -171,6 +202,8 @@ class GroupNodes:
         if keeper is None:
             bundle = dict(self._spec.bundle(node))
             options = {
+                "name": f"keeper/{placed.name}/{node}/{uuid.uuid4().hex[:8]}",
+                "lifetime": "detached",
                 "num_cpus": bundle.pop("CPU", 0),
                 "num_gpus": bundle.pop("GPU", 0),
                 "resources": bundle,
@@ -178,9 +211,12 @@ class GroupNodes:
             keeper = ray.remote(Keeper).options(**options, scheduling_strategy=strategy).remote()
             placed.keepers[node] = keeper
         if node not in placed.asked:
-            placed.asked[node] = keeper.where.remote()
-        asked = placed.asked[node]
+            placed.asked[node] = keeper.where.remote(), time.monotonic()
+        asked, since_s = placed.asked[node]
         if not ray.wait([asked], timeout=0)[0]:
+            if time.monotonic() - since_s > KEEPER_S:
+                logger.warning("no answer keeper=%s/%s", placed.name, node)
+                ray.kill(keeper)
             return None
         del placed.asked[node]
         try:
@@ -197,3 +233,7 @@ class GroupNodes:
             ray_node=where.ray_node,
             strategy=strategy,
         )
+
+
+def _where(seat: Seat) -> Where:
+    return Where(ray_node=seat.ray_node, address=seat.node.address, devices=seat.node.devices)

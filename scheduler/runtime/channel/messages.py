@@ -86,6 +86,12 @@ class Hello(Call, frozen=True, kw_only=True):
     num_nodes: dict[Phase, Count] | None = None
 
 
+class Awaiting(Call, frozen=True, kw_only=True):
+    """The runner can't start jobs yet. ``what``: it waits for this, for people."""
+
+    what: str
+
+
 class Nodes(Call, frozen=True, kw_only=True):
     """The number of nodes that the runner can give to groups has changed, by pool.
 
@@ -104,6 +110,8 @@ class Placed(Call, frozen=True, kw_only=True):
     attempt: int
     places: list[str]
     """One line a node."""
+    runs: bool
+    """Whether its processes have started."""
 
 
 class Exited(Call, frozen=True, kw_only=True):
@@ -116,6 +124,8 @@ class Exited(Call, frozen=True, kw_only=True):
     """Why the command never ran and never will, e.g. that there is no such program."""
     lost: str | None = None
     """Which node has taken the processes with it. It counts as no crash."""
+    why: str | None = None
+    """What is known of a crash beyond its status."""
 
 
 class RankCall(Call, frozen=True, kw_only=True):
@@ -265,6 +275,7 @@ AnyCall = (
     | ReleaseJob
     | Drain
     | Hello
+    | Awaiting
     | Nodes
     | Placed
     | Exited

@@ -31,6 +31,8 @@ def status(argv: Sequence[str]) -> int:
     if arguments.json:
         print_json(body)
     else:
+        if body.get("waits_for") is not None:
+            print(f"the scheduler waits for {body['waits_for']}")
         print("\n".join(status_lines(body["jobs"], shutil.get_terminal_size().columns)))
     return 0
 
@@ -80,7 +82,11 @@ def _now(job: Mapping[str, Any]) -> str:
     if job["waits_for"] is not None:
         behind = f", held by {', '.join(job['behind'])}" if job["behind"] else ", not yet due"
         return f"waits for {job['waits_for']} nodes{behind}"
-    return "waits for a runner" if job["host"] is None else "between two phases"
+    if job["host"] is None:
+        return "waits for a runner"
+    if job["ranks_unheard"]:
+        return f"waits for {_some(job, 'ranks_unheard') or 'all ranks'} to start"
+    return "between two phases"
 
 
 def _some(job: Mapping[str, Any], which: str) -> str:

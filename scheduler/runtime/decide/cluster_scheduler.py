@@ -16,6 +16,7 @@ import msgspec
 from rose.scheduler.group.model import Group
 from rose.scheduler.runtime.channel.messages import (
     AnyCall,
+    Awaiting,
     Cancel,
     Completed,
     Drain,
@@ -107,7 +108,7 @@ class ClusterScheduler:
         self._jobs = JobCalls(self._state, self._permits, self._moves)
         self._queue = QueueCalls(self._state, self._jobs, PreemptCalls(self._state, self._jobs))
         self._drift = DriftCalls(self._state, self._permits, self._jobs)
-        self._runner = RunnerCalls(self._state, self._jobs)
+        self._runner = RunnerCalls(self._state, self._permits, self._jobs)
         self._due = Due()
 
     # The loop's side ----------------------------------------------------------------------------------------
@@ -152,10 +153,12 @@ class ClusterScheduler:
                 self._drain(client, call)
             case Hello():
                 self._runner.hello(client, call, now)
+            case Awaiting():
+                self._runner.awaiting(client, call)
             case Nodes():
                 self._runner.nodes(client, call)
             case Placed():
-                self._runner.placed(client, call)
+                self._runner.placed(client, call, now)
             case Exited():
                 self._drift.forget(call.job)
                 self._jobs.exited(client, call, now)
@@ -175,6 +178,7 @@ class ClusterScheduler:
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
         self._permits.tell_apart(now)
+        self._permits.end_hung_starts(now)
         self._follow_up(now)
         if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
             for permits in self._state.permits.values():
@@ -270,4 +274,5 @@ class ClusterScheduler:
             body["groups"] = {name: describe_group(self._state, name) for name in self._state.groups.by_name}
             runner = self._state.runner
             body["runner"] = {"host": runner.host, "num_nodes": runner.num_nodes} if runner else None
+            body["waits_for"] = self._state.runner_waits_for
         self._state.answer(client, call.seq, body=body)

@@ -13,7 +13,7 @@ from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.order import own_order
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
-from rose.scheduler.runtime.decide.permit_calls import LATE, PermitCalls, named
+from rose.scheduler.runtime.decide.permit_calls import LATE, UNHEARD, PermitCalls, named
 from rose.scheduler.runtime.decide.placing import Groups, Placed
 from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
@@ -145,8 +145,10 @@ class JobCalls:
         if runner is None:
             return
         record.attempt += 1
-        record.places = []
+        record.places, record.heard = [], []
         record.started(now, self._state.clock)
+        if self._state.is_beside:  # else the runner says when it has placed the processes
+            self._permits.begin(name, now)
         self._state.groups.touch(record.group)  # the time without a process has cost it some of its bank
         self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)
         self._state.order(
@@ -198,7 +200,8 @@ class JobCalls:
             return
         self._state.event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
         num_iterations = self._state.specs[call.job].iterations
-        how = f"attempt {call.attempt} ended with status {call.exit_status}{self._blamed(call.job)}"
+        known = f": {call.why}" if call.why is not None else self._blamed(call.job)
+        how = f"attempt {call.attempt} ended with status {call.exit_status}{known}"
         if record.state is JobState.CANCELLING:
             self.end(call.job, JobState.CANCELLED, "", now)
         elif record.state is JobState.PREEMPTING:
@@ -226,7 +229,7 @@ class JobCalls:
         """Names the ranks that were silent, or for which others waited, for the note of the attempt's end."""
         hold, note = self._state.permits_of(name).holds.get(name), self._state.jobs[name].note
         if hold is None or not hold.silent:
-            return f"; {note}" if note.startswith(LATE) else ""
+            return f"; {note}" if note.startswith((LATE, UNHEARD)) else ""
         who = named(hold.silent, self._state.specs[name].num_ranks)
         return f": {who} fell silent in {hold.phase} of iteration {hold.iteration}"
 

@@ -103,6 +103,9 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "holds": hold.phase if hold is not None else None,
         "ranks_holding": sorted(hold.until_s) if hold is not None else [],
         "ranks_waiting": sorted(record.waiting.callers) if record.waiting is not None else [],
+        "ranks_unheard": sorted(set(range(spec.num_ranks)) - set(record.heard))
+        if name in state.start_until_s
+        else [],
         "waits_for": record.waiting.phase if record.waiting is not None else None,
         "behind": permits.holders_before(name) if permits is not None else [],
         "priority": spec.priority,

@@ -2,14 +2,23 @@
 
 Serves only the present attempt of a running job, and only under the epoch of its permit. All ranks of a job
 get one permit for a phase: it is asked for when the last of them has asked, and over when the last has
-released it. A rank that others wait for is named after a lease. Pure: takes ``now``.
+released it. A rank that others wait for is named after a lease, and an attempt of which a rank never calls is
+ended. Pure: takes ``now``.
 """
 
 import logging
 from collections.abc import Iterable
 
 from rose.scheduler.group.model import Phase
-from rose.scheduler.runtime.channel.messages import Completed, Granted, Heartbeat, RankCall, Release, Request
+from rose.scheduler.runtime.channel.messages import (
+    Completed,
+    Granted,
+    Heartbeat,
+    RankCall,
+    Release,
+    Request,
+    Stop,
+)
 from rose.scheduler.runtime.decide.group_permits import Hold
 from rose.scheduler.runtime.decide.records import Asked, JobState
 from rose.scheduler.runtime.decide.state import State
@@ -23,6 +32,9 @@ class PermitCalls:
     def __init__(self, state: State, lease_s: float, now: float) -> None:
         self._state = state
         self._lease_s = lease_s
+        for name in state.live:
+            if state.jobs[name].state.is_placed and state.jobs[name].attempt:
+                self.begin(name, now)
         self._apart_s = {name: now for name in state.live if self._are_apart(name)}
         """For each job of which only some ranks have asked or released, when the last of these did.
 
@@ -39,7 +51,37 @@ class PermitCalls:
     def forget(self, job: str) -> None:
         """The attempt has ended: nothing of it waits."""
         self._apart_s.pop(job, None)
+        self._state.start_until_s.pop(job, None)
         self._state.jobs[job].waiting = None
+
+    def begin(self, job: str, now: float) -> None:
+        """The attempt's processes have started: all ranks must call a phase in time."""
+        if len(self._state.jobs[job].heard) < self._num_ranks(job):
+            self._state.start_until_s[job] = now + self._state.specs[job].start_s
+
+    def _hear(self, call: RankCall) -> None:
+        record = self._state.jobs[call.job]
+        if call.rank not in record.heard:
+            record.heard.append(call.rank)
+            self._state.changed(call.job)
+            if len(record.heard) == self._num_ranks(call.job):
+                self._state.start_until_s.pop(call.job, None)
+
+    def end_hung_starts(self, now: float) -> None:
+        """Ends the attempts of which a rank has called no phase in time."""
+        for job in [each for each, until_s in self._state.start_until_s.items() if until_s <= now]:
+            record, num_ranks = self._state.jobs[job], self._num_ranks(job)
+            if record.state is not JobState.RUNNING:
+                del self._state.start_until_s[job]
+                continue
+            self._state.start_until_s[job] = now + self._lease_s  # the order may be lost with its runner
+            missing = sorted(set(range(num_ranks)) - set(record.heard))
+            start_s = self._state.specs[job].start_s
+            record.note = f"{UNHEARD}{named(missing, num_ranks)} called no phase in {start_s:.0f} s (start_s)"
+            self._state.changed(job)
+            self._state.event("start_hung", job, ranks=missing, note=record.note)
+            self._state.order(Stop(job=job, attempt=record.attempt, is_lost=True))
+            logger.warning("start hung job=%s %s", job, record.note)
 
     def request(self, client: str, call: Request, now: float) -> bool:
         """A phase asks for its nodes. Returns whether all ranks have asked and wait, or get them now."""
@@ -47,6 +89,7 @@ class PermitCalls:
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
             return False
+        self._hear(call)
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
         hold = permits.holds.get(call.job)
         if hold is not None and call.rank in hold.until_s:
@@ -216,6 +259,8 @@ class PermitCalls:
 
 LATE = "others wait: "
 """Begins the note of a job of which some ranks wait for others."""
+UNHEARD = "start hung: "
+"""Begins the note of a job whose attempt is ended because a rank has not been heard."""
 
 
 def named(ranks: Iterable[int], num_ranks: int) -> str:

@@ -200,6 +200,8 @@ class QueueCalls:
 
         without: running jobs that count as gone.
         """
+        if (waits_for := self._state.runner_waits_for) is not None:
+            return f"the scheduler waits for {waits_for}"
         if (over := self._over_quota(spec, without)) is not None:
             return over
         for name in ahead:

@@ -8,8 +8,9 @@ import logging
 
 from msgspec.structs import replace
 
-from rose.scheduler.runtime.channel.messages import Hello, Nodes, Placed, Stop
+from rose.scheduler.runtime.channel.messages import Awaiting, Hello, Nodes, Placed, Stop
 from rose.scheduler.runtime.decide.job_calls import JobCalls
+from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.records import JobState, RunnerRow
 from rose.scheduler.runtime.decide.state import State
 
@@ -17,11 +18,18 @@ logger = logging.getLogger(__name__)
 
 
 class RunnerCalls:
-    """Answers Hello, Nodes and Placed calls."""
+    """Answers Awaiting, Hello, Nodes and Placed calls."""
 
-    def __init__(self, state: State, jobs: JobCalls) -> None:
+    def __init__(self, state: State, permits: PermitCalls, jobs: JobCalls) -> None:
         self._state = state
+        self._permits = permits
         self._jobs = jobs
+
+    def awaiting(self, client: str, call: Awaiting) -> None:
+        """The runner is not ready: jobs are queued meanwhile."""
+        self._state.runner_waits_for = call.what
+        self._state.has_new_room = True  # the queued jobs' reason is another one
+        self._state.answer(client, call.seq)
 
     def hello(self, client: str, call: Hello, now: float) -> None:
         """A runner has connected: starts the jobs that it lacks, and stops those that it should not have."""
@@ -29,12 +37,14 @@ class RunnerCalls:
         leaving = self._state.runner.leaving if self._state.runner is not None else {}
         runner = RunnerRow(client=client, log_folder=call.log_folder, host=call.host, leaving=leaving)
         self._state.set_runner(runner, call.num_nodes)
+        self._state.runner_waits_for = None
         self._state.answer(client, call.seq)
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
             is_right = record is not None and record.state is JobState.RUNNING
             if record is None or not is_right or record.attempt != attempt:
-                self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True))
+                has_no_place = record is None or not record.state.is_placed
+                self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True, forget=has_no_place))
         for name in list(self._state.live):
             record = self._state.jobs[name]
             if not record.state.is_placed:
@@ -51,10 +61,14 @@ class RunnerCalls:
         if runner is not None and runner.client == client:
             self._state.set_runner(replace(runner, leaving=dict(call.leaving)), call.num_nodes)
 
-    def placed(self, client: str, call: Placed) -> None:
+    def placed(self, client: str, call: Placed, now: float) -> None:
         """Notes where an attempt's processes are, for people."""
         self._state.answer(client, call.seq)
         record = self._state.jobs.get(call.job)
         if record is not None and record.attempt == call.attempt:
             record.places = call.places
+            if call.runs and record.state.is_placed:
+                self._permits.begin(call.job, now)
+            else:
+                self._state.start_until_s.pop(call.job, None)
             self._state.changed(call.job)

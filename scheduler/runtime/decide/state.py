@@ -75,6 +75,10 @@ class State:
         """For each group, its rollout and training nodes; kept when the group is gone."""
         self.runner: RunnerRow | None = None
         """None until one has been heard."""
+        self.runner_waits_for: str | None = "its runner" if cluster.ray is not None else None
+        """Why no job can start on Ray yet; None: jobs can start."""
+        self.start_until_s: dict[str, float] = {}
+        """For each job with a rank that has called no phase since the start, the end of its time for that."""
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}

@@ -121,6 +121,8 @@ class RunSpec(JobSpec):
 
     0: it can't be started again, and is never preempted.
     """
+    start_s: float = Field(default=1800.0, gt=0)
+    """An attempt of which a rank has called no phase so long after its start has hung, and is ended."""
 
     tail: TailSpec | None = None
     """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
@@ -238,6 +240,8 @@ class RayClusterSpec(Section):
     rollout: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
     """What a rollout node takes of a Ray node, in Ray's names. Custom resources choose the hosts."""
     train: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
+    hung_s: float = Field(default=60.0, ge=1)
+    """A part of a job that has not answered for so long has hung, and the job starts again."""
 
     @field_validator("rollout", "train")
     @classmethod

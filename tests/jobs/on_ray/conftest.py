@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-
-from tests.jobs.on_ray.ray_rig import RayRig
+from lib.cluster.ray_rig import RayRig
 
 
 @pytest.fixture(scope="session")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRig]:
-    rig = RayRig(tmp_path_factory.mktemp("run"))
+    rig = RayRig(tmp_path_factory.mktemp("run"), num_workers=3)
     try:
         yield rig
     finally:

@@ -1,70 +1,73 @@
-"""A Ray cluster of several nodes on this machine, and schedulers that use it."""
+"""Schedulers that use a Ray cluster of several nodes on this machine."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-from ray.cluster_utils import Cluster
-from served_cluster import ServedCluster
+import psutil
+import ray
+from served_cluster import ServedCluster, wait_until
+
+from rose.jobs.on_ray.cluster import NAMESPACE, channel_root
+from rose.node.processes import ServerProcess
+from rose.scheduler.runtime.channel.messages import Cancel
 
 JOB = Path(__file__).with_name("ranked_job.py")
-STORE_BYTES = 80 << 20
-NUM_WORKERS = 3
-
-
-class RayRig:
-    """A head without devices, and workers with two devices each."""
-
-    def __init__(self, run_dir: Path) -> None:
-        """run_dir: the runtime directory of what Ray's workers start."""
-        self.cluster = Cluster()
-        self._inherited = {
-            "ROSE_RUNTIME_DIR": str(run_dir),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        self._add(num_cpus=2, include_dashboard=False)
-        self.workers: list[Any] = []
-        for _ in range(NUM_WORKERS):
-            self.add_worker()
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def add_worker(self) -> None:
-        self.workers.append(self._add(num_cpus=8, num_gpus=2))
-
-    def kill(self, node: Any) -> None:
-        """Ends the node as a power failure of its host would."""
-        self.workers.remove(node)
-        self.cluster.remove_node(node, allow_graceful=False)
-
-    def _add(self, **arguments: Any) -> Any:
-        """Tries it again on a busy machine: Ray gives a node 30 s to start, which no setting changes.
-
-        A node inherits this process's environment, which other tests must find unchanged.
-        """
-        for attempts_left in reversed(range(4)):
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in self._inherited.items():
-                    patch.setenv(name, value)
-                try:
-                    return self.cluster.add_node(wait=False, object_store_memory=STORE_BYTES, **arguments)
-                except Exception as error:  # Ray has no type for it
-                    if attempts_left == 0 or "imed out" not in str(error):
-                        raise
-        raise AssertionError
 
 
 class OnRay(ServedCluster):
-    """`rose sched serve` on a Ray cluster, with jobs of two ranks."""
+    """`rose sched serve` on a Ray cluster, with jobs of two ranks. They end with the test."""
 
     def __init__(self, folder: Path, address: str, **ray: Any) -> None:
+        self._address = address
         nodes = {"rollout": {"GPU": 1, "CPU": 1}, "train": {"GPU": 1, "CPU": 1}}
         super().__init__(folder, policy="solo", groups={}, ray={"address": address, **nodes, **ray})
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        host, _, port = self._address.rpartition(":")
+        with contextlib.suppress(OSError):  # it is gone, and all that ran there
+            socket.create_connection((host, int(port))).close()
+            self._end_jobs()
+
+    def kill(self) -> None:
+        """Ends `rose sched serve` and the scheduler as a power failure of their host would."""
+        scheduler = psutil.Process(self.status()["scheduler_pid"])
+        for pid in (self.server.pid, scheduler.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.server.stop(0.0)
+        wait_until(lambda: not scheduler.is_running(), "the scheduler's end")
+
+    def start_again(self) -> None:
+        """Starts `rose sched serve` after `kill`."""
+        self.server = ServerProcess(self.argv, "sched", self.folder / "sched.log", env=self.environment)
+        self.server.start()
+
+    def _end_jobs(self) -> None:
+        """Ends what goes on without its scheduler."""
+        root = channel_root(self.url)
+        ray.init(address=self._address, namespace=f"{NAMESPACE}-{root}", log_to_driver=False)
+        try:
+            for name in ray.util.list_named_actors():
+                with contextlib.suppress(ValueError):  # it has ended
+                    ray.kill(ray.get_actor(name))
+            for table in ray.util.placement_group_table().values():
+                if table["name"].startswith(f"{root}/") and table["state"] != "REMOVED":
+                    ray.util.remove_placement_group(ray.util.get_placement_group(table["name"]))
+        finally:
+            ray.shutdown()
+
+    def end_jobs(self) -> None:
+        """Ends the jobs of a test that leaves the server to others."""
+        jobs = [name for name, job in self.status()["jobs"].items() if not job["is_over"]]
+        for name in jobs:
+            self.ask(Cancel, job=name)
+        wait_until(lambda: all(self.job(name)["is_over"] for name in jobs), "the ends of the jobs")
 
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         phases = {"rollout": {"seconds": 0.05}, "train": {"seconds": 0.05}}

@@ -1,4 +1,4 @@
-"""What ends an attempt on Ray, and the code that is sent to hosts. No Ray cluster runs."""
+"""What ends an attempt on Ray, its host's folders, and the code that is sent. No Ray cluster runs."""
 
 import os
 import zipfile
@@ -12,9 +12,10 @@ from rose.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-from rose.jobs.on_ray import actors, engine  # noqa: E402 - loads Ray
-from rose.jobs.on_ray.attempt import failure  # noqa: E402
+from rose.jobs.on_ray import actors, cluster, engine  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.cluster import describe_self  # noqa: E402
+from rose.jobs.on_ray.failures import failure  # noqa: E402
+from rose.jobs.on_ray.leftovers import identity  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,69 @@ def test_only_a_wrong_job_ends_for_ever_by_an_error_of_its_part(cause: Exception
     error = ray.exceptions.RayTaskError("poll", "traceback", cause).as_instanceof_cause()
     ended = failure(["python"], error)
     assert (ended.cannot_start is not None) is is_final and ended.exit_status != 0
+
+
+PIP = """Could not create the actor because its associated runtime env failed to be created.
+Traceback (most recent call last):
+ray._private.runtime_env.utils.SubprocessCalledProcessError: Run cmd[9] failed with the following details.
+Command '['pip', 'install', '-r', 'requirements.txt']' returned non-zero exit status 1.
+Last 50 lines of stdout:
+"""
+NO_INDEX = (
+    "    WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError("
+    "Failed to establish a new connection: [Errno 101] Network is unreachable)': /simple/rosse/\n"
+)
+NO_PACKAGE = """    ERROR: Could not find a version that satisfies rosse==9 (from versions: none)
+    ERROR: No matching distribution found for rosse==9
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "is_final", "reason"),
+    [
+        (PIP + NO_PACKAGE, True, "ERROR: No matching distribution found for rosse==9"),
+        (PIP + NO_INDEX + NO_PACKAGE, False, "Network is unreachable"),
+        (PIP + "    ERROR: ResolutionImpossible: for help visit https://pip", True, "ResolutionImpossible"),
+        (PIP + "    ERROR: HTTP error 503 Server Error: Service Unavailable", False, "503 Server Error"),
+        ("Timeout: the runtime env was not set up within 600 s", False, "within 600 s"),
+        ("PackagesNotFoundError: these packages are not available: x", True, "PackagesNotFoundError"),
+        ("the agent has ended", False, "the agent has ended"),
+    ],
+)
+def test_packages_that_do_not_exist_end_a_job_and_passing_faults_do_not(
+    said: str, is_final: bool, reason: str
+) -> None:
+    ended = failure(["python"], ray.exceptions.RuntimeEnvSetupError(said))
+    told = ended.cannot_start if is_final else ended.why
+    assert told is not None and reason in told and "runtime_env can't be prepared" in told
+    assert (ended.cannot_start is None) is not is_final and ended.exit_status != 0
+
+
+def test_time_in_which_nobody_asks_the_head_is_no_silence() -> None:
+    silence = cluster.Silence()
+    assert silence.seconds(cluster.HEAD_GONE_S * 9) == 0, "as when joining takes long, or this host stops"
+    silence.ask(10.0)
+    silence.ask(15.0)
+    assert silence.seconds(30.0) == 20.0
+    silence.answered()
+    assert silence.seconds(99.0) == 0
+
+
+def test_a_host_frees_what_jobs_have_left_whose_parts_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    try:
+        for job, mark in (("live", identity(os.getpid())), ("dead", f"{os.getpid()}:1")):
+            for folder in actors.folders("test-stale", job):
+                folder.mkdir(parents=True)
+            (actors.folders("test-stale", job)[0] / "train-0").mkdir()
+            (actors.folders("test-stale", job)[0] / "train-0" / actors.MARK).write_text(mark)
+        actors.remove_stale(actors.folders("test-stale")[0].parent)
+        for job, is_kept in (("live", True), ("dead", False)):
+            assert [each.exists() for each in actors.folders("test-stale", job)] == [is_kept, is_kept]
+    finally:
+        actors.sweep((), "test-stale")
 
 
 def test_a_sweep_frees_the_files_and_the_host_memory_of_one_job_alone(

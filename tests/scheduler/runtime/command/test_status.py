@@ -15,6 +15,7 @@ JOB: dict[str, Any] = {
     "num_ranks": 1,
     "ranks_holding": [],
     "ranks_waiting": [],
+    "ranks_unheard": [],
     "holds": None,
     "waits_for": None,
     "behind": [],
@@ -34,6 +35,7 @@ def test_a_job_takes_one_line_that_says_what_it_does() -> None:
         {**JOB, "holds": "rollout", "progress": [12, 64]},
         {**JOB, "name": "code-32b", "waits_for": "train", "behind": ["math-7b"]},
         {**JOB, "name": "x", "host": None},
+        {**JOB, "name": "y", "num_ranks": 3, "ranks_unheard": [0, 2]},
         {**JOB, "name": "old", "state": "done", "is_over": True, "iterations": [500, 500]},
     ]
     assert status_lines(jobs, 80) == [
@@ -41,6 +43,7 @@ def test_a_job_takes_one_line_that_says_what_it_does() -> None:
         "math-7b   running  group-1  3 of 500    runs rollout, 12 of 64 responses",
         "code-32b  running  group-1  3 of 500    waits for train nodes, held by math-7b",
         "x         running  group-1  3 of 500    waits for a runner",
+        "y         running  group-1  3 of 500    waits for ranks 0, 2 of 3 to start",
         "old       done     group-1  500 of 500",
     ]
 

@@ -92,6 +92,38 @@ def test_a_silent_rank_ends_the_attempt_and_is_named(scheduler: Scheduler) -> No
     assert scheduler.job("a")["note"].endswith("rank 1 fell silent in rollout of iteration 0")
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_attempt_of_which_a_rank_calls_no_phase_is_ended(is_killed: bool) -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", num_ranks=2, start_s=20.0, max_restarts=1)
+    for attempt in (1, 2):
+        assert scheduler.job("a")["ranks_unheard"] == [0, 1]
+        scheduler.wait(8.0)
+        scheduler.request("a", rank=1, attempt=attempt)
+        if is_killed:
+            scheduler.restart(scheduler.now)
+        assert scheduler.job("a")["ranks_unheard"] == [0]
+        stops = [each for each in scheduler.wait(22.0) if isinstance(each, Stop)]
+        assert {(each.job, each.attempt, each.is_lost) for each in stops} == {("a", attempt, True)}
+        assert "start hung: rank 0 called no phase in 20 s (start_s)" in scheduler.job("a")["note"]
+        scheduler.call(Exited, job="a", attempt=attempt, exit_status=-9, client="runner")
+    job = scheduler.job("a")
+    assert job["state"] == "failed" and "rank 0 called no phase" in job["note"]
+
+
+def test_an_attempt_of_which_all_ranks_have_called_a_phase_has_started() -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", num_ranks=2, start_s=5.0)
+    grant, _ = both_ask(scheduler, "a")
+    assert scheduler.job("a")["ranks_unheard"] == []
+    for _ in range(6):
+        beat(scheduler, grant, rank=0)
+        beat(scheduler, grant, rank=1)
+        assert not [each for each in scheduler.wait(2.0) if isinstance(each, Stop)]
+
+
 def test_a_rank_that_others_wait_for_is_named_after_a_lease(scheduler: Scheduler) -> None:
     scheduler.request("a", rank=1)
     assert scheduler.job("a")["ranks_waiting"] == [1]

@@ -7,6 +7,7 @@ from lone_scheduler import Scheduler, error_of, hello, long_job, only, spec_of
 
 from rose.scheduler.runtime.channel.messages import (
     Answer,
+    Awaiting,
     Cancel,
     Completed,
     Exited,
@@ -16,6 +17,7 @@ from rose.scheduler.runtime.channel.messages import (
     Placed,
     SchedulerMessage,
     Start,
+    Status,
     Stop,
 )
 
@@ -96,10 +98,49 @@ def test_a_job_that_was_placed_before_its_runner_came_starts_with_it() -> None:
     assert only(Start, answers).job == "a"
 
 
+def test_a_job_is_queued_until_the_runner_has_joined_ray_and_says_what_is_waited_for() -> None:
+    scheduler = Scheduler(policy="solo", groups={}, ray=RAY)
+    answer = only(Answer, scheduler.submit("a", **{**spec_of("a"), "group": None}))
+    assert (answer.body["state"], answer.body["why"]) == ("queued", "the scheduler waits for its runner")
+    scheduler.call(Awaiting, what="the Ray head at h:1 to answer", client="ray")
+    assert scheduler.job("a")["why"] == "the scheduler waits for the Ray head at h:1 to answer"
+    assert only(Start, hello(scheduler, 1)).job == "a"
+    scheduler.restart(scheduler.now, "clock 1")
+    assert only(Answer, scheduler.call(Status)).body["waits_for"] == "its runner"
+    assert not [each for each in hello(scheduler, 1, a=1) if isinstance(each, Start | Stop)]
+
+
+def test_a_job_that_ended_while_its_runner_was_away_gives_its_nodes_back() -> None:
+    scheduler = two_jobs()
+    scheduler.restart(scheduler.now, "clock 1")
+    stops = [each for each in hello(scheduler, 2, a=1, b=1, gone=4) if isinstance(each, Stop)]
+    assert [(each.job, each.is_lost, each.forget) for each in stops] == [("gone", True, True)]
+
+
+def test_the_note_of_a_crash_has_what_the_runner_knows_of_it() -> None:
+    scheduler = two_jobs()
+    exited(scheduler, "a", why="train-0 on Ray node 12: no answer for 60 s")
+    assert scheduler.job("a")["note"] == (
+        "attempt 1 ended with status -9: train-0 on Ray node 12: no answer for 60 s"
+    )
+
+
+def test_time_in_which_ray_has_no_room_counts_not_as_the_start_of_a_job() -> None:
+    scheduler = Scheduler(policy="solo", groups={}, lease_s=1e6, ray=RAY)
+    hello(scheduler, 1)
+    scheduler.submit("a", **{**spec_of("a"), "group": None, "start_s": 5.0})
+    placed: dict[str, Any] = {"job": "a", "attempt": 1, "client": "ray"}
+    scheduler.call(Placed, places=["waits for Ray"], runs=False, **placed)
+    assert scheduler.wait(6.0) == []
+    scheduler.call(Placed, places=["rollout-0"], runs=True, **placed)
+    assert scheduler.wait(4.0) == []
+    assert only(Stop, scheduler.wait(2.0)).is_lost
+
+
 def test_it_is_shown_where_an_attempt_runs_until_the_next_one_starts() -> None:
     scheduler = two_jobs()
-    scheduler.call(Placed, job="a", attempt=1, places=["rollout-0 on 10.0.0.2"], client="ray")
-    scheduler.call(Placed, job="b", attempt=7, places=["of another attempt"], client="ray")
+    for job, attempt, place in (("a", 1, "rollout-0 on 10.0.0.2"), ("b", 7, "of another attempt")):
+        scheduler.call(Placed, job=job, attempt=attempt, places=[place], runs=True, client="ray")
     assert (scheduler.job("a")["places"], scheduler.job("b")["places"]) == (["rollout-0 on 10.0.0.2"], [])
     exited(scheduler, "a", lost="its node died")
     assert scheduler.job("a")["places"] == []
