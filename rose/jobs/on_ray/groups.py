@@ -26,6 +26,8 @@ from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+FRESH_S = 10.0
+"""An answer that is older, because others took long, is asked for again."""
 KEEPER_S = 300.0
 """A keeper that has not answered for so long has hung, and another one takes its place."""
 
@@ -49,7 +51,7 @@ class _Placed:
     pg: PlacementGroup
     keepers: dict[str, Any] = field(default_factory=dict)
     asked: dict[str, tuple[Any, float]] = field(default_factory=dict)
-    """Questions to keepers that have not answered, and when they were asked."""
+    """Questions to keepers, and when they were asked. Answers wait here for those of the other nodes."""
     where: dict[str, Where] = field(default_factory=dict)
 
 
@@ -191,7 +193,11 @@ class GroupNodes:
             placed.append(_Placed(nodes=missing, name=name, pg=made))
         seats = [self._seat(each, node) for node in nodes for each in placed if node in each.nodes]
         found = [each for each in seats if each is not None]
-        return found if len(found) == len(nodes) else None
+        if len(found) < len(nodes):
+            return None
+        for each in placed:
+            each.asked.clear()
+        return found
 
     def _seat(self, placed: _Placed, node: str) -> Seat | None:
         if ray.util.placement_group_table(placed.pg)["state"] != "CREATED":
@@ -218,16 +224,20 @@ class GroupNodes:
                 logger.warning("no answer keeper=%s/%s", placed.name, node)
                 ray.kill(keeper)
             return None
-        del placed.asked[node]
         try:
             where: Where = ray.get(asked)
         except ray.exceptions.ActorUnavailableError:
+            del placed.asked[node]
             return None
         except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle anew
+            del placed.asked[node]
             placed.keepers.pop(node, None)
             placed.where.pop(node, None)
             return None
         placed.where[node] = where
+        if time.monotonic() - since_s > FRESH_S:
+            del placed.asked[node]
+            return None
         return Seat(
             node=JobNode(name=node, address=where.address, devices=where.devices),
             ray_node=where.ray_node,

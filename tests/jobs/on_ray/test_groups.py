@@ -1,0 +1,54 @@
+"""The nodes of groups on Ray, with keepers whose answers take as long as a test says. No Ray cluster runs."""
+
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+from rose.jobs.on_ray import groups  # noqa: E402 - loads Ray
+from rose.jobs.on_ray.actors import Where  # noqa: E402
+from rose.scheduler.runtime.job.spec import Placement, RayClusterSpec  # noqa: E402
+
+
+class Keeper:
+    """Each question to it is answered at the next look."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.where = self
+
+    def remote(self) -> dict[str, Any]:
+        return {"node": self.node, "looks": 0}
+
+
+def wait(asked: list[dict[str, Any]], timeout: float) -> tuple[list[Any], list[Any]]:
+    for each in asked:
+        each["looks"] += 1
+    return [each for each in asked if each["looks"] > 1], [each for each in asked if each["looks"] <= 1]
+
+
+def test_nodes_are_found_also_if_their_keepers_answer_at_different_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda asked: Where(ray_node=asked["node"], address="h", devices=()))
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda pg: {"state": "CREATED"})
+    nodes = GroupNodesOfTwo()
+    looks = [nodes.look() for _ in range(6)]
+    seats = next(each for each in looks if each is not None)
+    assert [seat.ray_node for seat in seats] == ["rollout-0", "train-0"]
+
+
+class GroupNodesOfTwo(groups.GroupNodes):
+    """A group of two nodes, of which one keeper was asked a look before the other."""
+
+    def __init__(self) -> None:
+        super().__init__(RayClusterSpec(), "root")
+        keepers = {node: Keeper(node) for node in ("rollout-0", "train-0")}
+        placed = groups._Placed(nodes=tuple(keepers), name="root/g", pg=None, keepers=keepers)
+        self._groups["g"] = [placed]
+        self._seat(placed, "rollout-0")
+
+    def look(self) -> list[groups.Seat] | None:
+        return self._seats("g", ("rollout-0", "train-0"), Placement.PACK)
