@@ -101,7 +101,8 @@ def answer_over_cuts(
     goes on until there were so many rounds and moves."""
     settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
     driver = Driver(make_engine(model, settings, **args))
-    before, replies, step = num_changes(tenant_of(driver)), [], 0
+    replies: list[list[Reply]] = []
+    before, step = num_changes(tenant_of(driver)), 0
     while len(replies) < num_rounds or num_changes(tenant_of(driver)) - before < num_moves:
         answers = []
         for index, batch in enumerate(_batches(prompts, num_at_once)):

@@ -29,7 +29,10 @@ def test_preferences_are_read(tmp_path: Path) -> None:
 def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a\u2028b"}\r\n{"text": "c"}\n', encoding="utf-8", newline="")
-    assert [each.completion for each in read_examples(path)] == ["a\u2028b", "c"]
+    assert read_examples(path) == [
+        Example(prompt="", completion="a\u2028b"),
+        Example(prompt="", completion="c"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def trained(folder: Path, steps: int, callbacks: list[Any]) -> dict[str, torch.T
     return weights
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     pool, folder, *steps = argv
     slack = SlackCallback(pool)
     if steps:
