@@ -8,7 +8,7 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 from rose.jobs.on_ray import groups  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.actors import Where  # noqa: E402
-from rose.scheduler.runtime.job.spec import Placement, RayClusterSpec  # noqa: E402
+from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec  # noqa: E402
 
 
 class Keeper:
@@ -51,4 +51,4 @@ class GroupNodesOfTwo(groups.GroupNodes):
         self._seat(placed, "rollout-0")
 
     def look(self) -> list[groups.Seat] | None:
-        return self._seats("g", ("rollout-0", "train-0"), Placement.PACK)
+        return self._seats("g", ("rollout-0", "train-0"), PlacementStrategy.PACK)
