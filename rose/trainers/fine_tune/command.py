@@ -217,12 +217,8 @@ def parser() -> CommandParser:
         f"{program} --model ./model --data texts.jsonl --pool gpu0 --relay embedded://host:8400 --run chat",
     )
     flags.add_argument("--model", required=True, help="the model that is served: its folder or hub id")
-    flags.add_argument(
-        "--data",
-        required=True,
-        type=Path,
-        help="JSON lines of texts, of prompts and completions, or of preferences",
-    )
+    data = "JSON lines of texts, of prompts and completions, or of preferences"
+    flags.add_argument("--data", required=True, type=Path, help=data)
     flags.add_argument("--pool", required=True, help="the serving engine's pool")
     flags.add_argument("--relay", required=True, help="where new weights go")
     flags.add_argument("--run", required=True, help="the run that the engine follows")
