@@ -23,3 +23,9 @@ def packed_copy(module: torch.nn.Module) -> list[Any]:
     """
     function: Any = vars(module).get("cpu_linear")
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def is_packed(module: torch.nn.Module) -> bool:
+    """Whether a layer computes with a packed copy, which may be freed while the weights are off the
+    device."""
+    return bool(packed_copy(module)) or vars(module).get("cpu_linear", module) is None

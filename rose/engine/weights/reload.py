@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rose.engine.weights.packed import packed_copy
+from rose.engine.weights.packed import is_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def process_dependants(model: LiveModel, changed: Set[torch.nn.Module]) -> None:
     changed layer's, make that again.
     """
     for layer in dependants(model.module, changed):
-        if packed_copy(layer):
+        if is_packed(layer):
             method: Any = layer.quant_method
             method.process_weights_after_loading(layer)
         else:
@@ -77,7 +77,7 @@ def dependants(model: torch.nn.Module, changed: Set[torch.nn.Module]) -> Iterato
     storages = {each.untyped_storage()._cdata for each in own}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if packed_copy(module):
+        if is_packed(module):
             is_dependant = weight is not None and weight.untyped_storage()._cdata in storages
         else:
             is_done = module in changed or not is_deferred_attention_layer(module)
