@@ -113,13 +113,16 @@ def served_card(
 ) -> Mapping[str, Any]:
     """Returns the card of the model that a front is for: the one it is told to serve, else the only one.
 
-    `names` are among the cards. Raises: ConfigError if the router has several models and none is named.
+    `names` are among the cards. LoRA adapters are no choice: a front serves those of its model, too.
+    Raises: ConfigError if the router has several models and none is named.
     """
-    served = {card["id"]: card for card in cards}
+    all_cards = {card["id"]: card for card in cards}
     if names:
-        return served[names[0]]
-    if model_dir in served:
-        return served[model_dir]
+        return all_cards[names[0]]
+    if model_dir in all_cards:
+        return all_cards[model_dir]
+    bases = {name: card for name, card in all_cards.items() if card.get("parent") is None}
+    served = bases or all_cards
     if len(served) > 1:
         known = ", ".join(sorted(served))
         raise ConfigError(f"the router serves {known}; say which one with --served-model-name")

@@ -74,7 +74,7 @@ def test_chats_for_an_adapter_are_answered_by_its_newest_version_also_when_they_
         load(front, tmp_path, number)
         before = resumed(front)
         answers.append(assert_as_the_engine(front, "math"))
-        assert resumed(front) - before >= len(KINDS) * len(ASK)
+        assert resumed(front) - before >= len(KINDS)  # a cut behind the last token leaves nothing to resume
     for case in ((kind, how) for kind in DIFFERENT for how in ASK):
         first, second, third = (each[case] for each in answers)
         assert first != second != third != first, case

@@ -86,6 +86,7 @@ def test_the_model_is_the_one_that_is_named_or_the_only_one() -> None:
     assert served_card([one, two], ["b"], "dir") == two
     assert served_card([one, two], [], "a") == one
     assert served_card([two], [], "dir") == two
+    assert served_card([{"id": "adapter", "parent": "b"}, two], [], "dir") == two
     with pytest.raises(ConfigError, match="the router serves a, b; say which one"):
         served_card([one, two], [], "dir")
 
