@@ -91,15 +91,24 @@ def make_moe_model(folder: Path) -> Path:
     return _write(folder, Qwen3MoeConfig(num_hidden_layers=4, **experts, **_shape(hidden_size=64)), seed=4)
 
 
-def make_mla_model(folder: Path) -> Path:
-    """A DeepSeek-V2 with latent attention, in the sizes that vLLM's CPU kernel knows, and dense MLPs."""
+def make_mla_model(folder: Path, *, num_dense: int = 4) -> Path:
+    """A DeepSeek-V2 with latent attention, in the sizes that vLLM's CPU kernel knows. The first layers have
+    dense MLPs, the others experts."""
     from transformers import DeepseekV2Config
 
     shape = _shape(hidden_size=64)
     del shape["head_dim"], shape["num_key_value_heads"]
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "group_limited_greedy"}  # vLLM asks for them
     config = DeepseekV2Config(
-        num_hidden_layers=4, q_lora_rank=None, first_k_dense_replace=4, **latent, **shape
+        num_hidden_layers=4,
+        q_lora_rank=None,
+        first_k_dense_replace=num_dense,
+        **latent,
+        **experts,
+        **groups,
+        **shape,
     )
     return _write(folder, config, seed=5)
 
