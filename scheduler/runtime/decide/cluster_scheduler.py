@@ -178,6 +178,8 @@ class ClusterScheduler:
         was_away = now - self._ticked_s > AWAY_S
         self._ticked_s = now
         self._permits.tell_apart(now)
+        if was_away:
+            self._permits.wait_for_starts(now)
         self._permits.end_hung_starts(now)
         self._follow_up(now)
         if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way

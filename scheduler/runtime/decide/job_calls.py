@@ -146,8 +146,9 @@ class JobCalls:
             return
         record.attempt += 1
         record.places, record.heard = [], []
+        record.runs = self._state.is_beside  # else the runner says when it has placed the processes
         record.started(now, self._state.clock)
-        if self._state.is_beside:  # else the runner says when it has placed the processes
+        if record.runs:
             self._permits.begin(name, now)
         self._state.groups.touch(record.group)  # the time without a process has cost it some of its bank
         self._state.event("started", name, attempt=record.attempt, iteration=record.num_done)

@@ -33,7 +33,7 @@ class PermitCalls:
         self._state = state
         self._lease_s = lease_s
         for name in state.live:
-            if state.jobs[name].state.is_placed and state.jobs[name].attempt:
+            if state.jobs[name].state.is_placed and state.jobs[name].runs:
                 self.begin(name, now)
         self._apart_s = {name: now for name in state.live if self._are_apart(name)}
         """For each job of which only some ranks have asked or released, when the last of these did.
@@ -66,6 +66,11 @@ class PermitCalls:
             self._state.changed(call.job)
             if len(record.heard) == self._num_ranks(call.job):
                 self._state.start_until_s.pop(call.job, None)
+
+    def wait_for_starts(self, now: float) -> None:
+        """Gives starts that are late a lease more: the ranks' calls may be on their way."""
+        for job, until_s in self._state.start_until_s.items():
+            self._state.start_until_s[job] = max(until_s, now + self._lease_s)
 
     def end_hung_starts(self, now: float) -> None:
         """Ends the attempts of which a rank has called no phase in time."""

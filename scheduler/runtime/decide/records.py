@@ -184,6 +184,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Where its runner is; None while no runner has been heard, and in the queue."""
     places: list[str] = msgspec.field(default_factory=list)
     """Where the attempt's processes run, a line for each node, as its runner says."""
+    runs: bool = False
+    """Whether the attempt's processes have started, as its runner says."""
     heard: list[int] = msgspec.field(default_factory=list)
     """The ranks of the attempt that have called a phase."""
     is_leaving: bool = False

@@ -66,7 +66,7 @@ class RunnerCalls:
         self._state.answer(client, call.seq)
         record = self._state.jobs.get(call.job)
         if record is not None and record.attempt == call.attempt:
-            record.places = call.places
+            record.places, record.runs = call.places, call.runs
             if call.runs and record.state.is_placed:
                 self._permits.begin(call.job, now)
             else:

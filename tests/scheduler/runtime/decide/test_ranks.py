@@ -112,6 +112,15 @@ def test_an_attempt_of_which_a_rank_calls_no_phase_is_ended(is_killed: bool) -> 
     assert job["state"] == "failed" and "rank 0 called no phase" in job["note"]
 
 
+def test_a_start_that_ends_while_the_scheduler_is_away_has_not_hung() -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", start_s=20.0)
+    scheduler.now += 30.0  # as when the channel was gone: the call is on its way
+    assert not [each for each in scheduler.wait(1.0) if isinstance(each, Stop)]
+    assert only(Granted, scheduler.request("a")).job == "a"
+
+
 def test_an_attempt_of_which_all_ranks_have_called_a_phase_has_started() -> None:
     scheduler = Scheduler()
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")

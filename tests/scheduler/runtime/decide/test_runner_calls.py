@@ -125,12 +125,16 @@ def test_the_note_of_a_crash_has_what_the_runner_knows_of_it() -> None:
     )
 
 
-def test_time_in_which_ray_has_no_room_counts_not_as_the_start_of_a_job() -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_time_in_which_ray_has_no_room_counts_not_as_the_start_of_a_job(is_killed: bool) -> None:
     scheduler = Scheduler(policy="solo", groups={}, lease_s=1e6, ray=RAY)
     hello(scheduler, 1)
     scheduler.submit("a", **{**spec_of("a"), "group": None, "start_s": 5.0})
     placed: dict[str, Any] = {"job": "a", "attempt": 1, "client": "ray"}
     scheduler.call(Placed, places=["waits for Ray"], runs=False, **placed)
+    if is_killed:  # its runner goes on, and says nothing twice
+        scheduler.restart(scheduler.now, "clock 1")
+        hello(scheduler, 1, a=1)
     assert scheduler.wait(6.0) == []
     scheduler.call(Placed, places=["rollout-0"], runs=True, **placed)
     assert scheduler.wait(4.0) == []
