@@ -5,10 +5,12 @@ whole bundle. The parts of the jobs' attempts are beside it in the bundle, and t
 their scheduler ends, and the next one finds them by their names (adopt.py).
 """
 
+import contextlib
 import fcntl
 import io
 import os
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import msgspec
 import ray
 
 from rose.config import Settings, forget_variables, parse_config, search_path
-from rose.jobs.on_ray.leftovers import VARIABLE, end_leftovers, identity
+from rose.jobs.on_ray.leftovers import VARIABLE, end_leftovers, identity, is_alive
 from rose.jobs.ranks import Ended, HostPart, LocalAttempt, argv_of, remove, start_here, write_job_file
 from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Start
@@ -93,7 +95,13 @@ def folders(root: str, name: str = "") -> tuple[Path, Path]:
 
 
 def sweep(dead: tuple[str, ...], root: str, name: str = "") -> list[int]:
-    """Ends what dead actors have left here, then frees the folders. Returns the pids that still run."""
+    """Ends what dead actors have left here, then frees the folders. Returns the pids that still run.
+
+    name: a job, of which no part may go on here; one that hangs may never have told its identity.
+    """
+    if name:
+        with contextlib.suppress(FileNotFoundError):  # a part frees its own folder meanwhile
+            dead = (*dead, *_identities(folders(root, name)[0]))
     if not (left := end_leftovers(dead)):
         remove(*folders(root, name))
     return left
@@ -105,9 +113,14 @@ def remove_stale(files: Path) -> None:
     files: the folder that has one folder for each scheduler's channel.
     """
     for job in files.glob("*/*"):
-        parts = [mark.read_text() for mark in job.glob(f"*/{MARK}")]
-        if not any(identity(int(each.partition(":")[0])) == each for each in parts):
-            remove(*folders(job.parent.name, job.name))
+        with contextlib.suppress(FileNotFoundError):  # a part frees its own folder meanwhile
+            if not any(map(is_alive, _identities(job))):
+                remove(*folders(job.parent.name, job.name))
+
+
+def _identities(job: Path) -> list[str]:
+    """Returns the identities of the parts that have folders in the job's. Raises: FileNotFoundError."""
+    return [mark.read_text() for mark in job.glob(f"*/{MARK}")]
 
 
 class Part:
@@ -120,6 +133,9 @@ class Part:
         self._log = self._folder / "output.log"
         self._offset = 0
         self._attempt: LocalAttempt | None = None
+        self._lock = threading.Lock()
+        """Held while processes are started or killed: what is killed starts none afterwards."""
+        self._is_killed = False
         self._begun: tuple[Start, HostPart, tuple[str, ...]] | None = None
 
     def prepare(self, code: bytes | None) -> Prepared:
@@ -153,8 +169,10 @@ class Part:
         path = search_path(Path(sys.executable).parent)
         forget_variables("RAY_")  # a program that starts a Ray of its own must not find this one
         variables = {"PATH": path, VARIABLE: identity(os.getpid())}
-        self._attempt = start_here(spec, argv_of(spec), part, file, self._log, variables)
-        self._begun = order, part, ray_nodes
+        with self._lock:
+            if not self._is_killed:
+                self._attempt = start_here(spec, argv_of(spec), part, file, self._log, variables)
+                self._begun = order, part, ray_nodes
 
     def begun(self) -> Begun | None:
         """What was started here; None if nothing was."""
@@ -190,6 +208,8 @@ class Part:
 
     def kill(self) -> None:
         """Returns when none of the processes runs any more, and their host memory and files are gone."""
-        if self._attempt is not None:
-            self._attempt.kill()
+        with self._lock:
+            self._is_killed = True
+            if self._attempt is not None:
+                self._attempt.kill()
         remove(self._cache, self._folder)

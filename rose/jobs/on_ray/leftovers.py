@@ -26,6 +26,12 @@ def identity(pid: int) -> str:
     return f"{pid}:{fields[18]}" if state not in "ZX" else ""
 
 
+def is_alive(name: str) -> bool:
+    """Whether the process of this `identity` runs."""
+    pid = name.partition(":")[0]
+    return pid.isdecimal() and identity(int(pid)) == name
+
+
 def end_leftovers(dead: tuple[str, ...] = ()) -> list[int]:
     """Kills what actors that have ended have left; returns the pids that still run after `KILL_S`.
 
@@ -33,10 +39,9 @@ def end_leftovers(dead: tuple[str, ...] = ()) -> list[int]:
     """
     deadline = time.monotonic() + KILL_S
     for each in dead:
-        pid = int(each.partition(":")[0])
-        while identity(pid) == each and time.monotonic() < deadline:
+        while is_alive(each) and time.monotonic() < deadline:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(int(each.partition(":")[0]), signal.SIGKILL)
             time.sleep(watcher.KILLED_S)
     while sessions := _sessions():
         for leader in sessions:

@@ -1,6 +1,8 @@
 """What ends an attempt on Ray, its host's folders, and the code that is sent. No Ray cluster runs."""
 
 import os
+import signal
+import subprocess
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +18,9 @@ from rose.jobs.on_ray import actors, cluster, engine  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.cluster import describe_self  # noqa: E402
 from rose.jobs.on_ray.failures import failure  # noqa: E402
 from rose.jobs.on_ray.leftovers import identity  # noqa: E402
+from rose.jobs.ranks import HostPart  # noqa: E402
+from rose.scheduler.runtime.channel.messages import Start  # noqa: E402
+from rose.scheduler.runtime.job.job import JobNode  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -83,16 +88,66 @@ def test_a_host_frees_what_jobs_have_left_whose_parts_have_ended(
 ) -> None:
     monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
     try:
-        for job, mark in (("live", identity(os.getpid())), ("dead", f"{os.getpid()}:1")):
+        jobs = {"live": identity(os.getpid()), "dead": f"{os.getpid()}:1", "full-disk": ""}
+        for job, mark in jobs.items():
             for folder in actors.folders("test-stale", job):
                 folder.mkdir(parents=True)
             (actors.folders("test-stale", job)[0] / "train-0").mkdir()
             (actors.folders("test-stale", job)[0] / "train-0" / actors.MARK).write_text(mark)
         actors.remove_stale(actors.folders("test-stale")[0].parent)
-        for job, is_kept in (("live", True), ("dead", False)):
+        for job, is_kept in (("live", True), ("dead", False), ("full-disk", False)):
             assert [each.exists() for each in actors.folders("test-stale", job)] == [is_kept, is_kept]
     finally:
         actors.sweep((), "test-stale")
+
+
+def test_a_host_goes_on_freeing_while_a_part_frees_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    job, _ = actors.folders("test-gone", "job")
+    (job / "train-0").mkdir(parents=True)
+    (job / "train-0" / actors.MARK).write_text("1:1")
+    with monkeypatch.context() as patched:  # listed, and not there when it is read
+        patched.setattr(Path, "read_text", _gone)
+        actors.remove_stale(job.parent.parent)
+        assert job.exists()
+        assert actors.sweep((), "test-gone", "job") == []
+    assert not job.exists()
+
+
+def test_a_sweep_ends_a_part_that_has_not_told_its_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    with subprocess.Popen(["sleep", "600"]) as actor:
+        try:
+            os.kill(actor.pid, signal.SIGSTOP)
+            folder = actors.folders("test-hung", "job")[0] / "train-0"
+            folder.mkdir(parents=True)
+            (folder / actors.MARK).write_text(identity(actor.pid))
+            assert actors.sweep((), "test-hung", "job") == []
+            assert identity(actor.pid) == ""
+        finally:
+            actor.kill()
+
+
+def test_a_part_that_was_killed_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(actors, "forget_variables", lambda prefix: None)
+    spec = {"name": "a", "command": ["sleep", "600"], "folder": str(tmp_path), "slo": 2.0, "iterations": 1}
+    spec |= {"phases": {"rollout": {"seconds": 1.0}, "train": {"seconds": 1.0}}, "max_tokens": 64}
+    order = Start(
+        job="a", attempt=1, spec=spec, first_iteration=0, group="g", rollout_nodes=[0], num_train_nodes=1
+    )
+    here = HostPart(nodes=(JobNode(name="rollout-0", address="127.0.0.1"),), master_port=1)
+    part = actors.Part("a", "rollout-0", "test-killed")
+    part.kill()
+    try:
+        part.start(order, here, ("r",), "unix:/c")
+        assert part.begun() is None
+    finally:
+        part.kill()
 
 
 def test_a_sweep_frees_the_files_and_the_host_memory_of_one_job_alone(
@@ -145,6 +200,10 @@ def test_code_that_is_too_large_or_cannot_be_read_is_refused(
     monkeypatch.setattr(engine, "MAX_CODE_BYTES", 1000)
     with pytest.raises(ConfigError, match="keep data elsewhere"):
         engine.packed(spec)
+
+
+def _gone(path: Path) -> str:
+    raise FileNotFoundError(2, "No such file or directory", str(path))
 
 
 def _unreadable(*_: object) -> None:
