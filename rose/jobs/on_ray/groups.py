@@ -6,6 +6,7 @@ nodes stay when the scheduler ends, and the names of their placement groups say 
 All threads may call.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -118,13 +119,16 @@ class GroupNodes:
                 if root != self._root or table["state"] == "REMOVED":
                     continue
                 nodes = tuple(fields[-2].split("+"))
-                placed = _Placed(
-                    nodes=nodes, name=table["name"], pg=ray.util.get_placement_group(table["name"])
-                )
+                try:
+                    pg = ray.util.get_placement_group(table["name"])
+                except ValueError:  # it has gone since it was listed
+                    continue
+                placed = _Placed(nodes=nodes, name=table["name"], pg=pg)
                 for name in known:
                     kind, _, node = name.removesuffix(name[-9:]).partition(f"/{table['name']}/")
                     if kind == "keeper":
-                        placed.keepers[node] = ray.get_actor(name)
+                        with contextlib.suppress(ValueError):  # it has ended, and another one is made
+                            placed.keepers[node] = ray.get_actor(name)
                 self._groups.setdefault("/".join(fields[:-2]), []).append(placed)
             for job, group, seats in users:
                 self._users[job] = (group, tuple(seat.node.name for seat in seats))

@@ -8,6 +8,7 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 from rose.jobs.on_ray import groups  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.actors import Where  # noqa: E402
+from rose.scheduler.runtime.job.job import JobNode  # noqa: E402
 from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec  # noqa: E402
 
 
@@ -52,3 +53,30 @@ class GroupNodesOfTwo(groups.GroupNodes):
 
     def look(self) -> list[groups.Seat] | None:
         return self._seats("g", ("rollout-0", "train-0"), PlacementStrategy.PACK)
+
+
+def test_nodes_that_end_while_they_are_taken_over_do_not_end_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"root/g/rollout-0+train-0/11111111", "root/h/rollout-0/22222222"}
+    tables = {name: {"name": name, "state": "CREATED"} for name in names}
+    keepers = [
+        f"keeper/root/g/rollout-0+train-0/11111111/{node}/33333333" for node in ("rollout-0", "train-0")
+    ]
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda: tables)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: keepers)
+    monkeypatch.setattr(ray.util, "get_placement_group", lambda name: found(name, "root/g/"))
+    monkeypatch.setattr(ray, "get_actor", lambda name: found(name, keepers[1]))
+    nodes = groups.GroupNodes(RayClusterSpec(), "root")
+    seats = [
+        groups.Seat(node=JobNode(name=name, address="h"), ray_node=name) for name in ("rollout-0", "train-0")
+    ]
+    nodes.adopt([("a", "g", seats)])
+    assert list(nodes._groups) == ["g"] and nodes._groups["g"][0].keepers == {"train-0": keepers[1]}
+
+
+def found(name: str, known: str) -> str:
+    """What Ray finds by a name, as it says it."""
+    if not name.startswith(known):
+        raise ValueError(f"Failed to look up {name}")
+    return name
