@@ -59,12 +59,13 @@ def ask(
     """Waits for the answers of all parts.
 
     what: is waited for, such as "to start". look: called from time to time; may raise. say: hears whom a
-    late answer is waited for. Raises: RayError of the first part that has ended; Hung after ``limit_s``.
+    late answer is waited for. Raises: RayError of the first part that has ended; Hung after ``limit_s``, in
+    which time does not count while this process stands still: the answers may have come meanwhile.
     """
-    began_s, told_s = time.monotonic(), min(QUIET_S, limit_s / 4)
+    waited_s, told_s = 0.0, min(QUIET_S, limit_s / 4)
     left = {answer: part for part, answer in questions}
     while left:
-        waited_s = time.monotonic() - began_s
+        began_s = time.monotonic()
         until_s = min(ASK_S, max(0.0, limit_s - waited_s))
         for done in ray.wait(list(left), num_returns=len(left), timeout=until_s)[0]:
             ray.get(done)
@@ -72,7 +73,7 @@ def ask(
         if not left:
             break
         look()
-        waited_s = time.monotonic() - began_s
+        waited_s += min(time.monotonic() - began_s, until_s)
         names = ", ".join(part.place for part in left.values())
         if waited_s >= limit_s:
             for part in left.values():
@@ -112,6 +113,8 @@ def _sweep(part: PartRef, nodes: RayNodes, root: str, job: str) -> bool:
     except ray.exceptions.RayError as error:
         logger.info("not swept node=%s reason=%s", part.place, error)
         return False
+    if left:
+        logger.warning("still there after SIGKILL job=%s node=%s pids=%s", job, part.place, left)
     return left == []
 
 
