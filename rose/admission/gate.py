@@ -222,7 +222,7 @@ class GatePolicy:
         self._is_prefill_first = mode is GateMode.DUAL
         self._is_bounded = mode not in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS)
         self._max_step_s = settings.effective_max_step_s if self._is_bounded else NEVER
-        self._worth_saving_s = WORTH_SAVING_FOR * settings.longest_gap_s
+        self._longest_gap_s = settings.longest_gap_s
         self._patience_s = PATIENCE * settings.stall_timeout_s
 
     def may_yield(self, now: float, view: ServingView) -> bool:
@@ -345,15 +345,17 @@ class GatePolicy:
     def _worth_saving_for(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
         """Returns the seconds of a whole step, for which shorter slack is better kept: all decodes and a
         piece of the prefill, or at least all decodes. If no gap is long enough for these, the seconds of the
-        smallest step that is nearly as efficient. 0 if it is of no use to wait."""
+        smallest step that is nearly as efficient. 0 if it is of no use to wait: no gap holds even that step,
+        or the sequences have waited for long enough."""
         if candidate.waited_s >= self._patience_s:
             return 0.0
         for prefill in (self._piece(candidate), 0):
             pairs = attended_pairs(prefill, candidate.computed_tokens)
             whole_s = model.predict_safe(prefill, candidate.num_decodes, candidate.context_tokens, pairs)
-            if whole_s <= self._worth_saving_s:
+            if whole_s <= WORTH_SAVING_FOR * self._longest_gap_s:
                 return whole_s
-        return self._efficient_s(candidate, model)
+        efficient_s = self._efficient_s(candidate, model)
+        return efficient_s if efficient_s <= self._longest_gap_s else 0.0
 
     def _efficient_s(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
         """Returns the seconds of the smallest step with MIN_EFFICIENCY of the rate of all decodes together; 0

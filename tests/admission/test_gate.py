@@ -122,8 +122,18 @@ def test_the_shortest_step_is_the_least_slack_that_is_used(
     assert policy().decide(NOW, view, candidate, model).is_admitted == (slack_s > shortest_s)
 
 
-def test_some_decodes_run_once_they_have_waited_for_a_quarter_of_the_stall_timeout() -> None:
-    decision = policy().decide(NOW, busy(0.0160001), replace(MIXED, waited_s=0.5), MODEL)
+@pytest.mark.parametrize(
+    ("gate", "model", "waited_s"),
+    [
+        (policy(), MODEL, 0.5),
+        (GatePolicy(GateSettings(slo=SLO_600_150, tpot_target_s=0.012)), replace(MODEL, ratio_q99=2.3), 0.0),
+    ],
+    ids=["waited a quarter of the stall timeout", "no gap holds even the smallest efficient step"],
+)
+def test_some_decodes_run_where_saving_is_of_no_use(
+    gate: GatePolicy, model: StepTimeModel, waited_s: float
+) -> None:
+    decision = gate.decide(NOW, busy(0.0160001 * model.ratio_q99), replace(MIXED, waited_s=waited_s), model)
     assert (decision.max_tokens, decision.max_seqs) == (6, 6)
 
 

@@ -18,6 +18,7 @@ from rose.admission.board_snapshot import snapshot
 from rose.admission.harm import MEASURING_SHARE
 from rose.admission.step_time import UNPROFILED, StepTimeModel
 from rose.node.control import EngineControl
+from rose.node.harm import BROKEN_STATUS
 from rose.node.harm import main as harm_command
 from rose.node.top import main as top_command
 from rose.types import GateMode, Role, StopReason
@@ -273,7 +274,8 @@ def test_serving_measures_what_rollouts_cost_it_and_the_commands_show_it(
 
     # Neither command is told where the engines are.
     monkeypatch.setenv("ROSE_RUNTIME_DIR", str(runtime_dir(gpu.folder)))
-    assert harm_command([]) in (0, 1)
+    # Two tiny engines on the same cores: what rollouts cost may be known to be above the bound.
+    assert harm_command([]) in (0, BROKEN_STATUS)
     screen = capsys.readouterr().out
     assert f"rose harm {serving.url}: this hour" in screen and rollout.url not in screen
     assert "serving had" in screen and "Rollouts earned" in screen and "support" in screen
