@@ -21,7 +21,7 @@ from sim.harm import HarmedServing, Outcome, Traffic
 from sim.twin.pairs import PAIR_8B, PAIR_32B
 
 from rose.admission.gate import GateSettings
-from rose.admission.harm import Estimate, RequestDelay, estimate_harm
+from rose.admission.harm import Estimate, RequestDelay, StepHarm, estimate_harm
 from rose.measure.figures import Figure
 from rose.measure.trace import trace_or_synthetic
 from rose.types import GateMode
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     figures = []
     for slowdown in INJECTED:
         runs = [_run(seed, has_rollouts=True, slowdown=slowdown) for seed in seeds]
-        reports = [estimate_harm(run.requests, run.slices) for run in runs]
+        reports = [estimate_harm(run.requests, StepHarm.of(run.slices)) for run in runs]
         for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"):
             true = _true_harm(name, runs, alone)
             found = [report.latencies[name] for report in reports if name in report.latencies]

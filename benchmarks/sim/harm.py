@@ -16,6 +16,7 @@ from rose.admission.harm import (
     HarmReport,
     RequestDelay,
     SliceTime,
+    StepHarm,
     estimate_harm,
 )
 from rose.admission.slices import SLICE_S, ClosedSlices, slice_number
@@ -165,7 +166,7 @@ class HarmedServing:
             first = slice_number(since_s + self._shift_s)
             recent = [one for one in self._books.ended[-4000:] if one.at_s >= since_s]
             slices = [one for number, one in list(self._slices.items())[-4000:] if number >= first]
-            report = estimate_harm(recent, slices)
+            report = estimate_harm(recent, StepHarm.of(slices))
             if report.latencies:
                 break
         self._control.update(report, now)

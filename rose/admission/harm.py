@@ -158,12 +158,49 @@ class HarmReport:
         return self.slowdown.half_width * math.sqrt(seconds / DAY_S)
 
 
-def estimate_harm(
-    requests: Sequence[RequestDelay], slices: Sequence[SliceTime], *, seed: int = 0
-) -> HarmReport:
-    """Estimates the harm from records. It takes milliseconds, so never call it in a step loop."""
-    slowdown, num_closed = _slowdown(slices)
-    effects = _effects(slowdown, requests, slices) if slowdown is not None and requests else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHarm:
+    """What rollouts do to serving's own steps in a stretch of time. All requests of that time share it."""
+
+    slowdown: Estimate | None
+    """By how much steps are slower in open slices; None until MIN_SLICES closed slices had steps."""
+    num_closed_slices: int
+    seconds: float = 0.0
+    """In steps."""
+    open_share: float = 0.0
+    """The part of ``seconds`` in open slices."""
+    growing_shares: tuple[float, ...] = ()
+    """The part of a step that grows with the batch, at each of BUSY_PERCENTILES; empty while the slowdown is
+    unknown."""
+
+    @classmethod
+    def of(cls, slices: Sequence[SliceTime]) -> "StepHarm":
+        """Compares closed slices with open ones. It takes milliseconds, so never call it in a step loop."""
+        slowdown, num_closed = _slowdown(slices)
+        if slowdown is None:
+            return cls(slowdown=None, num_closed_slices=num_closed)
+        seconds = sum(each.seconds for each in slices)
+        growing = [1 - each.fixed_s / each.predicted_s for each in slices if each.predicted_s > 0]
+        return cls(
+            slowdown=slowdown,
+            num_closed_slices=num_closed,
+            seconds=seconds,
+            open_share=sum(each.seconds for each in slices if not each.is_closed) / seconds if seconds else 0,
+            growing_shares=tuple(np.percentile(growing, BUSY_PERCENTILES).tolist()),
+        )
+
+    def effects(self, ttft_waited_s: float) -> list[Estimate]:
+        """Returns the effects of slower steps on the latencies, one for each of QUANTILES; none while the
+        slowdown is unknown. ``ttft_waited_s``: for how long requests waited for rollout steps, in all."""
+        if self.slowdown is None or self.seconds <= 0:
+            return []
+        effect, waited_share = self.slowdown.scaled(self.open_share), ttft_waited_s / self.seconds
+        return [_with_fuller_batches(effect, grows, waited_share) for grows in self.growing_shares]
+
+
+def estimate_harm(requests: Sequence[RequestDelay], steps: StepHarm, *, seed: int = 0) -> HarmReport:
+    """Estimates the harm to some requests. It takes milliseconds, so never call it in a step loop."""
+    effects = steps.effects(sum(each.ttft_waited_s for each in requests)) if requests else []
     latencies: dict[str, Estimate] = {}
     measured_s: dict[str, float] = {}
     rng = np.random.default_rng(seed)
@@ -176,25 +213,16 @@ def estimate_harm(
         values, waited = np.array(pairs).T
         names = [f"{kind}_p{percent}" for percent in QUANTILES]
         measured_s |= zip(names, np.percentile(values, QUANTILES).tolist(), strict=True)
-        if effects is not None:
+        if effects:
             parts = zip(_waiting(values, waited, rng), effects, strict=True)
             latencies |= zip(names, (_product(*both) for both in parts), strict=True)
     return HarmReport(
         num_requests=len(requests),
-        num_closed_slices=num_closed,
-        slowdown=slowdown,
+        num_closed_slices=steps.num_closed_slices,
+        slowdown=steps.slowdown,
         latencies=latencies,
         measured_s=measured_s,
     )
-
-
-def _effects(
-    slowdown: Estimate, requests: Sequence[RequestDelay], slices: Sequence[SliceTime]
-) -> list[Estimate]:
-    """Returns the effects of slower steps on the latencies, one for each quantile."""
-    effect = slowdown.scaled(_open_share(slices))
-    waited_share = sum(each.ttft_waited_s for each in requests) / sum(each.seconds for each in slices)
-    return [_with_fuller_batches(effect, slices, percent, waited_share) for percent in BUSY_PERCENTILES]
 
 
 def bound_problem(allowed: float) -> str | None:
@@ -263,26 +291,15 @@ def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
     )
 
 
-def _open_share(slices: Sequence[SliceTime]) -> float:
-    whole_s = sum(each.seconds for each in slices)
-    return sum(each.seconds for each in slices if not each.is_closed) / whole_s if whole_s > 0 else 0.0
-
-
-def _with_fuller_batches(
-    slowdown: Estimate, slices: Sequence[SliceTime], percent: int, waited_share: float
-) -> Estimate:
+def _with_fuller_batches(slowdown: Estimate, grows: float, waited_share: float) -> Estimate:
     """Widens the upper bound by the effect of slower steps and waits on later steps: requests stay longer, so
     batches are fuller. ``waited_share``: the time that requests waited for rollout steps, over that in steps.
 
     A step takes T = fixed + c * N, and its N requests are in proportion to T (Little's law). So the whole
-    effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch. It
-    is taken at a percentile of the slices: a high quantile is of requests that met full batches.
+    effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch
+    (``grows``). It is taken at a percentile of the slices: a high quantile is of requests that met full
+    batches.
     """
-    grows = float(
-        np.percentile(
-            [1 - each.fixed_s / each.predicted_s for each in slices if each.predicted_s > 0], percent
-        )
-    )
     factor = 1 + max(0.0, slowdown.high) + waited_share
     if factor * grows >= 1:
         return replace(slowdown, high=UNBOUNDED)

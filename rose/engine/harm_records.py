@@ -8,7 +8,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class HarmRecords:
         self._map = mmap.mmap(self._fd, _BYTES)
         self.path = path
         self._counts = Words(self._map)
+        self._num_read = [0, 0]
+        self._requests: deque[RequestDelay] = deque(maxlen=NUM_REQUESTS)
+        self._slices: deque[SliceTime] = deque(maxlen=NUM_SLICES)
 
     def claim(self) -> bool:
         """Whether this reader is the one that acts on the records; until it ends, no other is."""
@@ -55,8 +58,8 @@ class HarmRecords:
         )
 
     def requests(self) -> list[RequestDelay]:
-        """Returns what the ring holds, oldest first."""
-        return [
+        """Returns the last NUM_REQUESTS records, oldest first. Only new ones are read from the file."""
+        self._requests.extend(
             RequestDelay(
                 at_s=at,
                 ttft_s=ttft,
@@ -66,7 +69,8 @@ class HarmRecords:
                 tenant=tenant.rstrip(b"\0").decode(errors="replace"),
             )
             for at, ttft, ttft_waited, tpot, tpot_waited, tenant in self._read(0, 0, NUM_REQUESTS)
-        ]
+        )
+        return list(self._requests)
 
     @property
     def has_dropped_requests(self) -> bool:
@@ -74,8 +78,8 @@ class HarmRecords:
         return self._counts.load(0) >= NUM_REQUESTS
 
     def slices(self) -> list[SliceTime]:
-        """Returns what the ring holds, oldest first."""
-        return [
+        """Returns the last NUM_SLICES records, oldest first. Only new ones are read from the file."""
+        self._slices.extend(
             SliceTime(
                 number=int(number),
                 is_closed=bool(closed),
@@ -84,7 +88,8 @@ class HarmRecords:
                 fixed_s=fixed_s,
             )
             for number, closed, seconds, predicted_s, fixed_s, _ in self._read(1, NUM_REQUESTS, NUM_SLICES)
-        ]
+        )
+        return list(self._slices)
 
     def close(self) -> None:
         """Removes the file; mappings of it stay valid."""
@@ -95,12 +100,17 @@ class HarmRecords:
         _RECORD.pack_into(self._map, _HEADER_BYTES + _RECORD.size * place, *values, tenant.encode())
         self._counts.add(ring, 1)
 
-    def _read(self, ring: int, first: int, size: int) -> Iterator[tuple[Any, ...]]:
+    def _read(self, ring: int, first: int, size: int) -> list[tuple[Any, ...]]:
+        """Returns the records that this reader has not had."""
         count = self._counts.load(ring)
-        copied = bytes(self._map)
+        begin = max(self._num_read[ring], count - size)
+        records = [
+            _RECORD.unpack_from(self._map, _HEADER_BYTES + _RECORD.size * (first + number % size))
+            for number in range(begin, count)
+        ]
+        self._num_read[ring] = count
         lost = self._counts.load(ring) + 1 - size  # its place may have been written meanwhile
-        for number in range(max(0, count - size, lost), count):
-            yield _RECORD.unpack_from(copied, _HEADER_BYTES + _RECORD.size * (first + number % size))
+        return records[max(0, lost - begin) :]
 
 
 def records_path(runtime_dir: Path, engine_id: str) -> Path:

@@ -16,6 +16,7 @@ from rose.admission.harm import (
     HarmReport,
     RequestDelay,
     SliceTime,
+    StepHarm,
     bound_problem,
     estimate_harm,
     least_seconds_to_know,
@@ -62,13 +63,15 @@ def report_of(value: float, low: float) -> HarmReport:
 
 
 def test_waits_for_rollout_steps_count_in_full() -> None:
-    found = estimate_harm(requests(200, ttft_waited_s=0.01, tpot_waited_s=0.001), slices(400)).latencies
+    found = estimate_harm(
+        requests(200, ttft_waited_s=0.01, tpot_waited_s=0.001), StepHarm.of(slices(400))
+    ).latencies
     assert found["tpot_p50"].value == pytest.approx(0.1, abs=0.01)
     assert found["ttft_p99"].low < 0.01 / 0.149 < found["ttft_p99"].high
 
 
 def test_a_slowdown_that_nobody_counted_is_found_in_the_closed_slices() -> None:
-    found = estimate_harm(requests(200), slices(400, slowdown=0.05))
+    found = estimate_harm(requests(200), StepHarm.of(slices(400, slowdown=0.05)))
     assert found.slowdown is not None
     assert found.slowdown.value == pytest.approx(0.05, abs=0.005)
     assert found.slowdown.low <= 0.05 <= found.slowdown.high
@@ -77,23 +80,23 @@ def test_a_slowdown_that_nobody_counted_is_found_in_the_closed_slices() -> None:
 
 
 def test_a_drift_of_the_machine_is_no_harm() -> None:
-    found = estimate_harm(requests(200), slices(400)).slowdown
+    found = estimate_harm(requests(200), StepHarm.of(slices(400))).slowdown
     assert found is not None and found.low <= 0 <= found.high
 
 
 def test_too_little_is_unknown_rather_than_zero() -> None:
-    assert not estimate_harm(requests(200), slices(10 * (MIN_SLICES - 1))).latencies
-    assert not estimate_harm(requests(MIN_REQUESTS - 1), slices(400)).latencies
+    assert not estimate_harm(requests(200), StepHarm.of(slices(10 * (MIN_SLICES - 1)))).latencies
+    assert not estimate_harm(requests(MIN_REQUESTS - 1), StepHarm.of(slices(400))).latencies
     unprofiled = [SliceTime(number=n, is_closed=n % 2 == 0, seconds=0.1, predicted_s=0.0) for n in range(99)]
-    assert estimate_harm(requests(200), unprofiled).slowdown is None
+    assert estimate_harm(requests(200), StepHarm.of(unprofiled)).slowdown is None
 
 
 def test_latencies_are_told_as_they_are_also_while_the_harm_is_unknown() -> None:
-    found = estimate_harm(requests(200, ttft_waited_s=0.01), slices(10))
+    found = estimate_harm(requests(200, ttft_waited_s=0.01), StepHarm.of(slices(10)))
     assert not found.latencies
     assert found.measured_s["ttft_p50"] == pytest.approx(0.1345, abs=0.001)
     assert found.measured_s["tpot_p99"] == pytest.approx(0.01)
-    assert not estimate_harm(requests(MIN_REQUESTS - 1), slices(10)).measured_s
+    assert not estimate_harm(requests(MIN_REQUESTS - 1), StepHarm.of(slices(10))).measured_s
 
 
 @pytest.mark.parametrize("allowed", [1e-6, 5e-5])
@@ -174,7 +177,7 @@ def test_a_mode_that_is_not_bounded_lets_rollouts_in_again() -> None:
 
 def test_bounds_stay_finite_where_steps_grow_with_the_batch_alone() -> None:
     whole = [replace(each, fixed_s=0.0) for each in slices(400, slowdown=0.05)]
-    found = estimate_harm(requests(200), whole).latencies
+    found = estimate_harm(requests(200), StepHarm.of(whole)).latencies
     assert found["ttft_p99"].high >= 1 and math.isfinite(found["ttft_p99"].high)
 
 

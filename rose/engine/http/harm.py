@@ -24,6 +24,7 @@ from rose.admission.harm import (
     HarmReport,
     RequestDelay,
     SliceTime,
+    StepHarm,
     estimate_harm,
     least_seconds_to_know,
 )
@@ -110,7 +111,7 @@ class HarmWatch:
         oldest_s = requests[0].at_s if dropped and requests else -math.inf
         report, began_s = HarmReport.nothing(), now
         for began_s in self._control.window_starts(now):
-            report = _estimate(requests, slices, began_s)
+            report = estimate_harm(_since(requests, began_s), _steps_since(slices, began_s))
             if report.latencies:
                 break
         recent = self._window(report, began_s, oldest_s, now)
@@ -155,16 +156,17 @@ class HarmWatch:
         self, requests: Sequence[RequestDelay], slices: Sequence[SliceTime], oldest_s: float, now: float
     ) -> None:
         began_s = self._hour_began_s
+        requests, steps = _since(requests, began_s), _steps_since(slices, began_s)
         by_tenant = defaultdict[str, list[RequestDelay]](list)
         for each in requests:
-            if each.tenant and each.at_s >= began_s:
+            if each.tenant:
                 by_tenant[each.tenant].append(each)
         most = sorted(by_tenant, key=lambda tenant: -len(by_tenant[tenant]))[:MAX_TENANTS]
         tenants = {
-            tenant: self._window(_estimate(by_tenant[tenant], slices, began_s), began_s, oldest_s, now)
+            tenant: self._window(estimate_harm(by_tenant[tenant], steps), began_s, oldest_s, now)
             for tenant in most
         }
-        hour = self._window(_estimate(requests, slices, began_s), began_s, oldest_s, now)
+        hour = self._window(estimate_harm(requests, steps), began_s, oldest_s, now)
         self._hour = hour.model_copy(update={"harvest": self._harvest.since(began_s), "tenants": tenants})
         self._note = self._why_unknown(hour)
         self._warn_of_noise(hour)
@@ -264,11 +266,13 @@ class HarmWatch:
         return f"{window.num_requests} requests ended; more are needed"
 
 
-def _estimate(requests: Sequence[RequestDelay], slices: Sequence[SliceTime], since_s: float) -> HarmReport:
+def _since(requests: Sequence[RequestDelay], since_s: float) -> list[RequestDelay]:
+    return [each for each in requests if each.at_s >= since_s]
+
+
+def _steps_since(slices: Sequence[SliceTime], since_s: float) -> StepHarm:
     first = since_s / SLICE_S
-    return estimate_harm(
-        [each for each in requests if each.at_s >= since_s], [each for each in slices if each.number >= first]
-    )
+    return StepHarm.of([each for each in slices if each.number >= first])
 
 
 def _worst_tenant(window: HarmWindow) -> TenantHarm | None:

@@ -294,8 +294,13 @@ def test_only_one_of_several_api_servers_closes_slices(board: Words, writer: Har
 def test_records_come_back_as_they_were_written_and_the_oldest_are_dropped(writer: HarmRecords) -> None:
     for number in range(NUM_SLICES + 5):
         writer.add_slice(SliceTime(number=number, is_closed=number % 2 == 0, seconds=0.5, predicted_s=0.25))
-    found = reader(writer).slices()
+    records = reader(writer)
+    found = records.slices()
     assert found[-1].number == NUM_SLICES + 4 and found[0].number in (5, 6)
     assert found[-1] == SliceTime(
         number=NUM_SLICES + 4, is_closed=True, seconds=0.5, predicted_s=0.25, fixed_s=0.0
     )
+    writer.add_slice(SliceTime(number=-1, is_closed=False))
+    again = records.slices()
+    assert again[:-1] == found[-NUM_SLICES + 1 :] and again[-1].number == -1
+    assert records.slices() == again
