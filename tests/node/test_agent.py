@@ -1,6 +1,7 @@
 """`rose node`, `rose serve` and `rose profile` on real engines, as processes.
 
-All three start at once: alone, each would keep one core busy with imports for most of a minute.
+All three start at once: alone, each would keep one core busy with imports for most of a minute. `rose
+profile` and its engine are forked: what is left behind is looked for among the command lines of the others.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from forked_server import ForkedServer
 from tiny_models import make_deep_model, make_serving_model
 
 from rose.config import Settings
@@ -75,10 +77,12 @@ class Home:
         self._undo = undo
         self.processes: dict[str, ServerProcess] = {}
 
-    def start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str, is_forked: bool = False) -> None:
         """`rose NAME ARGUMENTS`, stopped after the tests."""
         argv = [sys.executable, "-m", "rose.cli", name, *arguments]
         process = ServerProcess(argv, name, self.folder / f"{name}.log", self._environment)
+        if is_forked:
+            process = ForkedServer(process, "vllm.entrypoints.openai.api_server")
         self.processes[name] = self._undo.enter_context(process)
 
     def log(self, name: str) -> str:
@@ -116,7 +120,8 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]
         serve.start("serve", str(serve.model), *pool, "--port", str(serve.port), *VLLM_FLAGS)
         profile = homes["profile"]
         plot = ("--plot", str(profile.folder / "profile.png"))
-        profile.start("profile", str(profile.model), "--role", "serving", *plot, *VLLM_FLAGS)
+        flags = ("--role", "serving", *plot, *VLLM_FLAGS)
+        profile.start("profile", str(profile.model), *flags, is_forked=True)
         yield homes
 
 
