@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rose.demo import charts
 from rose.demo.figures import compute_figures
-from rose.demo.live import LiveView, Part
+from rose.demo.live import DemoPart, LiveView
 from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
 from rose.demo.report import print_summary, write_report
 from rose.demo.run import main
@@ -124,7 +124,7 @@ def test_human_bytes_are_decimal() -> None:
 
 def test_each_part_is_named_once_with_its_time_and_what_comes_next() -> None:
     out, times = io.StringIO(), iter([0.0, 0.0, 1.0, 61.0, 62.0])
-    parts = (Part("engines start", 60.0), Part("rollouts run", 30.0))
+    parts = (DemoPart("engines start", 60.0), DemoPart("rollouts run", 30.0))
     with LiveView(Console(file=out, width=100), parts, now=lambda: next(times)) as view:
         for _ in parts:
             view.begin()
