@@ -16,10 +16,10 @@ from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan, Durations
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
 
-MINIATURE = Durations(rollout_alone_s=3, window_s=8, training_windows=2)
+MINIATURE = Durations(rollout_alone_s=2, window_s=5, training_windows=1)
 """Training goes on to the end of its first step, however long that takes."""
 LOAD_VLLM = ("vllm.entrypoints.openai.api_server", "rose.engine.stock", "rose.demo.trainer")
-LIGHT = replace(SERVING_LOAD, rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
+LIGHT = replace(SERVING_LOAD, rate_rps=0.8, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
 """A machine several times slower has time for rollouts beside it, and ends it."""
 
 
