@@ -136,6 +136,7 @@ def compute_figures(result: DemoResult) -> Figures:
 def _attainments(result: DemoResult) -> list[Figure]:
     """What co-location without ROSE and with it does to the objectives: the demo's first sentence."""
     beside, slo = (PhaseName.SERVING_ALONE, *BASELINES), objectives(result)
+    limits_s = {"ttft": slo.ttft_s, "tpot": slo.tpot_s} if slo is not None else {}
     return [
         Figure(
             name="demo_naive_attainment",
@@ -160,11 +161,11 @@ def _attainments(result: DemoResult) -> list[Figure]:
                 unit="share",
                 target=f">= {MIN_ATTAINMENT}",
                 peers={
-                    "objective, s": limit_s,
+                    "objective, s": limits_s.get(name),
                     **{phase.value: share_met(result, name, phase) for phase in beside},
                 },
             )
-            for name, limit_s in (("ttft", slo and slo.ttft_s), ("tpot", slo and slo.tpot_s))
+            for name in ("ttft", "tpot")
         ),
     ]
 
