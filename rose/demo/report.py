@@ -57,6 +57,7 @@ svg { display: block; width: 100%; height: auto; margin: .4rem 0; }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; }
 th, td { text-align: right; padding: .38rem .5rem; border-bottom: 1px solid #e2e6ec;
   font-variant-numeric: tabular-nums; vertical-align: top; }
+td:not(:first-child):not(:last-child) { white-space: nowrap; }
 th { color: #647082; } th:first-child, td:first-child { text-align: left; }
 """
 _STATES = {True: "met", False: "fell short", None: "not judged"}
