@@ -45,12 +45,12 @@ from rose.measure.figures import Figure
 from rose.scheduler.cluster.choice import MULTI_RATE, POLICIES
 from rose.scheduler.cluster.exact import Exact
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.policies import Policy, Weave
+from rose.scheduler.cluster.policies import ClusterPolicy, Weave
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.group.model import SloKind
-from rose.scheduler.sim.live import Replay
-from rose.scheduler.sim.loop import Result, Simulation
-from rose.scheduler.sim.progress import Progress
+from rose.scheduler.sim.live import SchedulerReplay
+from rose.scheduler.sim.loop import Simulation, SimulationResult
+from rose.scheduler.sim.progress import ProgressLines
 from rose.scheduler.sim.workloads import Arrival, Workload, generate_trace, read_trace, submissions
 
 PARTS = ("workloads", "slo", "size", "stretch", "drift", "live")
@@ -167,7 +167,7 @@ def _figures(case: _Case, trace: Sequence[Arrival], seeds: Sequence[int], limit_
 
 
 def _over_weave(
-    case: _Case, trace: Sequence[Arrival], seeds: Sequence[int], results: dict[str, list[Result]]
+    case: _Case, trace: Sequence[Arrival], seeds: Sequence[int], results: dict[str, list[SimulationResult]]
 ) -> list[Figure]:
     """What jobs cost that share nothing: veRL on training nodes alone, and a pair of nodes for each job."""
     node = Pools().train.dollars_per_node_hour
@@ -188,12 +188,14 @@ def _over_weave(
     return figures
 
 
-def _run(name: str, case: _Case, trace: Sequence[Arrival], seed: int, policy: Policy | None = None) -> Result:
+def _run(
+    name: str, case: _Case, trace: Sequence[Arrival], seed: int, policy: ClusterPolicy | None = None
+) -> SimulationResult:
     kind = SloKind.LIFETIME if name.endswith(BANK) else SloKind.ITERATION
     jobs = submissions(trace, case.workload, seed, slo=case.slo, slo_kind=kind)
     pools = Pools(max_residents=case.max_residents)
     policy = policy if policy is not None else POLICIES[name.removesuffix(BANK)](seed)
-    progress = Progress(f"{case.name}, seed {seed}, {name}")
+    progress = ProgressLines(f"{case.name}, seed {seed}, {name}")
     return Simulation(jobs, policy, pools, keeps_ends=case.keeps_ends, progress=progress).run()
 
 
@@ -204,11 +206,11 @@ def _live(name: str, trace: Sequence[Arrival], seeds: Sequence[int], limit_s: fl
         jobs = submissions(trace, workload, seed, slo_kind=kind)
         exact, policy = Exact(limit_s=limit_s), POLICIES[MULTI_RATE](seed)
         plain = submissions(trace, workload, seed)
-        progress = Progress(f"{name}, seed {seed}, optimum")
+        progress = ProgressLines(f"{name}, seed {seed}, optimum")
         best = Simulation(plain, exact, keeps_ends=True, progress=progress).run()
         alone.append(Simulation(jobs, policy, keeps_ends=True).run().dollars_per_hour / best.dollars_per_hour)
-        progress = Progress(f"{name}, seed {seed}, the scheduler itself")
-        run = Replay(jobs, MULTI_RATE, keeps_ends=True, progress=progress).run()
+        progress = ProgressLines(f"{name}, seed {seed}, the scheduler itself")
+        run = SchedulerReplay(jobs, MULTI_RATE, keeps_ends=True, progress=progress).run()
         ratios.append(run.dollars_per_hour / best.dollars_per_hour)
         attained.append(run.attainment)
         moves.append(run.num_moves / run.num_jobs)
@@ -227,7 +229,7 @@ def _drift(kind: str, trace: Sequence[Arrival], seeds: Sequence[int], limit_s: f
     for seed in seeds:
         jobs = submissions(trace, Workload.MIXED, seed)
         changes = drifts(jobs, kind, seed)
-        progress = Progress(f"drift {kind}, seed {seed}, regrouping")
+        progress = ProgressLines(f"drift {kind}, seed {seed}, regrouping")
         exact = Exact(charges_moves=True, limit_s=limit_s)
         regrouped = Simulation(jobs, exact, keeps_ends=True, changes=changes, progress=progress).run()
         run = Simulation(jobs, Lifetime(), keeps_ends=True, changes=changes).run()

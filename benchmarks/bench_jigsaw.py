@@ -50,10 +50,10 @@ from sim.gpu.baselines import Disaggregated, LongestChain, RolloutOnly, TimeMult
 from rose.measure.figures import Figure
 from rose.scheduler.gpu.lookahead import LookAhead, Next
 from rose.scheduler.gpu.plan import Multiplexing, choose
-from rose.scheduler.gpu.player import Player, Policy, Result
+from rose.scheduler.gpu.player import PairPolicy, PairResult, Player
 from rose.scheduler.gpu.slowdown import COMPUTE_LEVELS, MEMORY_LEVELS, SlowdownTable
-from rose.scheduler.gpu.substages import Iteration, Kind
-from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, Workload, draw, profiled
+from rose.scheduler.gpu.substages import Iteration, SubStageKind
+from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, PipelineWorkload, draw, profiled
 
 NUM_WORKERS = 8
 POOLS = (2, 3, 4, 5, 6)
@@ -160,12 +160,12 @@ def _decode_threads(iterations: int) -> float:
     return many / one
 
 
-def _run(workload: Workload, seed: int, num_iterations: int, num_workers: int) -> _Run:
+def _run(workload: PipelineWorkload, seed: int, num_iterations: int, num_workers: int) -> _Run:
     table = profiled(GPU, random.Random(seed))
     graphs = _draw(workload, seed, num_iterations, num_workers)
     plan = choose((graphs[0][0], graphs[1][0]), table)
 
-    def play(window: int, *, merges: bool = True, is_balanced: bool = True) -> Result:
+    def play(window: int, *, merges: bool = True, is_balanced: bool = True) -> PairResult:
         policy = Multiplexing(table, window, merges=merges, is_balanced=is_balanced)
         return Player(graphs, GPU, policy).play()
 
@@ -186,20 +186,24 @@ def _run(workload: Workload, seed: int, num_iterations: int, num_workers: int) -
 
 
 def _draw(
-    workload: Workload, seed: int, num_iterations: int, num_workers: int, rollout_workers: int | None = None
+    workload: PipelineWorkload,
+    seed: int,
+    num_iterations: int,
+    num_workers: int,
+    rollout_workers: int | None = None,
 ) -> list[list[Iteration]]:
     """The same lengths for every way to share."""
     chance = random.Random(seed)
     return [draw(workload, 1 + num_iterations, num_workers, chance, rollout_workers) for _ in range(2)]
 
 
-def _time_multiplexing(workload: Workload, seed: int, graphs: Sequence[Sequence[Iteration]]) -> float:
+def _time_multiplexing(workload: PipelineWorkload, seed: int, graphs: Sequence[Sequence[Iteration]]) -> float:
     """The best division into pools, over serial on all workers."""
     num_workers, num_iterations = graphs[0][0].num_workers, len(graphs[0]) - 1
     found = []
     for rollout_workers in (count for count in POOLS if count < num_workers):
         apart = _draw(workload, seed, num_iterations, num_workers, rollout_workers)
-        policy: Policy = TimeMultiplexing()
+        policy: PairPolicy = TimeMultiplexing()
         gain = Player(apart, Disaggregated(), policy).play().gain
         alone_s = sum(graph.seconds for each in graphs for graph in each[1:])
         found.append(gain * alone_s / sum(graph.seconds for each in apart for graph in each[1:]))
@@ -238,7 +242,7 @@ def _overall(runs: Sequence[_Run]) -> list[Figure]:
 def _decision_ms(window: int, args: argparse.Namespace) -> Figure:
     """Times decisions in which every split is a candidate: slowdowns fall with each share."""
     chance = random.Random(args.seed)
-    kinds = [kind for kind in Kind if kind is not Kind.TOOL]
+    kinds = [kind for kind in SubStageKind if kind is not SubStageKind.TOOL]
     entries = {}
     for kind in kinds:
         for beside in kinds:

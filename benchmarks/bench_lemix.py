@@ -41,9 +41,9 @@ from sim.node.loss import mean_loss_separate, mean_loss_shared
 
 from rose.measure.figures import Figure, percentile
 from rose.scheduler.node.memory import WaitOrDrop
-from rose.scheduler.node.model import Profile, Task, paper_profile
+from rose.scheduler.node.model import NodeProfile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
-from rose.scheduler.sim.node_results import Conditions, Policy, Result
+from rose.scheduler.sim.node_results import Conditions, NodeResult, TaskPolicy
 from rose.scheduler.sim.node_tasks import MEAN_TOKENS, generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
 from rose.scheduler.sim.requests import TraceRow, load_trace
@@ -68,7 +68,7 @@ class Work:
     """Tasks and the profile that fits them."""
 
     tasks: Sequence[Task]
-    profile: Profile
+    profile: NodeProfile
     mean_tokens: float
     share: float
     seed: int
@@ -78,10 +78,10 @@ class Work:
         return 5 * self.profile.forward_s(self.mean_tokens)
 
 
-Setup = Callable[[Work], tuple[Policy, Conditions]]
+Setup = Callable[[Work], tuple[TaskPolicy, Conditions]]
 
 
-def _ours(work: Work) -> tuple[Policy, Conditions]:
+def _ours(work: Work) -> tuple[TaskPolicy, Conditions]:
     rules = Rules(slo_s=work.slo_s)
     return NodePolicy(work.profile, NUM_NODES, rules), Conditions(give_way_s=rules.give_way_s)
 
@@ -132,7 +132,7 @@ def _work(kind: str, rate: float, share: float, seed: int, trace: Sequence[Trace
     return Work(tasks=tasks, profile=paper_profile(MODEL, mean), mean_tokens=mean, share=share, seed=seed)
 
 
-def _play(work: Work, setup: Setup, truth: Profile | None = None) -> Result:
+def _play(work: Work, setup: Setup, truth: NodeProfile | None = None) -> NodeResult:
     policy, conditions = setup(work)
     profile = truth if truth is not None else work.profile
     return NodeSimulation(work.tasks, policy, profile, NUM_NODES, conditions, work.seed).run()
@@ -217,7 +217,7 @@ def _summary(kind: str, leads: Sequence[float], kept: Sequence[float]) -> list[F
 class _Timed(NodePolicy):
     """The shipped policy, with the CPU time of what each task costs it."""
 
-    def __init__(self, profile: Profile, num_nodes: int, rules: Rules) -> None:
+    def __init__(self, profile: NodeProfile, num_nodes: int, rules: Rules) -> None:
         super().__init__(profile, num_nodes, rules)
         self.request_s: list[float] = []
         self.training_s: list[float] = []
@@ -286,11 +286,11 @@ def _ablations(seed: int) -> list[Figure]:
     wrong = replace(work, profile=work.profile.scaled(1 / 3))
     patient = Rules(slo_s=work.slo_s, give_way_s=1e9)
 
-    def unprofiled(_: Work) -> tuple[Policy, Conditions]:
+    def unprofiled(_: Work) -> tuple[TaskPolicy, Conditions]:
         rules = Rules(slo_s=work.slo_s)
         return NodePolicy(wrong.profile, NUM_NODES, rules), Conditions(give_way_s=rules.give_way_s)
 
-    def patiently(_: Work) -> tuple[Policy, Conditions]:
+    def patiently(_: Work) -> tuple[TaskPolicy, Conditions]:
         return NodePolicy(work.profile, NUM_NODES, patient), Conditions()
 
     results = {
@@ -318,7 +318,7 @@ def _memory_ablation(seed: int) -> list[Figure]:
     figures = []
     for name, memory in (("nothing, little memory", WaitOrDrop(max_wait_s=0.2)), ("memory", None)):
 
-        def setup(work: Work, memory: WaitOrDrop | None = memory) -> tuple[Policy, Conditions]:
+        def setup(work: Work, memory: WaitOrDrop | None = memory) -> tuple[TaskPolicy, Conditions]:
             policy, conditions = _ours(work)
             return policy, replace(conditions, memory=memory)
 
@@ -326,7 +326,7 @@ def _memory_ablation(seed: int) -> list[Figure]:
     return figures
 
 
-def _ablation(name: str, result: Result, slo_s: float) -> Figure:
+def _ablation(name: str, result: NodeResult, slo_s: float) -> Figure:
     peers: dict[str, float | None] = {"tasks/s": result.throughput, "offloads": float(result.num_offloads)}
     return _simulated(f"ablation[without {name}]", result.attainment(slo_s), "attainment", None, peers)
 

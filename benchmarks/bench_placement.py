@@ -30,7 +30,7 @@ from rose.scheduler.cluster.candidates import own_limit_s
 from rose.scheduler.cluster.exact import optimum
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.policies import Policy, Weave
+from rose.scheduler.cluster.policies import ClusterPolicy, Weave
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.group.model import Job, Phase
 from rose.scheduler.runtime.channel.messages import (
@@ -132,7 +132,7 @@ def _spec_of(job: Job) -> dict[str, Any]:
 def _decisions(size: int, num_repeats: int, seed: int) -> list[Figure]:
     cluster = _filled(size, seed)
     newcomers = _jobs(num_repeats, seed + 1, prefix="new")
-    policies: tuple[Policy, ...] = (
+    policies: tuple[ClusterPolicy, ...] = (
         Weave(),
         Weave(prune_saturated=False),
         Lifetime(),

@@ -42,8 +42,8 @@ from rose.scheduler.group.order import round_robin
 from rose.scheduler.group.permits import Permit
 from rose.scheduler.group.replay import PhaseTimes, replay
 from rose.scheduler.group.tail import (
+    MovedTail,
     RolloutSpeed,
-    Tail,
     TailJob,
     choose_thresholds,
     has_room,
@@ -166,7 +166,7 @@ class _Model:
     def __init__(self, pair: _Pair, thresholds: dict[str, float | None]) -> None:
         self._pair = pair
         self._thresholds = thresholds
-        self._tails: dict[str, Tail] = {}
+        self._tails: dict[str, MovedTail] = {}
 
     def times(self, permit: Permit, iteration: int) -> PhaseTimes:
         if permit.kind is Phase.TRAIN:

@@ -1,4 +1,7 @@
-"""`rose ...` as a user types it, in the tests' process: another one would first load for a second."""
+"""`rose ...` as a user types it, in the tests' process: another one would first load for a second.
+
+And what is left of commands that ran in processes of their own.
+"""
 
 import contextlib
 import io
@@ -7,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
+
+import psutil
 
 from rose import cli
 
@@ -28,3 +33,13 @@ def rose(
             assert isinstance(ended.code, int)
             status = ended.code
     return CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+
+
+def in_sessions(sessions: set[int]) -> list[int]:
+    """Returns the processes of these sessions that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended while we looked
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found

@@ -60,7 +60,7 @@ class CpuPlan:
         return cls(compute=str(cpus[0]), others=tuple(cpus[1:]))
 
 
-class PoolSize(TypedDict):
+class PoolSetup(TypedDict):
     """How a pool is made, and made again when its daemon was killed."""
 
     num_slabs: int
@@ -85,7 +85,7 @@ class Rig:
         self._words = words
         self._group = ProcessGroup()
         self._daemons: dict[str, DaemonHandle] = {}
-        self._pool_sizes: dict[str, PoolSize] = {}
+        self._pool_sizes: dict[str, PoolSetup] = {}
         self._starting: dict[str, tuple[ServerProcess, EngineConfig]] = {}
         self._settings = Settings.from_environment()
 
@@ -108,7 +108,7 @@ class Rig:
     def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
         """Starts a pool and returns an observer of it."""
         runtime_dir = self._settings.make_runtime_dir()
-        self._pool_sizes[name] = PoolSize(
+        self._pool_sizes[name] = PoolSetup(
             num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs
         )
         self.start_daemon(name)

@@ -1,9 +1,10 @@
-"""The demo's figures: from records to numbers, beside their targets.
+"""The demo's figures: from records to numbers, beside their targets, and which targets were met.
 
 Owns the figures' names, their targets and serving's objectives. Promises that a figure nobody measured is
-null, never zero. Never measures or draws.
+null, never zero, and that none is called met that was not measured. Never measures or draws.
 """
 
+import operator
 from collections.abc import Mapping
 
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
@@ -31,10 +32,37 @@ MIN_ATTAINMENT = 0.99
 MIN_REWARD_RISE = 0.3
 REWARD_WINDOW = 5
 """Steps averaged at either end of the run: one step's reward is noise."""
+MIN_REWARD_STEPS = 40
+"""Training steps within which a reward has to have risen; a run cut off before proves nothing either way."""
 
-
+CRITERIA = {
+    "greedy_equal": "greedy outputs, made while slabs moved, that equal stock vLLM's",
+    "checksum_mismatches": "checksums of whole models that differ after a weight sync",
+    "slo_attainment[ttft]": f"requests under ROSE within a TTFT of {TTFT_MEDIANS:g} medians of serving alone",
+    "slo_attainment[tpot]": f"requests under ROSE within a TPOT of {TPOT_MEDIANS:g} medians of serving alone",
+    "harvested_fraction": "rollout tokens per second under ROSE, of those of rollouts alone",
+    "reward_rise": "rise of the mean reward from the first training steps to the last ones",
+}
+"""The figures by which a run is judged, and what each of them is."""
 Figures = Mapping[str, Figure]
 """All figures of one run by name, in the order of the printed table."""
+_SIGNS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
+
+
+def judge(result: DemoResult, figures: Figures) -> dict[str, bool | None]:
+    """Returns which criteria were met. None: the run was too short to tell, or its load too heavy."""
+    busy = figures["serving_busy_share"].value
+    is_inconclusive = {
+        "harvested_fraction": busy is None or busy > MAX_BUSY_SHARE,
+        "reward_rise": len(result.rewards) < MIN_REWARD_STEPS,
+    }
+    found: dict[str, bool | None] = {}
+    for name in CRITERIA:
+        sign, bound = str(figures[name].target).split()
+        value = figures[name].value
+        is_met = None if value is None else bool(_SIGNS[sign](value, float(bound)))
+        found[name] = is_met or (None if is_inconclusive.get(name, False) else is_met)
+    return found
 
 
 def objectives(result: DemoResult) -> SLO | None:
@@ -101,13 +129,14 @@ def compute_figures(result: DemoResult) -> Figures:
             peers={"checksums compared": result.checksums_compared},
         ),
     ]
-    parts = (exact, _attainments(result), _latencies(result), _throughputs(result), _training(result))
+    parts = (exact, _attainments(result), _throughputs(result), _training(result))
     return {figure.name: figure for part in parts for figure in part}
 
 
 def _attainments(result: DemoResult) -> list[Figure]:
     """What co-location without ROSE and with it does to the objectives: the demo's first sentence."""
-    beside = (PhaseName.SERVING_ALONE, *BASELINES)
+    beside, slo = (PhaseName.SERVING_ALONE, *BASELINES), objectives(result)
+    limits_s = {"ttft": slo.ttft_s, "tpot": slo.tpot_s} if slo is not None else {}
     return [
         Figure(
             name="demo_naive_attainment",
@@ -131,38 +160,14 @@ def _attainments(result: DemoResult) -> list[Figure]:
                 value=share_met(result, name, *UNDER_ROSE),
                 unit="share",
                 target=f">= {MIN_ATTAINMENT}",
-                peers={phase.value: share_met(result, name, phase) for phase in beside},
+                peers={
+                    "objective, s": limits_s.get(name),
+                    **{phase.value: share_met(result, name, phase) for phase in beside},
+                },
             )
             for name in ("ttft", "tpot")
         ),
     ]
-
-
-def _latencies(result: DemoResult) -> list[Figure]:
-    slo = objectives(result)
-    limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s} if slo is not None else {}
-    figures = [
-        Figure(
-            name=f"slo[{name}]",
-            value=limits.get(name),
-            unit="s",
-            peers={"serving alone, P50": latency(result, name, 50, PhaseName.SERVING_ALONE)},
-        )
-        for name in ("ttft", "tpot")
-    ]
-    for prefix, phases in (("", UNDER_ROSE), ("naive_", (PhaseName.NAIVE,))):
-        for name in ("ttft", "tpot"):
-            alone = latency(result, name, 99, PhaseName.SERVING_ALONE)
-            p99 = latency(result, name, 99, *phases)
-            figures.append(
-                Figure(
-                    name=f"{prefix}{name}_p99_ratio",
-                    value=ratio(p99, alone),
-                    unit="x serving alone",
-                    peers={"serving alone, s": alone, f"{phases[0].value}, s": p99},
-                )
-            )
-    return figures
 
 
 def _throughputs(result: DemoResult) -> list[Figure]:
@@ -195,8 +200,13 @@ def _training(result: DemoResult) -> list[Figure]:
     deltas = [sync for sync in result.syncs if not sync.is_base]
     changed = sum(sync.num_changed for sync in deltas)
     return [
-        Figure(name="reward_first", value=first, unit="reward"),
-        Figure(name="reward_last", value=last, unit="reward", target=f">= reward_first + {MIN_REWARD_RISE}"),
+        Figure(
+            name="reward_rise",
+            value=None if first is None or last is None else last - first,
+            unit="reward",
+            target=f">= {MIN_REWARD_RISE}",
+            peers={"first steps": first, "last steps": last, "steps": len(result.rewards)},
+        ),
         Figure(
             name="wire_bytes_per_changed_element",
             value=ratio(sum(sync.wire_bytes for sync in deltas), changed),

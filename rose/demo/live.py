@@ -17,7 +17,7 @@ PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DemoPart:
     """What is done, and about how long it takes."""
 
     title: str
@@ -27,7 +27,7 @@ class Part:
 class LiveView:
     """A context manager: ``begin`` each part in turn, and call ``update`` often meanwhile."""
 
-    def __init__(self, console: Console, parts: Sequence[Part], *, now: Clock = time.monotonic) -> None:
+    def __init__(self, console: Console, parts: Sequence[DemoPart], *, now: Clock = time.monotonic) -> None:
         self._console = console
         self._parts = parts
         self._now = now

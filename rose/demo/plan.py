@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.measure.models import ROLLOUT_SPEC, SERVING_SPEC
-from rose.measure.rig import CpuPlan, PoolSize
+from rose.measure.rig import CpuPlan, PoolSetup
 from rose.measure.windows import RolloutTraffic, ServingLoad, Traffic
 
 SERVING_LOAD = ServingLoad(
@@ -22,7 +22,7 @@ SERVING_LOAD = ServingLoad(
 """Keeps serving busy for a fifth of the time on an AMD EPYC without AVX-512."""
 ROLLOUT_TRAFFIC = RolloutTraffic(concurrency=12, vocab_size=ROLLOUT_SPEC.vocab_size)
 
-POOL = PoolSize(num_slabs=32, slab_bytes=768 << 10, headroom_slabs=8)
+POOL = PoolSetup(num_slabs=32, slab_bytes=768 << 10, headroom_slabs=8)
 """A slab holds one block of the serving model or 6 of the rollout model, and nothing else; so few slabs that
 two bursts of serving at once eat into the headroom."""
 
@@ -72,7 +72,7 @@ class DemoPlan:
     options: DemoOptions
     durations: Durations
     cpus: CpuPlan
-    pool: PoolSize
+    pool: PoolSetup
     serving: ServingLoad = SERVING_LOAD
     rollout: RolloutTraffic = ROLLOUT_TRAFFIC
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rose.arguments import CommandParser, run_command
 from rose.demo import frozenlake
 from rose.demo.figures import compute_figures
-from rose.demo.live import LiveView, Part
+from rose.demo.live import DemoPart, LiveView
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.processes import ALLOWED_HARM, DEDICATED, ROLLOUT, SERVING, Machine
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
@@ -77,13 +77,13 @@ def _seconds(plan: DemoPlan, name: PhaseName) -> float:
     return special.get(name, durations.window_s)
 
 
-def _parts(plan: DemoPlan) -> list[Part]:
+def _parts(plan: DemoPlan) -> list[DemoPart]:
     return [
-        Part("two tiny models are made", BESIDE_S["models"]),
-        Part("a pool, a relay, a router, a trainer and three engines start", BESIDE_S["start"]),
-        Part("the rollout engine's step times are profiled", BESIDE_S["profile"]),
-        *(Part(title, LEAD_S + _seconds(plan, name)) for name, title in ORDER.items()),
-        Part("stock vLLM answers the same prompts", BESIDE_S["stock"]),
+        DemoPart("two tiny models are made", BESIDE_S["models"]),
+        DemoPart("a pool, a relay, a router, a trainer and three engines start", BESIDE_S["start"]),
+        DemoPart("the rollout engine's step times are profiled", BESIDE_S["profile"]),
+        *(DemoPart(title, LEAD_S + _seconds(plan, name)) for name, title in ORDER.items()),
+        DemoPart("stock vLLM answers the same prompts", BESIDE_S["stock"]),
     ]
 
 

@@ -21,13 +21,13 @@ from rich.table import Table
 
 from rose.arguments import CommandParser
 from rose.errors import ConfigError, ProfileError, install_hint
-from rose.jobs.substage_work import Request, serve
+from rose.jobs.substage_work import WorkOrder, serve
 from rose.node.signals import StopOnSignals
 from rose.scheduler.gpu.slowdown import COMPUTE_LEVELS, MEMORY_LEVELS, SlowdownTable
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 from rose.scheduler.sim.gpu_spec import SlowdownFile
 
-KINDS = tuple(kind for kind in Kind if kind is not Kind.TOOL)
+KINDS = tuple(kind for kind in SubStageKind if kind is not SubStageKind.TOOL)
 PATIENCE_S = 120.0
 """A slow machine takes long to import torch."""
 END_S = 10.0
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--kinds",
         nargs="+",
-        type=Kind,
+        type=SubStageKind,
         choices=KINDS,
         default=KINDS,
         metavar="KIND",
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     return 130  # a signal
 
 
-def measure(kinds: Sequence[Kind], seconds: float) -> SlowdownTable:
+def measure(kinds: Sequence[SubStageKind], seconds: float) -> SlowdownTable:
     """Returns the table of all pairs of these kinds. Raises: ConfigError on one core, ProfileError."""
     cores = splittable_cores()
     counts = core_counts(len(cores))
@@ -89,18 +89,18 @@ def measure(kinds: Sequence[Kind], seconds: float) -> SlowdownTable:
         both = [stack.enter_context(_Runner()) for _ in range(2)]
         alone_s = {
             kind: _measured(
-                both[:1], [Request(kind=kind, memory=MEMORY_LEVELS[-1], cores=tuple(cores))], seconds
+                both[:1], [WorkOrder(kind=kind, memory=MEMORY_LEVELS[-1], cores=tuple(cores))], seconds
             )[0]
             for kind in kinds
         }
-        points: dict[tuple[Kind, Kind, int, int], list[float]] = {}
+        points: dict[tuple[SubStageKind, SubStageKind, int, int], list[float]] = {}
         for one, two in track(list(combinations_with_replacement(kinds, 2)), "measuring pairs"):
             for count in counts:
                 for room, memory in enumerate(MEMORY_LEVELS):
                     other = len(MEMORY_LEVELS) - 1 - room  # the levels mirror: what is left is one of them
                     requests = [
-                        Request(kind=one, memory=memory, cores=tuple(cores[:count])),
-                        Request(kind=two, memory=MEMORY_LEVELS[other], cores=tuple(cores[count:])),
+                        WorkOrder(kind=one, memory=memory, cores=tuple(cores[:count])),
+                        WorkOrder(kind=two, memory=MEMORY_LEVELS[other], cores=tuple(cores[count:])),
                     ]
                     first_s, second_s = _measured(both, requests, seconds)
                     points.setdefault((one, two, count, room), []).append(first_s / alone_s[one])
@@ -163,7 +163,7 @@ class _Runner:
         self._process.join(END_S)
 
 
-def _measured(pipes: Sequence[Connection], requests: Sequence[Request], seconds: float) -> list[float]:
+def _measured(pipes: Sequence[Connection], requests: Sequence[WorkOrder], seconds: float) -> list[float]:
     """Runs the requests at once; returns the seconds of a unit of each. Raises: ProfileError."""
     try:
         for pipe, request in zip(pipes, requests, strict=True):

@@ -26,7 +26,7 @@ from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Status, Submit
 from rose.scheduler.runtime.job.profile import (
     JobProfile,
-    Sample,
+    MemorySample,
     check_phases,
     cluster_of,
     profile_of,
@@ -78,7 +78,7 @@ class _Run:
     recording: Path
     log: Path
     """Where the job's log is kept after the run."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[MemorySample] = field(default_factory=list)
 
     def to_the_end(self, timeout_s: float) -> JobProfile:
         deadline = time.monotonic() + timeout_s
@@ -108,7 +108,7 @@ class _Run:
         """Samples the job's memory, checks its phases, and returns the job's status."""
         pid = self.runner.pid_of(self.spec.name)
         if pid is not None:
-            self.samples.append(Sample(at_s=time.monotonic(), resident_bytes=resident_bytes(pid)))
+            self.samples.append(MemorySample(at_s=time.monotonic(), resident_bytes=resident_bytes(pid)))
         check_phases(self.spec, read_recording(self.recording))
         reply = self.client.ask(Status(seq=self.client.next_seq(), job=self.spec.name), START_S)
         assert isinstance(reply, Answer) and reply.error is None, reply

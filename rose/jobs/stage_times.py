@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.arguments import CommandParser, positive_int
 from rose.errors import ConfigError
-from rose.scheduler.node.model import PassCost, Profile, Stage
+from rose.scheduler.node.model import NodeProfile, PassCost, Stage
 from rose.scheduler.node.profile import fit_cost, write_profile
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _profile(arguments: argparse.Namespace) -> tuple[Profile, list[dict[str, float]]]:
+def _profile(arguments: argparse.Namespace) -> tuple[NodeProfile, list[dict[str, float]]]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +126,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile, list[dict[str, flo
         )
         errors.append({"forward": _error(forward, one.forward), "backward": _error(backward, one.backward)})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return Profile(model=str(arguments.model), hardware=name, stages=tuple(stages)), errors
+    return NodeProfile(model=str(arguments.model), hardware=name, stages=tuple(stages)), errors
 
 
 def measure(

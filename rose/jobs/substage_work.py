@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 from rose.scheduler.runtime.job.share import confine
 
 if TYPE_CHECKING:
     import torch
 
 WIDTH, NUM_LAYERS, CONTEXT = 256, 4, 256
-DECODING = {Kind.ROLLOUT_SMALL: 8, Kind.ROLLOUT_MEDIUM: 256}
+DECODING = {SubStageKind.ROLLOUT_SMALL: 8, SubStageKind.ROLLOUT_MEDIUM: 256}
 """Sequences that decode a token."""
-SEQUENCES = {Kind.ROLLOUT_LARGE: 4, Kind.REFERENCE: 8, Kind.TRAIN: 4}
+SEQUENCES = {SubStageKind.ROLLOUT_LARGE: 4, SubStageKind.REFERENCE: 8, SubStageKind.TRAIN: 4}
 """Sequences of `CONTEXT` tokens that are prefilled, scored or trained on."""
 DECODE_STEPS = 8
 NUM_WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class WorkOrder:
     """Run a kind on these cores until told to stop."""
 
-    kind: Kind
+    kind: SubStageKind
     memory: float
     cores: tuple[int, ...]
 
@@ -62,7 +62,7 @@ def _move(cores: Sequence[int]) -> None:
     confine(cores)
 
 
-def _work(kind: Kind, memory: float) -> Callable[[], None]:
+def _work(kind: SubStageKind, memory: float) -> Callable[[], None]:
     """Returns one unit of a kind's work. The unit is the same for any share of memory."""
     import torch
 
@@ -84,7 +84,7 @@ def _work(kind: Kind, memory: float) -> Callable[[], None]:
             model(part).square().mean().backward()
         model.zero_grad()
 
-    return train if kind is Kind.TRAIN else forward
+    return train if kind is SubStageKind.TRAIN else forward
 
 
 def _decode(model: "torch.nn.Module", num_sequences: int, memory: float) -> Callable[[], None]:
@@ -96,7 +96,7 @@ def _decode(model: "torch.nn.Module", num_sequences: int, memory: float) -> Call
 
     def decode() -> None:
         with torch.no_grad():
-            for _ in range(DECODE_STEPS if num_sequences == DECODING[Kind.ROLLOUT_SMALL] else 1):
+            for _ in range(DECODE_STEPS if num_sequences == DECODING[SubStageKind.ROLLOUT_SMALL] else 1):
                 for part in parts:
                     query = model(part[:, -1:])
                     torch.nn.functional.scaled_dot_product_attention(query, part, part)

@@ -34,7 +34,7 @@ COLUMNS = ("worker", "role", "weights", "queue", "slabs", "pressure", "gate", "l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class WorkerSample:
     """One worker's answer: its status, or the reason why there is none."""
 
     worker: str
@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _page(
-    samples: Sequence[Sample],
-    before: Mapping[str, Sample],
+    samples: Sequence[WorkerSample],
+    before: Mapping[str, WorkerSample],
     pools: Sequence[PoolSample],
     pools_before: Mapping[str, PoolSample],
 ) -> RenderableType:
@@ -91,29 +91,33 @@ def _board_before(name: str, pools_before: Mapping[str, PoolSample]) -> BoardSna
     return pools_before[name].board if name in pools_before else None
 
 
-def _take_samples(client: httpx.Client, workers: Sequence[str], settings: Settings) -> list[Sample]:
+def _take_samples(client: httpx.Client, workers: Sequence[str], settings: Settings) -> list[WorkerSample]:
     """Asks the workers that were named, or else all engines of this host."""
     return [take_sample(client, worker) for worker in workers or urls_on_this_host(settings)]
 
 
-def take_sample(client: httpx.Client, worker: str) -> Sample:
+def take_sample(client: httpx.Client, worker: str) -> WorkerSample:
     """Asks one worker for its status."""
     now = time.monotonic()
     try:
         answer = client.get(f"{worker.rstrip('/')}/rose/v1/status")
         answer.raise_for_status()
-        return Sample(worker=worker, taken_at_s=now, status=WorkerStatus.model_validate_json(answer.content))
+        return WorkerSample(
+            worker=worker, taken_at_s=now, status=WorkerStatus.model_validate_json(answer.content)
+        )
     except httpx.HTTPStatusError as error:
         code = error.response.status_code
         hint = {401: "; set ROSE_KEY", 403: "; set ROSE_KEY", 404: ": not a ROSE engine"}.get(code, "")
-        return Sample(worker=worker, taken_at_s=now, error=f"status {code}{hint}")
+        return WorkerSample(worker=worker, taken_at_s=now, error=f"status {code}{hint}")
     except ValidationError:
-        return Sample(worker=worker, taken_at_s=now, error="its answer is not the status of a ROSE engine")
+        return WorkerSample(
+            worker=worker, taken_at_s=now, error="its answer is not the status of a ROSE engine"
+        )
     except httpx.HTTPError as error:
-        return Sample(worker=worker, taken_at_s=now, error=str(error) or type(error).__name__)
+        return WorkerSample(worker=worker, taken_at_s=now, error=str(error) or type(error).__name__)
 
 
-def status_page(samples: Sequence[Sample], before: Mapping[str, Sample]) -> RenderableType:
+def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSample]) -> RenderableType:
     """One row per engine and one line per worker that didn't answer; rates are relative to ``before``.
 
     role: prefill or decode for a serving engine that computes one of them alone. queue: running and waiting
@@ -153,7 +157,7 @@ def _row(status: WorkerStatus) -> list[str]:
     ]
 
 
-def _rate(sample: Sample, before: Sample | None) -> str:
+def _rate(sample: WorkerSample, before: WorkerSample | None) -> str:
     if before is None or before.status is None or sample.status is None:
         return "-"
     tokens = sample.status.generated_tokens - before.status.generated_tokens

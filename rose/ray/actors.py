@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
 from rose.ray.process_actor import ProcessActor
-from rose.ray.ray_config import NodeService, Placed, RayConfig, RelayService, RouterService
+from rose.ray.ray_config import NodeService, RayConfig, RelayService, RouterService, ServiceBundle
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def down(name: str) -> list[str]:
 
 
 def _start(
-    config: RayConfig, group: PlacementGroup, services: Mapping[str, Placed], keys: Mapping[str, str]
+    config: RayConfig, group: PlacementGroup, services: Mapping[str, ServiceBundle], keys: Mapping[str, str]
 ) -> Endpoints:
     actors = {
         name: _actor(config.name, name, service, group, index, keys)
@@ -130,7 +130,7 @@ def _start(
     return Endpoints(router_url=router_url, relay_url=relay_url, workers=urls)
 
 
-def _place(config: RayConfig, services: Mapping[str, Placed]) -> PlacementGroup:
+def _place(config: RayConfig, services: Mapping[str, ServiceBundle]) -> PlacementGroup:
     """Reserves the services' resources. Raises: ConfigError if the cluster has no room for them."""
     bundles = [service.bundle() for service in services.values()]
     group = placement_group(
@@ -150,7 +150,7 @@ def _place(config: RayConfig, services: Mapping[str, Placed]) -> PlacementGroup:
 def _actor(
     cluster: str,
     name: str,
-    service: Placed,
+    service: ServiceBundle,
     group: PlacementGroup,
     index: int,
     keys: Mapping[str, str],

@@ -27,7 +27,7 @@ nodes:
 """
 
 
-class Placed(Section):
+class ServiceBundle(Section):
     """What one service takes of a Ray node: its bundle in the placement group."""
 
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -59,16 +59,16 @@ class RelayConfig(Section):
     capacity_bytes: Annotated[int, Field(gt=0)] = DEFAULT_CAPACITY_BYTES
 
 
-class RelayService(Placed):
+class RelayService(ServiceBundle):
     config: RelayConfig = RelayConfig()
 
 
-class RouterService(Placed):
+class RouterService(ServiceBundle):
     config: RouterConfig = RouterConfig()
     """The rollout engines of `nodes` are workers in addition to `workers`."""
 
 
-class NodeService(Placed):
+class NodeService(ServiceBundle):
     config: NodeConfig
 
 
@@ -88,7 +88,7 @@ class RayConfig(Section):
             raise ValueError("there is no service; give relay, router or nodes")
         return self
 
-    def services(self) -> dict[str, Placed]:
+    def services(self) -> dict[str, ServiceBundle]:
         """The services by name, in the order of start: engines need the relay, and the router the engines."""
         nodes = {f"node-{index}": node for index, node in enumerate(self.nodes)}
         named = {"relay": self.relay, **nodes, "router": self.router}

@@ -24,7 +24,7 @@ from roll.utils.functionals import (
     postprocess_generate,
 )
 
-from rose.trainers.turns import RouterTurns, Turn
+from rose.trainers.turns import RouterTurns, TurnAnswer
 
 Messages = list[dict[str, Any]]
 
@@ -93,7 +93,7 @@ class RouterLLMProxy(BaseLLMProxy):
         ends = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         return {**sampling, "stop_token_ids": [token for token in ends if token is not None]}
 
-    def _answer(self, lm_input: Any, turn: Turn) -> Any:
+    def _answer(self, lm_input: Any, turn: TurnAnswer) -> Any:
         sequence = concatenate_input_and_output(
             input_ids=lm_input.batch["input_ids"],
             output_ids=torch.tensor([turn.token_ids]),

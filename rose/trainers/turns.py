@@ -28,7 +28,7 @@ _DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TurnAnswer:
     """A worker's answer; logprobs[i] belongs to token_ids[i]."""
 
     token_ids: list[int]
@@ -72,9 +72,9 @@ class _Answer:
         found = (span["weight_version"] for span in choice["rose"]["spans"])
         self.versions += [version for version in found if version is not None]
 
-    def turn(self, finish_reason: str) -> Turn:
+    def turn(self, finish_reason: str) -> TurnAnswer:
         versions = tuple(int(version.rpartition("/")[2]) for version in self.versions)
-        return Turn(
+        return TurnAnswer(
             token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=finish_reason, versions=versions
         )
 
@@ -110,7 +110,9 @@ class RouterTurns:
         )
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, transport=transport, trust_env=False)
 
-    async def complete(self, session: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> Turn:
+    async def complete(
+        self, session: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]
+    ) -> TurnAnswer:
         """Runs one turn; ``sampling`` has the fields of vLLM's SamplingParams. Raises: WorkerError."""
         body = {
             "model": self._model,

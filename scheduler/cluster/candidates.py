@@ -21,7 +21,7 @@ LimitOf = Callable[[Job], float]
 """The longest iteration that a job may be promised, in seconds."""
 
 
-class Kind(StrEnum):
+class CandidateKind(StrEnum):
     """How a candidate gets its nodes. Source: WEAVE §4.2, Figure 5."""
 
     DIRECT = "direct packing"
@@ -44,7 +44,7 @@ class Rejection:
     """One candidate that was refused; `text` has the numbers."""
 
     group: str
-    kind: Kind
+    kind: CandidateKind
     constraint: Constraint
     text: str
 
@@ -54,7 +54,7 @@ class Candidate:
     """A group as it would be with the job in it."""
 
     job: Job
-    kind: Kind
+    kind: CandidateKind
     group: Group
     num_new_nodes: int
     """Additional rollout nodes."""
@@ -78,7 +78,7 @@ def isolated(job: Job, name: str, pools: Pools) -> Candidate:
     )
     return Candidate(
         job=job,
-        kind=Kind.ISOLATED,
+        kind=CandidateKind.ISOLATED,
         group=group,
         num_new_nodes=job.num_rollout_nodes,
         dollars_per_hour=pools.dollars_per_hour(group),
@@ -106,7 +106,7 @@ def candidates(group: Group, job: Job, pools: Pools) -> Iterator[Candidate]:
             )
             yield Candidate(
                 job=job,
-                kind=Kind.SCALED if num_new else Kind.DIRECT,
+                kind=CandidateKind.SCALED if num_new else CandidateKind.DIRECT,
                 group=grown,
                 num_new_nodes=num_new,
                 dollars_per_hour=pools.price(num_new, 0),

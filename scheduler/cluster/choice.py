@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from rose.scheduler.cluster.exact import Exact
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.policies import Greedy, Policy, Random, Solo, Weave
+from rose.scheduler.cluster.policies import ClusterPolicy, Greedy, Random, Solo, Weave
 
 MULTI_RATE = "lifetime-multirate"
 """The policy whose groups may let jobs run more often than others."""
-POLICIES: dict[str, Callable[[int], Policy]] = {
+POLICIES: dict[str, Callable[[int], ClusterPolicy]] = {
     "lifetime": lambda seed: Lifetime(),
     "lifetime-static": lambda seed: Lifetime(max_moves=0),
     MULTI_RATE: lambda seed: Lifetime(multi_rate=True),

@@ -24,7 +24,7 @@ _KEY_BITS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class GroupColumns:
     """Groups as rows of job numbers (-1: none), what they cost an hour, and on how many training nodes."""
 
     jobs: Ints
@@ -52,7 +52,7 @@ class _Table:
 
 def enumerate_columns(
     jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, max_sets: int | None = None
-) -> Columns:
+) -> GroupColumns:
     """All groups worth having, but of each size about `max_sets` at most, drawn at random.
 
     Raises ValueError for jobs on several rollout nodes.
@@ -69,7 +69,7 @@ def enumerate_columns(
         for num_train_nodes in sorted({job.num_train_nodes for job in jobs})
     ]
     width = pools.max_residents
-    return Columns(
+    return GroupColumns(
         jobs=np.concatenate([_padded(part.jobs, width) for part in parts]),
         dollars_per_hour=np.concatenate([part.dollars_per_hour for part in parts]),
         num_train_nodes=np.concatenate([part.num_train_nodes for part in parts]),
@@ -79,7 +79,7 @@ def enumerate_columns(
 
 def _on_train_nodes(
     jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, num_train_nodes: int, max_sets: int | None
-) -> Columns:
+) -> GroupColumns:
     table = _table(jobs, limits_s, num_train_nodes)
     levels: list[tuple[Ints, Floats]] = []
     is_complete = True
@@ -96,7 +96,7 @@ def _on_train_nodes(
     width = pools.max_residents
     found = np.concatenate([_padded(level, width) for level, _ in levels] or [np.empty((0, width), np.int64)])
     costs = np.concatenate([cost for _, cost in levels] or [np.empty(0)])
-    return Columns(
+    return GroupColumns(
         jobs=found,
         dollars_per_hour=costs,
         num_train_nodes=np.full(len(found), num_train_nodes, np.int64),

@@ -18,7 +18,7 @@ import numpy as np
 
 from rose.errors import PoolsFull, install_hint
 from rose.scheduler.cluster.candidates import Candidate, LimitOf
-from rose.scheduler.cluster.columns import Columns, Floats, Ints, enumerate_columns
+from rose.scheduler.cluster.columns import Floats, GroupColumns, Ints, enumerate_columns
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.policies import alone
 from rose.scheduler.cluster.pools import Pools
@@ -139,7 +139,7 @@ def _least_dollars_per_hour(jobs: Sequence[Job], limits_s: Sequence[float], pool
     return pools.price(max(math.ceil(rollout - EPSILON), num_groups), num_train_nodes)
 
 
-def _cover(columns: Columns, num_jobs: int, limit_s: float | None) -> tuple[list[int], float]:
+def _cover(columns: GroupColumns, num_jobs: int, limit_s: float | None) -> tuple[list[int], float]:
     """Columns that hold every job, at the least cost, and what no choice of these columns is below."""
     costs = columns.dollars_per_hour
     active = _start(columns, num_jobs)
@@ -164,7 +164,7 @@ def _cover(columns: Columns, num_jobs: int, limit_s: float | None) -> tuple[list
         gap = cost - bound
 
 
-def _start(columns: Columns, num_jobs: int) -> set[int]:
+def _start(columns: GroupColumns, num_jobs: int) -> set[int]:
     """Chooses a column for each job, so that there is a solution."""
     found: set[int] = set()
     order = np.argsort(columns.dollars_per_hour, kind="stable")
@@ -181,7 +181,7 @@ def _sum_prices(jobs: Ints, prices: Floats) -> Floats:
 
 
 def _solve(
-    columns: Columns, active: set[int], num_jobs: int, *, whole: bool, limit_s: float | None = None
+    columns: GroupColumns, active: set[int], num_jobs: int, *, whole: bool, limit_s: float | None = None
 ) -> tuple[list[int], Floats, bool]:
     """The chosen columns of the integer program, or every job's price in the linear one.
 
@@ -217,7 +217,7 @@ def _solve(
 
 
 def _groups(
-    columns: Columns, chosen: Sequence[int], jobs: Sequence[Job], pools: Pools, limit_of: LimitOf
+    columns: GroupColumns, chosen: Sequence[int], jobs: Sequence[Job], pools: Pools, limit_of: LimitOf
 ) -> list[Group]:
     """A job in two columns stays in the first."""
     left = set(range(len(jobs)))

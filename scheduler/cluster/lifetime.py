@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rose.scheduler.cluster.candidates import Candidate, Kind, candidates, check
+from rose.scheduler.cluster.candidates import Candidate, CandidateKind, candidates, check
 from rose.scheduler.cluster.dollars import lifetime_dollars
 from rose.scheduler.cluster.groups import Cluster, Rearrangement, residents_of
 from rose.scheduler.cluster.policies import alone
@@ -189,7 +189,7 @@ def _on_node(cluster: Cluster, group: Group, job: Job, node: int) -> Candidate:
     )
     return Candidate(
         job=job,
-        kind=Kind.SCALED if num_new else Kind.DIRECT,
+        kind=CandidateKind.SCALED if num_new else CandidateKind.DIRECT,
         group=grown,
         num_new_nodes=num_new,
         dollars_per_hour=cluster.pools.price(num_new, 0),

@@ -16,8 +16,8 @@ from typing import Protocol
 from rose.errors import PoolsFull
 from rose.scheduler.cluster.candidates import (
     Candidate,
+    CandidateKind,
     Constraint,
-    Kind,
     Rejection,
     candidates,
     check,
@@ -30,7 +30,7 @@ from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.group.model import Group, Job
 
 
-class Policy(Protocol):
+class ClusterPolicy(Protocol):
     """The interface of all policies, in production and in simulation."""
 
     name: str
@@ -183,7 +183,7 @@ def explain(
         if prune_saturated and is_saturated(group):
             text = f"{group.load_s:.1f} s of work in a cycle of {group.cycle_s:.1f} s"
             verdicts.append(
-                Rejection(group=name, kind=Kind.DIRECT, constraint=Constraint.SATURATED, text=text)
+                Rejection(group=name, kind=CandidateKind.DIRECT, constraint=Constraint.SATURATED, text=text)
             )
             continue
         for candidate in candidates(group, job, cluster.pools):
@@ -203,7 +203,7 @@ def _with_memory(cluster: Cluster, group: Group, job: Job) -> Iterable[Candidate
     if len(group.members) >= cluster.pools.max_residents:
         return
     for candidate in candidates(group, job, cluster.pools):
-        if candidate.kind is Kind.DIRECT and memory_shortage(candidate.group, cluster.pools) is None:
+        if candidate.kind is CandidateKind.DIRECT and memory_shortage(candidate.group, cluster.pools) is None:
             yield candidate
 
 

@@ -9,8 +9,8 @@ from collections import defaultdict, deque
 from dataclasses import replace
 
 from rose.scheduler.gpu.lookahead import Next
-from rose.scheduler.gpu.progress import Progress
-from rose.scheduler.gpu.substages import Iteration, Kind, Steps, iteration, substages
+from rose.scheduler.gpu.progress import PipelineProgress
+from rose.scheduler.gpu.substages import Iteration, Steps, SubStageKind, iteration, substages
 
 ROLLOUT, TRAIN = 0, 1
 """The stages of a running pipeline, for which it asks permits."""
@@ -22,12 +22,12 @@ class StepCosts:
     """The times of steps alone, by kind and tokens."""
 
     def __init__(self) -> None:
-        self._seen: dict[Kind, dict[int, deque[float]]] = defaultdict(dict)
+        self._seen: dict[SubStageKind, dict[int, deque[float]]] = defaultdict(dict)
 
-    def learn(self, kind: Kind, tokens: int, seconds: float) -> None:
+    def learn(self, kind: SubStageKind, tokens: int, seconds: float) -> None:
         self._seen[kind].setdefault(tokens, deque(maxlen=NUM_KEPT)).append(seconds)
 
-    def seconds(self, kind: Kind, tokens: int) -> float | None:
+    def seconds(self, kind: SubStageKind, tokens: int) -> float | None:
         """Returns the median of the steps nearest in size; None if no step of the kind ran alone."""
         sizes = self._seen.get(kind)
         if not sizes:
@@ -57,7 +57,7 @@ class Live:
         self._granted_s = 0.0
         self._was_alone = self._is_alone = True
         self._is_new = True
-        self._at: Progress | None = None
+        self._at: PipelineProgress | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -70,7 +70,7 @@ class Live:
         return self._is_new and self.stage is None
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> SubStageKind | None:
         """The kind of sub-stage that it runs, or is expected to run next."""
         if not self.is_ready or self.past is None:
             return None
@@ -102,7 +102,7 @@ class Live:
         """Notes a step, whose kind follows from the stage. Returns its time alone; None if that is
         unknown."""
         steps = Steps(tokens=tokens, num_running=num_running, seconds=seconds)
-        kind = Kind.TRAIN if self.stage == TRAIN else steps.kind
+        kind = SubStageKind.TRAIN if self.stage == TRAIN else steps.kind
         if is_alone:
             self._costs.learn(kind, tokens, seconds)
         alone_s = self._costs.seconds(kind, tokens)
@@ -142,10 +142,10 @@ class Live:
         """Notes the end of its process."""
         self.is_over, self.stage, self.holds = True, None, False
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> PipelineProgress:
         if self._at is None:
             assert self.past is not None and self.stage is not None
-            self._at = Progress(graphs=(self.past, self.past))
+            self._at = PipelineProgress(graphs=(self.past, self.past))
             self._at.enter(self.stage)
             [at] = self._at.workers
             if self.stage == TRAIN:

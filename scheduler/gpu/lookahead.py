@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rose.scheduler.gpu.slowdown import WHOLE, Share, Slowdowns, Split, splits
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
 LEAST_MEMORY = 0.2
 """What a sub-stage needs at least of the GPU's memory, unless the pipeline says otherwise."""
@@ -21,7 +21,7 @@ _TIE = 1e-6
 class Next:
     """A sub-stage that is to come on a worker, and what it has left, alone on the whole GPU."""
 
-    kind: Kind
+    kind: SubStageKind
     seconds: float
 
 
@@ -52,7 +52,7 @@ class LookAhead:
         self,
         slowdowns: Slowdowns,
         window: int = 3,
-        least_memory: Sequence[Mapping[Kind, float]] = ({}, {}),
+        least_memory: Sequence[Mapping[SubStageKind, float]] = ({}, {}),
         grid: Sequence[Split] | None = None,
     ) -> None:
         if window < 1:
@@ -61,7 +61,7 @@ class LookAhead:
         self._window = window
         self._least_memory = least_memory
         self._splits = grid if grid is not None else splits()
-        self._shared: dict[tuple[Kind, Kind], list[Action]] = {}
+        self._shared: dict[tuple[SubStageKind, SubStageKind], list[Action]] = {}
 
     def decide(self, upcoming: tuple[Sequence[Next], Sequence[Next]], first: int) -> Action:
         """Returns what runs now. `upcoming`: both pipelines' next sub-stages here, what is ready at first.
@@ -88,15 +88,15 @@ class LookAhead:
         """
         return (one_s + two_s) / 2
 
-    def actions(self, one: Kind, two: Kind, first: int) -> list[Action]:
+    def actions(self, one: SubStageKind, two: SubStageKind, first: int) -> list[Action]:
         """Returns the candidates for a pair: splits that no other one beats for both, and `first` alone."""
-        if one is Kind.TOOL or two is Kind.TOOL:  # a tool takes nothing of the GPU
+        if one is SubStageKind.TOOL or two is SubStageKind.TOOL:  # a tool takes nothing of the GPU
             return [Action(shares=(WHOLE, WHOLE), rates=(1.0, 1.0))]
         if (one, two) not in self._shared:
             self._shared[one, two] = self._undominated(one, two)
         return [*self._shared[one, two], ALONE[first]]
 
-    def _undominated(self, one: Kind, two: Kind) -> list[Action]:
+    def _undominated(self, one: SubStageKind, two: SubStageKind) -> list[Action]:
         found = []
         for split in self._splits:
             if split.first.memory < self._least_memory[0].get(one, LEAST_MEMORY):

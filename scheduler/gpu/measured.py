@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rose.scheduler.gpu.slowdown import Share, SlowdownTable, Split
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
 ENOUGH_S = 0.25
 ENOUGH_STEPS = 3
@@ -35,16 +35,18 @@ class MeasuredSlowdowns:
     def __init__(self, hardware: str, levels: Sequence[float]) -> None:
         self._hardware = hardware
         self._levels = tuple(levels)
-        self._sums: dict[tuple[Kind, Kind, float], _Sum] = {}
+        self._sums: dict[tuple[SubStageKind, SubStageKind, float], _Sum] = {}
 
-    def add(self, kind: Kind, beside: Kind, compute: float, seconds: float, alone_s: float) -> None:
+    def add(
+        self, kind: SubStageKind, beside: SubStageKind, compute: float, seconds: float, alone_s: float
+    ) -> None:
         """Adds a step of ``kind`` that took ``seconds``, and would take ``alone_s`` alone."""
         found = self._sums.setdefault((kind, beside, self._level(compute)), _Sum())
         found.seconds += seconds
         found.alone_s += alone_s
         found.num_steps += 1
 
-    def to_try(self, one: Kind, two: Kind) -> Split | None:
+    def to_try(self, one: SubStageKind, two: SubStageKind) -> Split | None:
         """Returns a split in which this pair has not run long enough; None if there is none."""
         for level in self._levels:
             rest = self._level(1 - level)
@@ -72,10 +74,10 @@ class MeasuredSlowdowns:
     def _level(self, compute: float) -> float:
         return min(self._levels, key=lambda level: abs(level - compute))
 
-    def _is_known(self, kind: Kind, beside: Kind, level: float) -> bool:
+    def _is_known(self, kind: SubStageKind, beside: SubStageKind, level: float) -> bool:
         found = self._sums.get((kind, beside, level))
         return found is not None and found.is_enough
 
-    def _slowdown(self, kind: Kind, beside: Kind, level: float) -> float:
+    def _slowdown(self, kind: SubStageKind, beside: SubStageKind, level: float) -> float:
         found = self._sums[kind, beside, level]
         return found.seconds / found.alone_s

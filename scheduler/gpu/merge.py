@@ -17,7 +17,7 @@ MORE_OF_REACHED = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
+class WorkerTail:
     """One worker's last samples, and what runs beside them (k_i and k'_i of the paper).
 
     `left`: the expected tokens of each sample, ascending. `tokens`: what all of them have, which the target
@@ -41,7 +41,7 @@ class Merge:
 
 
 def decide_merge(
-    tails: Sequence[Tail],
+    tails: Sequence[WorkerTail],
     cost: DecodeCost,
     *,
     num_workers: int,

@@ -15,9 +15,9 @@ from enum import StrEnum
 from rose.scheduler.gpu.live import Live
 from rose.scheduler.gpu.lookahead import ALONE, Action
 from rose.scheduler.gpu.measured import MeasuredSlowdowns
-from rose.scheduler.gpu.plan import MIN_GAIN, Multiplexing, Plan, choose
+from rose.scheduler.gpu.plan import MIN_GAIN, Multiplexing, WindowPlan, choose
 from rose.scheduler.gpu.slowdown import Share, SlowdownTable, Split
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
 SOLO_ITERATIONS = 2
 """The iterations of each pipeline alone: one to warm up, and one that is its profile."""
@@ -46,7 +46,7 @@ class Decision:
 
     time_s: float
     mode: Mode
-    kinds: tuple[Kind | None, Kind | None]
+    kinds: tuple[SubStageKind | None, SubStageKind | None]
     shares: tuple[Share | None, Share | None]
 
 
@@ -70,7 +70,7 @@ class Pairing:
         self.pipelines = (Live(), Live())
         self.mode = Mode.SERIAL if is_serial else Mode.PROFILE
         self.why = "it was asked for" if is_serial else "each pipeline's iterations alone are its profile"
-        self.plan: Plan | None = None
+        self.plan: WindowPlan | None = None
         self.together: tuple[Mode, str] | None = None
         """The mode in which the two ran when the first one ended, and its reason."""
         self.shares: tuple[Share | None, Share | None] = (None, None)
@@ -81,7 +81,7 @@ class Pairing:
         self._policy: Multiplexing | None = None
         self._turn = 0
         self._key: object = None
-        self._kinds: tuple[Kind | None, Kind | None] = (None, None)
+        self._kinds: tuple[SubStageKind | None, SubStageKind | None] = (None, None)
         self._to_pause: list[tuple[int, float] | None] = [None, None]
         """For each pipeline that was asked to pause and has not paused yet: the epoch and the time of the
         request."""
@@ -233,7 +233,7 @@ class Pairing:
         )
         self._apply((shares[0], shares[1]), kinds, now)
 
-    def _trial(self, kinds: tuple[Kind | None, Kind | None]) -> Split | None:
+    def _trial(self, kinds: tuple[SubStageKind | None, SubStageKind | None]) -> Split | None:
         """Returns a split to measure, or None. After the plan, it measures pairs that were too short
         before."""
         if self._given is not None or self.mode not in (Mode.TRIAL, Mode.SHARED):
@@ -250,7 +250,7 @@ class Pairing:
     def _apply(
         self,
         shares: tuple[Share | None, Share | None],
-        kinds: tuple[Kind | None, Kind | None],
+        kinds: tuple[SubStageKind | None, SubStageKind | None],
         now: float,
     ) -> None:
         if (shares, kinds) == (self.shares, self._kinds):

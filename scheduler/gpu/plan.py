@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rose.scheduler.gpu.lookahead import LookAhead
-from rose.scheduler.gpu.merge import Merge, Tail, decide_merge
+from rose.scheduler.gpu.merge import Merge, WorkerTail, decide_merge
 from rose.scheduler.gpu.player import Player
 from rose.scheduler.gpu.slowdown import SlowdownTable, splits
-from rose.scheduler.gpu.substages import Iteration, Kind
+from rose.scheduler.gpu.substages import Iteration, SubStageKind
 
 WINDOWS = (1, 3)
 PREDICTED_ITERATIONS = 4
@@ -27,7 +27,7 @@ class Multiplexing(LookAhead):
         self,
         table: SlowdownTable,
         window: int,
-        least_memory: Sequence[Mapping[Kind, float]] = ({}, {}),
+        least_memory: Sequence[Mapping[SubStageKind, float]] = ({}, {}),
         *,
         merges: bool = True,
         is_balanced: bool = True,
@@ -41,7 +41,7 @@ class Multiplexing(LookAhead):
         return self._is_balanced
 
     def merge(
-        self, tails: Sequence[Tail], pipeline: Iteration, beside_s: float, is_elastic: bool
+        self, tails: Sequence[WorkerTail], pipeline: Iteration, beside_s: float, is_elastic: bool
     ) -> Merge | None:
         if not self._merges:
             return None
@@ -55,7 +55,7 @@ class Multiplexing(LookAhead):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class WindowPlan:
     """`window`: None for one iteration after the other. `gains`: each window's prediction over that."""
 
     window: int | None
@@ -69,8 +69,8 @@ class Plan:
 def choose(
     pair: tuple[Iteration, Iteration],
     table: SlowdownTable,
-    least_memory: Sequence[Mapping[Kind, float]] = ({}, {}),
-) -> Plan:
+    least_memory: Sequence[Mapping[SubStageKind, float]] = ({}, {}),
+) -> WindowPlan:
     """Returns the way with the best predicted aggregate throughput."""
     graphs = [[each] * (1 + PREDICTED_ITERATIONS) for each in pair]
     gains = {
@@ -78,4 +78,4 @@ def choose(
         for window in WINDOWS
     }
     best = max(gains, key=lambda window: gains[window])
-    return Plan(window=best if gains[best] >= MIN_GAIN else None, gains=gains)
+    return WindowPlan(window=best if gains[best] >= MIN_GAIN else None, gains=gains)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose.scheduler.gpu.lookahead import ALONE, Action, Next
-from rose.scheduler.gpu.merge import Merge, Tail, balanced
-from rose.scheduler.gpu.progress import ENDED_S, Progress
+from rose.scheduler.gpu.merge import Merge, WorkerTail, balanced
+from rose.scheduler.gpu.progress import ENDED_S, PipelineProgress
 from rose.scheduler.gpu.slowdown import WHOLE, Slowdowns
-from rose.scheduler.gpu.substages import Iteration, Kind, SubStage
+from rose.scheduler.gpu.substages import Iteration, SubStage, SubStageKind
 
 
-class Policy(Protocol):
+class PairPolicy(Protocol):
     """What decides about one pair of pipelines."""
 
     @property
@@ -27,18 +27,18 @@ class Policy(Protocol):
         """Returns what a worker runs; see LookAhead."""
 
     def merge(
-        self, tails: Sequence[Tail], pipeline: Iteration, beside_s: float, is_elastic: bool
+        self, tails: Sequence[WorkerTail], pipeline: Iteration, beside_s: float, is_elastic: bool
     ) -> Merge | None:
         """Returns where a pipeline's tails go on together, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class PlayerEvent:
     """A decision: what a worker runs from now on, or that a pipeline's tails go to a worker."""
 
     time_s: float
     worker: int
-    kinds: tuple[Kind | None, Kind | None]
+    kinds: tuple[SubStageKind | None, SubStageKind | None]
     action: Action | None = None
     merged: int | None = None
     """The pipeline whose tails go on on this worker."""
@@ -46,7 +46,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class PairResult:
     """`latencies_s` and `alone_s`: of every completed iteration, by pipeline."""
 
     elapsed_s: float
@@ -54,7 +54,7 @@ class Result:
     alone_s: tuple[tuple[float, ...], ...]
     begun_s: tuple[float, ...]
     """What the iterations in progress at the end had done, in seconds of their time alone."""
-    events: tuple[Event, ...]
+    events: tuple[PlayerEvent, ...]
 
     @property
     def gain(self) -> float:
@@ -76,27 +76,27 @@ class Player:
     """One play of one pipeline, or of two on the same workers. `truth` must know every pair that the policy
     lets run together."""
 
-    def __init__(self, graphs: Sequence[Sequence[Iteration]], truth: Slowdowns, policy: Policy) -> None:
+    def __init__(self, graphs: Sequence[Sequence[Iteration]], truth: Slowdowns, policy: PairPolicy) -> None:
         numbers = {graph.num_workers for each in graphs for graph in each}
         if not 1 <= len(graphs) <= 2 or len(numbers) != 1 or min(map(len, graphs)) < 2:
             raise ValueError(
                 "want one or two pipelines with a past and a next iteration, all on the same workers; "
                 f"got {[len(each) for each in graphs]} iterations on {sorted(numbers)} workers"
             )
-        self._runs = [Progress(graphs=each) for each in graphs]
+        self._runs = [PipelineProgress(graphs=each) for each in graphs]
         self._truth = truth
         self._policy = policy
         self._now_s = 0.0
         self._actions = dict.fromkeys(range(numbers.pop()), ALONE[0])
         self._seen: dict[int, object] = {}
-        self._events: list[Event] = []
+        self._events: list[PlayerEvent] = []
 
-    def play(self) -> Result:
+    def play(self) -> PairResult:
         """Plays until the first pipeline has completed its iterations."""
         while all(run.number < len(run.graphs) for run in self._runs):
             self._decide()
             self._advance()
-        return Result(
+        return PairResult(
             elapsed_s=self._now_s,
             latencies_s=tuple(tuple(run.latencies_s) for run in self._runs),
             alone_s=tuple(
@@ -111,7 +111,7 @@ class Player:
         heads = [run.workers[worker].head for run in self._runs]
         return heads[0], heads[1] if len(heads) > 1 else None
 
-    def _kinds(self, worker: int) -> tuple[Kind | None, Kind | None]:
+    def _kinds(self, worker: int) -> tuple[SubStageKind | None, SubStageKind | None]:
         one, two = self._heads(worker)
         return one.kind if one is not None else None, two.kind if two is not None else None
 
@@ -130,14 +130,14 @@ class Player:
                 self._actions[worker] = self._action(worker)
                 kinds = self._kinds(worker)
                 self._events.append(
-                    Event(time_s=self._now_s, worker=worker, kinds=kinds, action=self._actions[worker])
+                    PlayerEvent(time_s=self._now_s, worker=worker, kinds=kinds, action=self._actions[worker])
                 )
 
     def _action(self, worker: int) -> Action:
         one, two = self._heads(worker)
         if one is None or two is None:
             return ALONE[0 if one is not None else 1]
-        if Kind.TOOL in (one.kind, two.kind):
+        if SubStageKind.TOOL in (one.kind, two.kind):
             return Action(shares=(WHOLE, WHOLE), rates=(1.0, 1.0))
         first = 0 if self._runs[0].began_s <= self._runs[1].began_s else 1
         return self._policy.decide((self._runs[0].upcoming(worker), self._runs[1].upcoming(worker)), first)
@@ -146,12 +146,12 @@ class Player:
         """How fast a pipeline's head goes on on a worker; 0 if it pauses, or waits at a barrier."""
         heads, action = self._heads(worker), self._actions[worker]
         head, share = heads[index], action.shares[index]
-        if head is None or head.kind is Kind.TOOL:
+        if head is None or head.kind is SubStageKind.TOOL:
             return 0.0 if head is None else 1.0
         if share is None:
             return 0.0
         beside = heads[1 - index] if action.is_shared else None
-        kind = beside.kind if beside is not None and beside.kind is not Kind.TOOL else None
+        kind = beside.kind if beside is not None and beside.kind is not SubStageKind.TOOL else None
         slowdown = self._truth.slowdown(head.kind, kind, share)
         assert slowdown is not None, f"{head.kind} beside {kind} has no slowdown"
         return 1 / slowdown
@@ -210,7 +210,7 @@ class Player:
             return False
         run.merge(tails, merge.target)
         self._events.append(
-            Event(
+            PlayerEvent(
                 time_s=self._now_s,
                 worker=merge.target,
                 kinds=self._kinds(merge.target),

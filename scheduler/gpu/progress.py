@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rose.scheduler.gpu.lookahead import Next
-from rose.scheduler.gpu.merge import Tail, expected_left
-from rose.scheduler.gpu.substages import Iteration, Kind, SubStage
+from rose.scheduler.gpu.merge import WorkerTail, expected_left
+from rose.scheduler.gpu.substages import Iteration, SubStage, SubStageKind
 
 MAX_WINDOW = 5
 ENDED_S = 1e-9
@@ -44,7 +44,7 @@ class At:
 
 
 @dataclass(slots=True)
-class Progress:
+class PipelineProgress:
     """One pipeline in progress. `graphs[0]` is history; the others are played."""
 
     graphs: Sequence[Iteration]
@@ -109,14 +109,14 @@ class Progress:
         rest = [*chain[at.index + 1 :], *(s for c in chains[self.stage + 1 :] for s in c), *chains[0]]
         return [*found, *(Next(kind=each.kind, seconds=each.seconds) for each in rest)][:MAX_WINDOW]
 
-    def tail(self, worker: int, slowdown: float, beside_slowdown: float) -> Tail:
+    def tail(self, worker: int, slowdown: float, beside_slowdown: float) -> WorkerTail:
         """A worker's last samples, with the lengths that the last iteration lets expect."""
         at = self.workers[worker]
         assert at.head is not None
         reached = self.graph.cost.reached(at.head.left, at.done_s)
         num_running = sum(tokens > reached for tokens in at.head.left)
         past = self.graphs[self.number - 1].tails()
-        return Tail(
+        return WorkerTail(
             worker=worker,
             left=expected_left(past, reached, num_running) if num_running else (),
             tokens=num_running * (at.head.context_tokens + reached),
@@ -124,7 +124,7 @@ class Progress:
             beside_slowdown=beside_slowdown,
         )
 
-    def merge(self, tails: Sequence[Tail], target: int) -> None:
+    def merge(self, tails: Sequence[WorkerTail], target: int) -> None:
         """All samples of the tails go on on `target`, which prefills those of the others again."""
         cost, left = self.graph.cost, list[int]()
         for tail in tails:
@@ -134,7 +134,7 @@ class Progress:
             left += [tokens - reached for tokens in at.head.left if tokens > reached]
             at.index, at.done_s = len(at.chain), 0.0
         moved_s = cost.prefill_token_s * sum(tail.tokens for tail in tails if tail.worker != target)
-        merged = SubStage(kind=Kind.ROLLOUT_SMALL, seconds=cost.seconds(sorted(left)) + moved_s)
+        merged = SubStage(kind=SubStageKind.ROLLOUT_SMALL, seconds=cost.seconds(sorted(left)) + moved_s)
         at = self.workers[target]
         at.chain = (*at.chain, merged)
         at.expected_s = cost.seconds(sorted(tokens for tail in tails for tokens in tail.left)) + moved_s

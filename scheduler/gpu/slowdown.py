@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
 COMPUTE_LEVELS = (0.25, 0.5, 0.75, 1.0)
 MEMORY_LEVELS = (0.2, 0.4, 0.6, 0.8)
@@ -50,7 +50,7 @@ class Split:
 class Slowdowns(Protocol):
     """Says what a sub-stage's time beside another is over its time alone on the whole GPU."""
 
-    def slowdown(self, kind: Kind, beside: Kind | None, share: Share) -> float | None:
+    def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
         """`beside`: what has the rest of the GPU; None: nothing. None is returned for what is unknown."""
 
 
@@ -62,7 +62,7 @@ class SlowdownTable:
     """f(k_a, k_b, compute, memory): a row for each level of compute, a column for each of memory."""
 
     hardware: str
-    entries: Mapping[tuple[Kind, Kind], Grid]
+    entries: Mapping[tuple[SubStageKind, SubStageKind], Grid]
     compute: Sequence[float] = COMPUTE_LEVELS
     memory: Sequence[float] = MEMORY_LEVELS
 
@@ -79,7 +79,7 @@ class SlowdownTable:
             if wrong:
                 raise ValueError(f"{where}: a slowdown must be a number above 0, got {wrong[0]}")
 
-    def slowdown(self, kind: Kind, beside: Kind | None, share: Share) -> float | None:
+    def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
         """Bilinear between the four nearest points; outside of the grid the nearest one. Never below 1."""
         if beside is None:
             return 1.0 if share == WHOLE else None

@@ -18,7 +18,7 @@ MIN_IDLE_S = 2.0
 """vLLM's log has whole seconds: a shorter pause between two steps can't be told from none."""
 
 
-class Kind(StrEnum):
+class SubStageKind(StrEnum):
     """What a sub-stage does. Rollouts are told apart by the tokens of a forward step."""
 
     ROLLOUT_SMALL = "rollout-small"
@@ -33,10 +33,14 @@ class Kind(StrEnum):
 
     @property
     def is_rollout(self) -> bool:
-        return self in (Kind.ROLLOUT_SMALL, Kind.ROLLOUT_MEDIUM, Kind.ROLLOUT_LARGE)
+        return self in (SubStageKind.ROLLOUT_SMALL, SubStageKind.ROLLOUT_MEDIUM, SubStageKind.ROLLOUT_LARGE)
 
 
-BUCKETS = ((1024, Kind.ROLLOUT_LARGE), (128, Kind.ROLLOUT_MEDIUM), (0, Kind.ROLLOUT_SMALL))
+BUCKETS = (
+    (1024, SubStageKind.ROLLOUT_LARGE),
+    (128, SubStageKind.ROLLOUT_MEDIUM),
+    (0, SubStageKind.ROLLOUT_SMALL),
+)
 """The least tokens of a step of each kind (JigsawRL §4.1)."""
 
 
@@ -55,7 +59,7 @@ class Steps:
     """How long the engine had nothing to compute before the first of them."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SubStageKind:
         return next(kind for least, kind in BUCKETS if self.tokens >= least)
 
 
@@ -95,7 +99,7 @@ class SubStage:
     decodes in it, ascending. `context_tokens`: what each sample has when the sub-stage begins.
     """
 
-    kind: Kind
+    kind: SubStageKind
     seconds: float
     left: tuple[int, ...] = ()
     context_tokens: int = 0
@@ -157,7 +161,7 @@ def iteration(
     if not any(logs):
         raise ValueError("the step logs have no steps; a rollout without samples can't be scheduled")
     stages = [Stage(chains=tuple(substages(log) for log in logs))]
-    for kind, seconds in ((Kind.REFERENCE, reference_s), (Kind.TRAIN, train_s)):
+    for kind, seconds in ((SubStageKind.REFERENCE, reference_s), (SubStageKind.TRAIN, train_s)):
         if seconds > 0:
             chain = (SubStage(kind=kind, seconds=seconds),)
             stages.append(Stage(chains=(chain,) * len(logs), is_elastic=True))
@@ -183,13 +187,13 @@ def substages(log: Sequence[Steps]) -> tuple[SubStage, ...]:
             before_tokens += sum(each.tokens * each.count for each in current)
         current = []
 
-    kind = log[0].kind if log else Kind.ROLLOUT_SMALL
+    kind = log[0].kind if log else SubStageKind.ROLLOUT_SMALL
     for steps in log:
         num_samples = max(num_samples, steps.num_running)
         if steps.idle_s > 0:
             current, other = [*current, *other], []
             close()
-            found.append(SubStage(kind=Kind.TOOL, seconds=steps.idle_s))
+            found.append(SubStage(kind=SubStageKind.TOOL, seconds=steps.idle_s))
             kind = steps.kind
         if steps.kind is kind:
             current, other = [*current, *other, steps], []
@@ -202,13 +206,13 @@ def substages(log: Sequence[Steps]) -> tuple[SubStage, ...]:
             current, other, kind = other, [], steps.kind
     current += other
     close()
-    is_tail = [each is found[-1] and each.kind is Kind.ROLLOUT_SMALL for each in found]
+    is_tail = [each is found[-1] and each.kind is SubStageKind.ROLLOUT_SMALL for each in found]
     return tuple(
         each if keeps else replace(each, left=()) for each, keeps in zip(found, is_tail, strict=True)
     )
 
 
-def _substage(kind: Kind, log: Sequence[Steps], context_tokens: int) -> SubStage:
+def _substage(kind: SubStageKind, log: Sequence[Steps], context_tokens: int) -> SubStage:
     left: list[int] = []
     reached = running = 0
     for steps in log:

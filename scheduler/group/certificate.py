@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rose.errors import RoseError
-from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
+from rose.scheduler.group.maxplus import NoTimetable, Precedence, shortest_cycle
 from rose.scheduler.group.model import Group, Job, Phase, SloKind
 from rose.scheduler.group.order import CyclicOrder
 
@@ -62,7 +62,7 @@ class Certificate:
     order: CyclicOrder
     starts_ticks: tuple[int, ...]
     cycle_ticks: int
-    constraints: tuple[Constraint, ...]
+    constraints: tuple[Precedence, ...]
     bounds: Mapping[str, JobBound]
     durations_s: tuple[float, ...]
     gaps_s: tuple[float, ...]
@@ -164,7 +164,7 @@ def _limit_ticks(order: CyclicOrder, seconds: float) -> int:
 
 def _precedence(
     order: CyclicOrder, durations_s: Sequence[float], gaps_s: Sequence[float]
-) -> tuple[list[Constraint], int]:
+) -> tuple[list[Precedence], int]:
     """What follows what, and the work in one pass of the busiest resource or job: no pass is shorter."""
     ticks = [_ticks(duration) for duration in durations_s]
     after = [_ticks(each + gap) for each, gap in zip(durations_s, gaps_s, strict=True)]
@@ -172,18 +172,18 @@ def _precedence(
     chains += [(steps, after) for steps in order.steps_of_job.values()]
     at_least = max(sum(lengths[step] for step in steps) for steps, lengths in chains)
     constraints = [
-        Constraint(before=before, after=following, ticks=lengths[before], passes=int(following <= before))
+        Precedence(before=before, after=following, ticks=lengths[before], passes=int(following <= before))
         for steps, lengths in chains
         for before, following in zip(steps, (*steps[1:], steps[0]), strict=True)
     ]
     return constraints, at_least
 
 
-def _slo(order: CyclicOrder, job: str, limit: int) -> Iterator[Constraint]:
+def _slo(order: CyclicOrder, job: str, limit: int) -> Iterator[Precedence]:
     """Every iteration keeps the limit, whatever the SLO is of: its last ones may be part of a pass."""
     rollouts = _rollouts(order, job)
     for before, following in zip(rollouts, (*rollouts[1:], rollouts[0]), strict=True):
-        yield Constraint(before=following, after=before, ticks=-limit, passes=-int(following <= before))
+        yield Precedence(before=following, after=before, ticks=-limit, passes=-int(following <= before))
 
 
 def _rollouts(order: CyclicOrder, job: str) -> list[int]:

@@ -26,7 +26,7 @@ class BookState:
 
 
 @dataclass(slots=True)
-class Place:
+class LinePlace:
     """A job's place. `position` counts the job's own steps from the start, over all hyper-cycles."""
 
     name: str
@@ -54,7 +54,7 @@ class Line:
 
     def __init__(self, order: CyclicOrder) -> None:
         self.order = order
-        self.places = {name: Place(name, 0) for name in order.steps_of_job}
+        self.places = {name: LinePlace(name, 0) for name in order.steps_of_job}
         self._queues = {
             key: _Queue(steps, frozenset(order.steps[step].job for step in steps))
             for key, steps in order.steps_on.items()
@@ -82,23 +82,23 @@ class Line:
             place.position, place.freed = position, state.freed.get(name, ())
             place.until_s = until_s if name in state.present else None
 
-    def place(self, job: str) -> Place:
+    def place(self, job: str) -> LinePlace:
         """Raises: ValueError for an unknown job."""
         place = self.places.get(job)
         if place is None:
             raise ValueError(f"job {job} is not in this group's order ({', '.join(self.places)})")
         return place
 
-    def step_of(self, place: Place) -> Step:
+    def step_of(self, place: LinePlace) -> Step:
         """Returns the job's present or next step."""
         steps = self.order.steps_of_job[place.name]
         return self.order.steps[steps[place.position % len(steps)]]
 
-    def number_of(self, place: Place) -> int:
+    def number_of(self, place: LinePlace) -> int:
         """Returns the number of that step, counted over all hyper-cycles and jobs."""
         return self._number_at(place.name, place.position)
 
-    def go_behind(self, place: Place, number: int) -> int:
+    def go_behind(self, place: LinePlace, number: int) -> int:
         """Moves a job at its first rollout to its first one after a step. Returns that rollout's number."""
         steps = self.order.steps_of_job[place.name]
         rollouts = [rank for rank, step in enumerate(steps) if self.order.steps[step].kind is Phase.ROLLOUT]
@@ -124,7 +124,7 @@ class Line:
         """Returns all resources that have a queue."""
         return tuple(self._queues)
 
-    def next_on(self, key: int) -> Place | None:
+    def next_on(self, key: int) -> LinePlace | None:
         """Returns who is next on a resource, past steps that are over or empty; None if nobody asks."""
         queue = self._queues[key]
         if not any(self._waits_for(self.places[name], key) for name in queue.jobs):
@@ -140,7 +140,7 @@ class Line:
             queue.count += 1
         return place if place.position == position else None
 
-    def is_first(self, place: Place) -> bool:
+    def is_first(self, place: LinePlace) -> bool:
         """Whether the job requests its next step and is first in line on all resources of the step."""
         step = self.step_of(place)
         if place.wants is not step.kind:
@@ -148,13 +148,13 @@ class Line:
         queues = [self._queues[key] for key in step.resources]
         return all(self._following(queue) == (place, place.position) for queue in queues)
 
-    def guests_of(self, place: Place) -> tuple[str, ...]:
+    def guests_of(self, place: LinePlace) -> tuple[str, ...]:
         """Returns the jobs whose tails still run on resources of its step."""
         keys = self.step_of(place).resources
         guests = [name for key in keys for name in self._queues[key].guests if name != place.name]
         return tuple(dict.fromkeys(guests))
 
-    def end(self, place: Place) -> None:
+    def end(self, place: LinePlace) -> None:
         """Ends the job's step, and its tail."""
         for queue in self._queues.values():
             if place.name in queue.guests:
@@ -166,12 +166,12 @@ class Line:
         cycle, rank = divmod(position, len(self.order.steps_of_job[name]))
         return cycle * len(self.order.steps) + self.order.steps_of_job[name][rank]
 
-    def _following(self, queue: _Queue) -> tuple[Place, int]:
+    def _following(self, queue: _Queue) -> tuple[LinePlace, int]:
         """Returns whose step is next on a resource, and at which position of that job."""
         cycle, slot = divmod(queue.count, len(queue.steps))
         index = queue.steps[slot]
         name = self.order.steps[index].job
         return self.places[name], cycle * len(self.order.steps_of_job[name]) + self._rank_of_step[index]
 
-    def _waits_for(self, place: Place, key: int) -> bool:
+    def _waits_for(self, place: LinePlace, key: int) -> bool:
         return place.wants is not None and key in self.step_of(place).resources

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constraint:
+class Precedence:
     """`after` starts at least `ticks` after `before`, less `passes` cycles. Upper bounds are negative."""
 
     before: int
@@ -23,7 +23,7 @@ class NoTimetable(Exception):
 
 
 def shortest_cycle(
-    num_steps: int, constraints: Sequence[Constraint], at_least: int = 0
+    num_steps: int, constraints: Sequence[Precedence], at_least: int = 0
 ) -> tuple[int, list[int]]:
     """The least cycle time, not below `at_least`, that has a timetable, and its earliest starts.
 

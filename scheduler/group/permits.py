@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rose.errors import RoseError
-from rose.scheduler.group.line import BookState, Line, Place
+from rose.scheduler.group.line import BookState, Line, LinePlace
 from rose.scheduler.group.model import Phase
 from rose.scheduler.group.order import CyclicOrder
 from rose.scheduler.group.pace import ROUNDING_S, Pace
@@ -256,14 +256,14 @@ class PermitBook:
         renewed = self._permits[permit.job] = replace(permit, expires_s=until_s)
         return renewed
 
-    def _may_start(self, place: Place, now: float) -> bool:
+    def _may_start(self, place: LinePlace, now: float) -> bool:
         if not self._line.is_first(place):
             return False
         if self._pace is None:
             return True
         return self._pace.not_before_s(self._line.number_of(place), now) <= now + ROUNDING_S
 
-    def _grant(self, place: Place, now: float) -> Permit:
+    def _grant(self, place: LinePlace, now: float) -> Permit:
         self._epoch += 1
         place.wants = None
         place.until_s = now + self._lease_s
@@ -272,7 +272,7 @@ class PermitBook:
             self._pace.start(permit.step_number, now)
         return permit
 
-    def _permit(self, place: Place, epoch: int, granted_s: float, now: float) -> Permit:
+    def _permit(self, place: LinePlace, epoch: int, granted_s: float, now: float) -> Permit:
         step = self._line.step_of(place)
         return Permit(
             job=place.name,
@@ -285,7 +285,7 @@ class PermitBook:
             guests=self._line.guests_of(place),
         )
 
-    def _end(self, place: Place, now: float) -> None:
+    def _end(self, place: LinePlace, now: float) -> None:
         if self._pace is not None:
             self._pace.end(self._line.number_of(place), now)
         self._line.end(place)

@@ -37,7 +37,7 @@ PhaseModel = Callable[[Permit, int], PhaseTimes]
 
 
 @dataclass(slots=True)
-class History:
+class IterationTimes:
     """When each iteration's rollout started, and when its training and what follows were done."""
 
     starts_s: dict[str, list[float]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def replay(
     *,
     with_pace: bool = True,
     leaves_s: Mapping[str, float] | None = None,
-) -> History:
+) -> IterationTimes:
     """Runs every job's iterations of `num_passes` passes, or until it leaves, as soon as permits allow.
 
     A job that has done all of its iterations leaves too, and its steps stay empty.
@@ -98,7 +98,7 @@ class _Replay:
             pace=self._pace if with_pace else None,
         )
         self._left = {name: num_passes * bound.num_iterations for name, bound in certificate.bounds.items()}
-        self._history = History({name: [] for name in self._left}, {name: [] for name in self._left})
+        self._history = IterationTimes({name: [] for name in self._left}, {name: [] for name in self._left})
         self._with_pace = with_pace
         self._events: list[tuple[float, int, str, str]] = []
         self._freed: dict[str, tuple[int, ...] | None] = {}
@@ -108,7 +108,7 @@ class _Replay:
         for name, time_s in leaves_s.items():
             self._add(time_s, "leave", name)
 
-    def run(self) -> History:
+    def run(self) -> IterationTimes:
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] <= now:

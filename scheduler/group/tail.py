@@ -53,7 +53,7 @@ class RolloutSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
+class MovedTail:
     """One rollout with its tail moved: free for others at `freed_s`, all responses there at `done_s`.
 
     Without a move both are the same, and `num_workers` (what the tail keeps) is 0. `left_s`: worst-case time
@@ -68,7 +68,7 @@ class Tail:
 
 def play_rollout(
     lengths: Sequence[int], speed: RolloutSpeed, threshold: float | None, num_workers: int | None = None
-) -> Tail:
+) -> MovedTail:
     """A rollout with these response lengths on so many of its workers, the requests spread evenly.
 
     `threshold`: the share of finished responses at which the rest moves, if that is safe; None: never.
@@ -83,9 +83,9 @@ def play_rollout(
     kept = workers_kept(speed, num_left=len(rest), reached_tokens=reached, left_s=left_s, num_workers=workers)
     if kept is None:
         done_s = _decode_s(ordered, 0, speed, workers)
-        return Tail(freed_s=done_s, done_s=done_s, num_workers=0, left_s=0.0)
+        return MovedTail(freed_s=done_s, done_s=done_s, num_workers=0, left_s=0.0)
     tail_s = _moved_s(speed, len(rest), reached, kept) + _decode_s(rest, reached, speed, kept)
-    return Tail(
+    return MovedTail(
         freed_s=reached_s + speed.pause_s,
         done_s=reached_s + tail_s,
         num_workers=kept,
@@ -109,7 +109,7 @@ def workers_kept(
     return None
 
 
-def has_room(next_speed: RolloutSpeed, num_requests: int, tail: Tail) -> bool:
+def has_room(next_speed: RolloutSpeed, num_requests: int, tail: MovedTail) -> bool:
     """Whether the next rollout, on what the tail leaves, at worst ends no later than without the move.
 
     It takes longer on fewer workers, but starts earlier by what the tail's phase had left.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class MemoryVerdict(StrEnum):
     """What a task that needs memory does next."""
 
     RUN = "run"
@@ -31,11 +31,11 @@ class WaitOrDrop:
         if not 0 < self.threshold <= 1 or self.max_wait_s < 0:
             raise ValueError(f"threshold in (0, 1] and max_wait_s of at least 0, got {self}")
 
-    def decide(self, *, need_bytes: int, used_bytes: int, total_bytes: int, waited_s: float) -> Verdict:
+    def decide(self, *, need_bytes: int, used_bytes: int, total_bytes: int, waited_s: float) -> MemoryVerdict:
         """`need_bytes`: what the task adds on the stage; `waited_s`: since it was first ready."""
         allowed = self.threshold * total_bytes
         if need_bytes > allowed:
-            return Verdict.REFUSE
+            return MemoryVerdict.REFUSE
         if used_bytes + need_bytes <= allowed:
-            return Verdict.RUN
-        return Verdict.OFFLOAD if waited_s >= self.max_wait_s else Verdict.WAIT
+            return MemoryVerdict.RUN
+        return MemoryVerdict.OFFLOAD if waited_s >= self.max_wait_s else MemoryVerdict.WAIT

@@ -69,7 +69,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class NodeProfile:
     """A model's stages on one node's GPUs, measured there or taken from the paper."""
 
     model: str
@@ -94,7 +94,7 @@ class Profile:
     def backwards(self, tokens: float) -> list[float]:
         return [stage.backward.seconds(tokens, tokens * tokens) for stage in self.stages]
 
-    def scaled(self, factor: float) -> "Profile":
+    def scaled(self, factor: float) -> "NodeProfile":
         """The same model on hardware that takes `factor` times as long."""
         stages = tuple(
             replace(stage, forward=stage.forward.scaled(factor), backward=stage.backward.scaled(factor))
@@ -102,7 +102,7 @@ class Profile:
         )
         return replace(self, stages=stages)
 
-    def on(self, num_gpus: int) -> "Profile":
+    def on(self, num_gpus: int) -> "NodeProfile":
         """This profile, if a node of `num_gpus` can hold its stages. Raises: ConfigError if it can't."""
         if len(self.stages) > num_gpus:
             raise ConfigError(
@@ -128,7 +128,7 @@ _ACTIVATION_WORDS = 17
 """Half-precision words of a layer that training keeps for each unit of hidden size, with fused attention."""
 
 
-def paper_profile(model: str, mean_tokens: float, num_stages: int = 2) -> Profile:
+def paper_profile(model: str, mean_tokens: float, num_stages: int = 2) -> NodeProfile:
     """LeMix Table II as a profile: its seconds are those of a sequence of the mean length.
 
     Raises: ConfigError for a model that the table lacks.
@@ -144,7 +144,7 @@ def paper_profile(model: str, mean_tokens: float, num_stages: int = 2) -> Profil
         activation_token_bytes=int(layers * 2 * _ACTIVATION_WORDS * hidden),
         free_bytes=_FREE_BYTES,
     )
-    return Profile(model=model, hardware="A100, from LeMix Table II", stages=(stage,) * num_stages)
+    return NodeProfile(model=model, hardware="A100, from LeMix Table II", stages=(stage,) * num_stages)
 
 
 def _reconstructed(seconds: float, tokens: float) -> PassCost:

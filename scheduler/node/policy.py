@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rose.scheduler.node.model import Lengths, Profile, Task
+from rose.scheduler.node.model import Lengths, NodeProfile, Task
 from rose.scheduler.node.pieces import GIVE_WAY_S
 from rose.scheduler.node.plan import NodePlan
 from rose.types import Assignment
@@ -68,7 +68,7 @@ class NodeScore:
 class NodePolicy:
     """The node level's decisions for nodes of one model and one kind."""
 
-    def __init__(self, profile: Profile, num_nodes: int, rules: Rules) -> None:
+    def __init__(self, profile: NodeProfile, num_nodes: int, rules: Rules) -> None:
         self.profile, self.rules = profile, rules
         self.training: deque[Task] = deque()
         """Training tasks that no node has started."""

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from rose.errors import ConfigError
-from rose.scheduler.node.model import PassCost, Profile
+from rose.scheduler.node.model import NodeProfile, PassCost
 
-_FILE = TypeAdapter(Profile)
+_FILE = TypeAdapter(NodeProfile)
 
 
 def fit_cost(tokens: Sequence[int], seconds: Sequence[float], pairs: Sequence[int] | None = None) -> PassCost:
@@ -40,11 +40,11 @@ def fit_cost(tokens: Sequence[int], seconds: Sequence[float], pairs: Sequence[in
     return PassCost(constant_s=constant_s, per_token_s=per_token_s, per_pair_s=per_pair_s)
 
 
-def write_profile(profile: Profile, path: Path) -> None:
+def write_profile(profile: NodeProfile, path: Path) -> None:
     path.write_bytes(_FILE.dump_json(profile, indent=2) + b"\n")
 
 
-def read_profile(path: Path, hardware: str | None = None) -> Profile:
+def read_profile(path: Path, hardware: str | None = None) -> NodeProfile:
     """Reads a profile; `hardware`: what it must have been measured on, if that is known.
 
     Raises: ConfigError for a file that is none, or a profile of other hardware.

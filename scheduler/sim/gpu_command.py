@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rose.arguments import CommandParser, positive_int
 from rose.config import load_yaml
-from rose.scheduler.gpu.plan import MIN_GAIN, PREDICTED_ITERATIONS, Multiplexing, Plan, choose
-from rose.scheduler.gpu.player import Event, Player, Result
+from rose.scheduler.gpu.plan import MIN_GAIN, PREDICTED_ITERATIONS, Multiplexing, WindowPlan, choose
+from rose.scheduler.gpu.player import PairResult, Player, PlayerEvent
 from rose.scheduler.gpu.slowdown import Slowdowns, SlowdownTable
-from rose.scheduler.gpu.substages import Iteration, Kind
+from rose.scheduler.gpu.substages import Iteration, SubStageKind
 from rose.scheduler.sim.gpu_spec import MEASURE, GpuSpec, load_iteration, load_table
 from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, draw, profiled
 
@@ -31,7 +31,7 @@ class _Case:
     table: SlowdownTable
     truth: Slowdowns
     kind: str
-    least_memory: Sequence[Mapping[Kind, float]] = ({}, {})
+    least_memory: Sequence[Mapping[SubStageKind, float]] = ({}, {})
 
 
 def simulate_pair(argv: Sequence[str]) -> int:
@@ -115,7 +115,7 @@ def _drawn(name: str, num_iterations: int, seed: int) -> _Case:
     return _Case(names=names, graphs=(one, two), table=table, truth=gpu, kind="simulated")
 
 
-def _report(case: _Case, plan: Plan, result: Result | None) -> dict[str, object]:
+def _report(case: _Case, plan: WindowPlan, result: PairResult | None) -> dict[str, object]:
     return {
         "kind": case.kind,
         "hardware": case.table.hardware,
@@ -129,11 +129,11 @@ def _report(case: _Case, plan: Plan, result: Result | None) -> dict[str, object]
     }
 
 
-def _num_merges(result: Result | None) -> int:
+def _num_merges(result: PairResult | None) -> int:
     return sum(event.merged is not None for event in result.events) if result is not None else 0
 
 
-def _lines(case: _Case, plan: Plan, result: Result | None) -> Iterator[str]:
+def _lines(case: _Case, plan: WindowPlan, result: PairResult | None) -> Iterator[str]:
     alone = [f"{graphs[0].seconds:.1f} s" for graphs in case.graphs]
     yield (
         f"{case.names[0]} and {case.names[1]} on {case.graphs[0][0].num_workers} workers, "
@@ -153,7 +153,7 @@ def _lines(case: _Case, plan: Plan, result: Result | None) -> Iterator[str]:
     )
 
 
-def _decisions(case: _Case, result: Result | None, worker: int) -> Iterator[str]:
+def _decisions(case: _Case, result: PairResult | None, worker: int) -> Iterator[str]:
     """What the worker runs until both have completed an iteration, and the merges on all workers."""
     if result is None:
         return
@@ -164,7 +164,7 @@ def _decisions(case: _Case, result: Result | None, worker: int) -> Iterator[str]
             yield f"  {event.time_s:8.1f} s  {_decision(case, event)}"
 
 
-def _decision(case: _Case, event: Event) -> str:
+def _decision(case: _Case, event: PlayerEvent) -> str:
     if event.merged is not None:
         return (
             f"the tail of {case.names[event.merged]} goes on on worker {event.worker} alone: "
@@ -175,11 +175,11 @@ def _decision(case: _Case, event: Event) -> str:
     for name, kind, share in zip(case.names, event.kinds, event.action.shares, strict=True):
         if kind is None:
             parts.append(f"{name} waits for its other workers")
-        elif kind is Kind.TOOL:
+        elif kind is SubStageKind.TOOL:
             parts.append(f"{name} waits for tools")
         elif share is None:
             parts.append(f"{name} {kind} pauses")
-        elif event.action.is_shared and None not in event.kinds and Kind.TOOL not in event.kinds:
+        elif event.action.is_shared and None not in event.kinds and SubStageKind.TOOL not in event.kinds:
             parts.append(f"{name} {kind} {share.compute:.0%} of compute, {share.memory:.0%} of memory")
         else:
             parts.append(f"{name} {kind} alone")

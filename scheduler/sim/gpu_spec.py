@@ -8,16 +8,16 @@ from pydantic import Field, model_validator
 from rose.config import Section, load_yaml
 from rose.errors import ConfigError
 from rose.scheduler.gpu.slowdown import SlowdownTable
-from rose.scheduler.gpu.substages import Iteration, Kind, iteration, read_steps
+from rose.scheduler.gpu.substages import Iteration, SubStageKind, iteration, read_steps
 
 MEASURE = "measure one there with: rose sched slowdown"
 
 
-class Entry(Section):
+class SlowdownEntry(Section):
     """What `kind` takes beside another, over its time alone: a row by compute, a column by memory."""
 
-    kind: Kind
-    beside: Kind
+    kind: SubStageKind
+    beside: SubStageKind
     slowdown: tuple[tuple[float, ...], ...]
 
 
@@ -27,12 +27,13 @@ class SlowdownFile(Section):
     hardware: str
     compute: tuple[float, ...]
     memory: tuple[float, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[SlowdownEntry, ...]
 
     @classmethod
     def of(cls, table: SlowdownTable) -> Self:
         entries = tuple(
-            Entry(kind=kind, beside=beside, slowdown=grid) for (kind, beside), grid in table.entries.items()
+            SlowdownEntry(kind=kind, beside=beside, slowdown=grid)
+            for (kind, beside), grid in table.entries.items()
         )
         return cls(
             hardware=table.hardware,
@@ -58,7 +59,7 @@ class PipelineSpec(Section):
     logs: Annotated[tuple[Path, ...], Field(min_length=1)]
     reference_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     train_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    least_memory: dict[Kind, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
+    least_memory: dict[SubStageKind, Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=dict)
     """Shares of the GPU's memory, by kind of sub-stage."""
 
 

@@ -17,7 +17,7 @@ from rose.scheduler.gpu.slowdown import (
     Share,
     SlowdownTable,
 )
-from rose.scheduler.gpu.substages import DecodeCost, Iteration, Kind, Steps, iteration
+from rose.scheduler.gpu.substages import DecodeCost, Iteration, Steps, SubStageKind, iteration
 
 MAX_TOKENS = 8192
 NUM_SAMPLES = 256
@@ -27,7 +27,7 @@ HARDWARE = "modelled H100"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class PipelineWorkload:
     """A pipeline of the paper. Shares are of the iteration alone; a tool's is within the rollout's."""
 
     name: str
@@ -53,19 +53,23 @@ class Workload:
 
 _SMALL, _4B, _8B = 0.004, 0.008, 0.011
 WORKLOADS = (
-    Workload(
+    PipelineWorkload(
         name="0.6B GSM8K", train=0.197, reference=0.142, median_tokens=350, spread=0.9, step_s=_SMALL
     ),  # Table 1
-    Workload(name="0.6B MATH", train=0.17, reference=0.11, median_tokens=1100, spread=0.7, step_s=_SMALL),
-    Workload(
+    PipelineWorkload(
+        name="0.6B MATH", train=0.17, reference=0.11, median_tokens=1100, spread=0.7, step_s=_SMALL
+    ),
+    PipelineWorkload(
         name="4B GSM8K", train=0.291, reference=0.187, median_tokens=400, spread=0.8, step_s=_4B
     ),  # Table 1
-    Workload(name="4B MATH", train=0.25, reference=0.14, median_tokens=1200, spread=0.7, step_s=_4B),
-    Workload(name="4B-Instruct GSM8K", train=0.28, reference=0.17, median_tokens=220, spread=1.0, step_s=_4B),
-    Workload(
+    PipelineWorkload(name="4B MATH", train=0.25, reference=0.14, median_tokens=1200, spread=0.7, step_s=_4B),
+    PipelineWorkload(
+        name="4B-Instruct GSM8K", train=0.28, reference=0.17, median_tokens=220, spread=1.0, step_s=_4B
+    ),
+    PipelineWorkload(
         name="8B-Instruct GSM8K", train=0.30, reference=0.137, median_tokens=220, spread=0.8, step_s=_8B
     ),
-    Workload(
+    PipelineWorkload(
         name="4B AIME, multi-turn",
         train=0.19,
         reference=0.099,
@@ -74,7 +78,7 @@ WORKLOADS = (
         step_s=_4B,
         turns=3,
     ),  # §5.2: rollout 71.1%
-    Workload(
+    PipelineWorkload(
         name="8B AIME, multi-turn",
         train=0.28,
         reference=0.157,
@@ -83,7 +87,7 @@ WORKLOADS = (
         step_s=_8B,
         turns=3,
     ),  # §5.2: rollout 56.3%
-    Workload(
+    PipelineWorkload(
         name="4B Search-R1, tool",
         train=0.246,
         reference=0.166,
@@ -98,7 +102,7 @@ WORKLOADS = (
 
 
 def draw(
-    workload: Workload,
+    workload: PipelineWorkload,
     num_iterations: int,
     num_workers: int,
     chance: random.Random,
@@ -152,7 +156,7 @@ def _with_tools(log: Sequence[Steps], tool_s: float) -> list[Steps]:
     ]
 
 
-def _logs(workload: Workload, batch: Sequence[Sequence[int]], num_workers: int) -> list[list[Steps]]:
+def _logs(workload: PipelineWorkload, batch: Sequence[Sequence[int]], num_workers: int) -> list[list[Steps]]:
     """The step logs of a rollout, its samples dealt out in order. Tools are called once all samples of a
     worker wait for them; turns without tools follow each other sample by sample."""
     logs = []
@@ -177,7 +181,7 @@ def _logs(workload: Workload, batch: Sequence[Sequence[int]], num_workers: int) 
     return logs
 
 
-def _engine(workload: Workload, samples: Sequence[Sequence[int]]) -> list[Steps]:
+def _engine(workload: PipelineWorkload, samples: Sequence[Sequence[int]]) -> list[Steps]:
     """An engine with chunked prefill: what waits is prefilled beside the decodes, then all decode until the
     next sample ends its turn. A next turn prefills the prompt again, and the answer so far is cached."""
     cost, log = workload.cost, list[Steps]()
@@ -213,7 +217,7 @@ class ModelledGpu:
     half each: 2.19 times). Memory below 80% costs `memory` at 40% (rollouts of a large model: 1.43 times).
     """
 
-    def slowdown(self, kind: Kind, beside: Kind | None, share: Share) -> float:
+    def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float:
         if beside is None and share == WHOLE:
             return 1.0
         parallel, compute, bandwidth, memory = _DEMANDS[kind]
@@ -226,11 +230,11 @@ class ModelledGpu:
 
 
 _DEMANDS = {
-    Kind.ROLLOUT_SMALL: (0.03, 0.05, 0.5, 0.05),
-    Kind.ROLLOUT_MEDIUM: (0.35, 0.45, 0.6, 0.15),
-    Kind.ROLLOUT_LARGE: (0.5, 0.85, 0.4, 0.43),
-    Kind.REFERENCE: (0.55, 0.9, 0.3, 0.1),
-    Kind.TRAIN: (0.57, 1.0, 0.4, 0.25),
+    SubStageKind.ROLLOUT_SMALL: (0.03, 0.05, 0.5, 0.05),
+    SubStageKind.ROLLOUT_MEDIUM: (0.35, 0.45, 0.6, 0.15),
+    SubStageKind.ROLLOUT_LARGE: (0.5, 0.85, 0.4, 0.43),
+    SubStageKind.REFERENCE: (0.55, 0.9, 0.3, 0.1),
+    SubStageKind.TRAIN: (0.57, 1.0, 0.4, 0.25),
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rose.config import parse_config
 from rose.errors import JobRefused
-from rose.scheduler.cluster.candidates import Kind
+from rose.scheduler.cluster.candidates import CandidateKind
 from rose.scheduler.cluster.groups import PAUSE_S, compact
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.group.model import Job, Phase, SloKind
@@ -36,7 +36,7 @@ from rose.scheduler.runtime.channel.messages import (
 )
 from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.sim.loop import Result, mean_waits_s
+from rose.scheduler.sim.loop import SimulationResult, mean_waits_s
 from rose.scheduler.sim.progress import OnEnd
 from rose.scheduler.sim.workloads import Submission
 
@@ -79,7 +79,7 @@ class _Run:
         return end_s - self.start_s <= limit_s * (self.iteration + 1)
 
 
-class Replay:
+class SchedulerReplay:
     """One run of the scheduler over submissions."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Replay:
         self._violated: list[str] = []
         self._num_ended = 0
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         """Plays the trace until the last job has ended. Raises: JobRefused for a job that could never run."""
         self._call(_RUNNER, Hello(seq=0, running={}, log_folder="/"))
         for one in self._submitted:
@@ -139,13 +139,13 @@ class Replay:
             happen()
         num = len(self._submitted)
         num_attained = num - len(self._violated)
-        return Result(
+        return SimulationResult(
             dollars=self._dollars,
             duration_s=self._now_s - first_s,
             num_jobs=num,
             num_attained=num_attained,
             num_moves=self._num_moves,
-            kinds=dict.fromkeys(Kind, 0),
+            kinds=dict.fromkeys(CandidateKind, 0),
             violated=tuple(self._violated),
             peak_dollars_per_hour=self._peak,
             num_preemptions=self._num_preemptions,

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rose.errors import PoolsFull
-from rose.scheduler.cluster.candidates import Kind
+from rose.scheduler.cluster.candidates import CandidateKind
 from rose.scheduler.cluster.groups import PAUSE_S, Cluster, Rearrangement
-from rose.scheduler.cluster.policies import Policy
+from rose.scheduler.cluster.policies import ClusterPolicy
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.preemption import Preemption
 from rose.scheduler.cluster.residents import Resident
@@ -74,7 +74,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SimulationResult:
     """A simulation's result. Dollars pay for nodes from the first arrival to the last end."""
 
     dollars: float
@@ -82,7 +82,7 @@ class Result:
     num_jobs: int
     num_attained: int
     num_moves: int
-    kinds: dict[Kind, int] = field(default_factory=dict)
+    kinds: dict[CandidateKind, int] = field(default_factory=dict)
     violated: tuple[str, ...] = ()
     peak_dollars_per_hour: float = 0.0
     mean_attainment: float = 1.0
@@ -106,7 +106,7 @@ class Simulation:
     def __init__(
         self,
         submitted: Sequence[Submission],
-        policy: Policy,
+        policy: ClusterPolicy,
         pools: Pools | None = None,
         *,
         keeps_ends: bool = False,
@@ -126,7 +126,7 @@ class Simulation:
         self._dollars = 0.0
         self._peak = 0.0
         self._num_moves = 0
-        self._kinds = dict.fromkeys(Kind, 0)
+        self._kinds = dict.fromkeys(CandidateKind, 0)
         self._num_preemptions = 0
         self._ended: set[str] = set()
         self._rules = preemption if preemption is not None else Preemption()
@@ -139,7 +139,7 @@ class Simulation:
         for failure in failures:
             self._at(failure.time_s, failure)
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         """Plays all events until the last job has ended."""
         first_s = self._events[0][0]
         while len(self._ended) < len(self._runs):
@@ -159,7 +159,7 @@ class Simulation:
             if is_last and not self._queue.takeovers:  # a move could take the room that a job waits for
                 self._rearrange()
         violated = tuple(name for name, run in self._runs.items() if not _is_attained(run))
-        return Result(
+        return SimulationResult(
             dollars=self._dollars,
             duration_s=self._now_s - first_s,
             num_jobs=len(self._runs),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rose.arguments import CommandParser, positive_int
 from rose.errors import ConfigError
-from rose.scheduler.node.model import TABLE_II, Profile, Task, paper_profile
+from rose.scheduler.node.model import TABLE_II, NodeProfile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
 from rose.scheduler.node.profile import read_profile
-from rose.scheduler.sim.node_results import Conditions, Result
+from rose.scheduler.sim.node_results import Conditions, NodeResult
 from rose.scheduler.sim.node_tasks import generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
 from rose.scheduler.sim.requests import load_trace
@@ -45,7 +45,7 @@ def simulate_nodes(argv: Sequence[str]) -> int:
 class ExplainedPolicy(NodePolicy):
     """The shipped policy, which says why it decides as it does, for its first decisions."""
 
-    def __init__(self, profile: Profile, num_nodes: int, rules: Rules, num_lines: int) -> None:
+    def __init__(self, profile: NodeProfile, num_nodes: int, rules: Rules, num_lines: int) -> None:
         super().__init__(profile, num_nodes, rules)
         self.lines: list[str] = []
         self._num_lines = num_lines
@@ -147,7 +147,7 @@ def _tasks(arguments: Namespace) -> list[Task]:
     return trace_tasks(trace, arguments.tasks, arguments.rate, arguments.training_share, arguments.seed)
 
 
-def _profile(arguments: Namespace, mean_tokens: float) -> Profile:
+def _profile(arguments: Namespace, mean_tokens: float) -> NodeProfile:
     if arguments.profile is None:
         profile = paper_profile(arguments.model, mean_tokens)
     else:
@@ -155,7 +155,7 @@ def _profile(arguments: Namespace, mean_tokens: float) -> Profile:
     return profile if arguments.gpus is None else profile.on(arguments.gpus)
 
 
-def _report(result: Result, profile: Profile, slo_s: float) -> dict[str, object]:
+def _report(result: NodeResult, profile: NodeProfile, slo_s: float) -> dict[str, object]:
     ttfts = sorted(request.ttft_s for request in result.requests if request.first_s < math.inf)
     stages = len(profile.stages)
     return {

@@ -10,7 +10,7 @@ from rose.scheduler.node.model import Task
 from rose.types import Assignment
 
 
-class Policy(Protocol):
+class TaskPolicy(Protocol):
     """What the simulation asks and tells; `NodePolicy` is the shipped one."""
 
     def place(self, task: Task, now: float) -> Assignment | None: ...
@@ -46,7 +46,7 @@ class Conditions:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class InferenceTask:
     """An inference task and what became of it."""
 
     task: Task
@@ -78,10 +78,10 @@ class Trained:
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
+class NodeResult:
     """What happened. Requests that were refused have infinite times."""
 
-    requests: list[Request]
+    requests: list[InferenceTask]
     trained: list[Trained]
     duration_s: float
     busy_s: list[float]

@@ -14,9 +14,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.node.memory import Verdict
-from rose.scheduler.node.model import Profile, Task
-from rose.scheduler.sim.node_results import Conditions, Policy, Request, Result, Trained
+from rose.scheduler.node.memory import MemoryVerdict
+from rose.scheduler.node.model import NodeProfile, Task
+from rose.scheduler.sim.node_results import Conditions, InferenceTask, NodeResult, TaskPolicy, Trained
 
 _LATE_S = 1e-6
 """Behind a limit, whatever the rounding."""
@@ -29,8 +29,8 @@ class _Pass:
     """A batch of requests, or a training task, on its way through the stages."""
 
     ready_s: float
-    prefills: list[Request] = field(default_factory=list)
-    decodes: list[Request] = field(default_factory=list)
+    prefills: list[InferenceTask] = field(default_factory=list)
+    decodes: list[InferenceTask] = field(default_factory=list)
     training: Task | None = None
     is_backward: bool = False
     tokens: float = 0
@@ -46,8 +46,8 @@ class _Node:
 
     def __init__(self, index: int, num_stages: int) -> None:
         self.index = index
-        self.waiting: list[Request] = []
-        self.decoding: list[Request] = []
+        self.waiting: list[InferenceTask] = []
+        self.decoding: list[InferenceTask] = []
         self.decode_ready_s = 0.0
         self.training: list[tuple[float, Task]] = []
         self.requests: list[list[_Pass]] = [[] for _ in range(num_stages)]
@@ -55,7 +55,7 @@ class _Node:
         self.is_busy = [False] * num_stages
         self.busy_s = 0.0
         self.used_bytes = 0
-        self.active: dict[int, Request] = {}
+        self.active: dict[int, InferenceTask] = {}
         """Requests that are being decoded, by task."""
 
     def request_ready_s(self, stage: int) -> float:
@@ -75,8 +75,8 @@ class NodeSimulation:
     def __init__(
         self,
         tasks: Sequence[Task],
-        policy: Policy,
-        profile: Profile,
+        policy: TaskPolicy,
+        profile: NodeProfile,
         num_nodes: int,
         conditions: Conditions,
         seed: int = 0,
@@ -92,13 +92,13 @@ class NodeSimulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._now_s = 0.0
         self._first_s = min((task.arrival_s for task in tasks), default=0.0)
-        self._result = Result(
+        self._result = NodeResult(
             requests=[], trained=[], duration_s=0.0, busy_s=[], num_offloads=0, num_refused=0
         )
         for task in tasks:
             self._at(task.arrival_s + conditions.decision_s, lambda task=task: self._arrive(task))  # type: ignore[misc]
 
-    def run(self) -> Result:
+    def run(self) -> NodeResult:
         """Plays all events until every task is done or refused."""
         while self._events:
             self._now_s, _, event = heapq.heappop(self._events)
@@ -114,7 +114,7 @@ class NodeSimulation:
         if self._is_too_large(task):
             self._result.num_refused += 1
             if not task.is_training:
-                self._result.requests.append(Request(task=task, node=-1, ready_s=self._now_s))
+                self._result.requests.append(InferenceTask(task=task, node=-1, ready_s=self._now_s))
             return
         assignment = self._policy.place(task, self._now_s)
         if assignment is None:
@@ -125,7 +125,7 @@ class NodeSimulation:
         if task.is_training:
             node.training.append((self._now_s, task))
         else:
-            request = Request(task=task, node=node.index, ready_s=self._now_s)
+            request = InferenceTask(task=task, node=node.index, ready_s=self._now_s)
             self._result.requests.append(request)
             node.waiting.append(request)
         self._start(node, 0)
@@ -187,7 +187,10 @@ class NodeSimulation:
         sequences, node.decoding = node.decoding, []
         for each in sequences:
             if each.is_offloaded:
-                if node.used_bytes and self._verdict(node, self._kv_bytes(each), math.inf) is not Verdict.RUN:
+                if (
+                    node.used_bytes
+                    and self._verdict(node, self._kv_bytes(each), math.inf) is not MemoryVerdict.RUN
+                ):
                     node.decoding.append(each)
                     continue
                 each.is_offloaded = False
@@ -207,7 +210,7 @@ class NodeSimulation:
             return None
         ready_s, task = node.training[0]
         need_bytes = task.prompt_tokens * self._tightest.activation_token_bytes
-        if self._verdict(node, need_bytes, ready_s) is not Verdict.RUN:
+        if self._verdict(node, need_bytes, ready_s) is not MemoryVerdict.RUN:
             return None  # the passes that hold the memory will end
         node.training.pop(0)
         node.used_bytes += need_bytes
@@ -289,7 +292,7 @@ class NodeSimulation:
 
     # Memory ---------------------------------------------------------------------------------------------
 
-    def _kv_bytes(self, request: Request) -> int:
+    def _kv_bytes(self, request: InferenceTask) -> int:
         """The last token that was made has no KV before its pass."""
         tokens = request.task.prompt_tokens + max(0, request.num_made - 1)
         return tokens * self._tightest.kv_token_bytes
@@ -301,10 +304,10 @@ class NodeSimulation:
         tokens = task.prompt_tokens + (0 if task.is_training else task.output_tokens)
         return rule is not None and tokens * token_bytes > rule.threshold * stage.free_bytes
 
-    def _verdict(self, node: _Node, need_bytes: int, ready_s: float) -> Verdict:
+    def _verdict(self, node: _Node, need_bytes: int, ready_s: float) -> MemoryVerdict:
         rule = self._conditions.memory
         if rule is None:
-            return Verdict.RUN
+            return MemoryVerdict.RUN
         return rule.decide(
             need_bytes=need_bytes,
             used_bytes=node.used_bytes,
@@ -312,20 +315,20 @@ class NodeSimulation:
             waited_s=self._now_s - ready_s,
         )
 
-    def _admit(self, node: _Node, request: Request, one: _Pass) -> bool:
+    def _admit(self, node: _Node, request: InferenceTask, one: _Pass) -> bool:
         """Gives a waiting request its memory if it may have it now; after T_max, that of the youngest."""
         need_bytes = self._kv_bytes(request)
         verdict = self._verdict(node, need_bytes, request.ready_s)
-        while verdict is Verdict.OFFLOAD and one.decodes:
+        while verdict is MemoryVerdict.OFFLOAD and one.decodes:
             self._offload(node, one)
             verdict = self._verdict(node, need_bytes, request.ready_s)
-        if verdict is Verdict.WAIT and self._conditions.memory is not None and not request.has_alarm:
+        if verdict is MemoryVerdict.WAIT and self._conditions.memory is not None and not request.has_alarm:
             request.has_alarm = True
             alarm_s = request.ready_s + self._conditions.memory.max_wait_s + _LATE_S
             self._at(alarm_s, lambda: self._start(node, 0))
-        if verdict is Verdict.RUN:
+        if verdict is MemoryVerdict.RUN:
             node.used_bytes += need_bytes
-        return verdict is Verdict.RUN
+        return verdict is MemoryVerdict.RUN
 
     def _offload(self, node: _Node, one: _Pass) -> None:
         """Moves the KV of the pass's youngest sequence to the host."""

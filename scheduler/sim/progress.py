@@ -8,7 +8,7 @@ OnEnd = Callable[[int, int], object]
 """Called as jobs end, with how many have ended, and of how many."""
 
 
-class Progress:
+class ProgressLines:
     """A line every few seconds, and none for what is done by then."""
 
     def __init__(self, what: str, every_s: float = 5.0) -> None:

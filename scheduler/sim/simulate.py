@@ -12,9 +12,9 @@ from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.group.model import SloKind
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.sim.live import Replay
-from rose.scheduler.sim.loop import Result, Simulation
-from rose.scheduler.sim.progress import Progress
+from rose.scheduler.sim.live import SchedulerReplay
+from rose.scheduler.sim.loop import Simulation, SimulationResult
+from rose.scheduler.sim.progress import ProgressLines
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
 
 
@@ -95,10 +95,10 @@ def _parser() -> CommandParser:
 
 def _play(
     jobs: Sequence[Submission], name: str, cluster: ServeSpec | None, arguments: argparse.Namespace
-) -> Result:
-    progress, keeps_ends = Progress(f"policy {name}"), not arguments.stretch
+) -> SimulationResult:
+    progress, keeps_ends = ProgressLines(f"policy {name}"), not arguments.stretch
     if arguments.live:
-        return Replay(jobs, name, keeps_ends=keeps_ends, progress=progress, cluster=cluster).run()
+        return SchedulerReplay(jobs, name, keeps_ends=keeps_ends, progress=progress, cluster=cluster).run()
     return Simulation(
         jobs,
         POLICIES[name](arguments.seed),
@@ -121,7 +121,7 @@ def _check_teams(jobs: Sequence[Submission], cluster: ServeSpec | None) -> None:
         )
 
 
-def _report(result: Result) -> dict[str, object]:
+def _report(result: SimulationResult) -> dict[str, object]:
     return {
         "dollars": round(result.dollars, 2),
         "dollars_per_hour": round(result.dollars_per_hour, 2),

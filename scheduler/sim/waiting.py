@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rose.errors import PoolsFull
 from rose.scheduler.cluster.candidates import Candidate
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.policies import Policy
+from rose.scheduler.cluster.policies import ClusterPolicy
 from rose.scheduler.cluster.preemption import Contender, Preemption
 from rose.scheduler.cluster.residents import Resident
 from rose.scheduler.group.model import Job
@@ -36,7 +36,7 @@ class Queue:
     """The jobs of one simulation that wait."""
 
     def __init__(
-        self, submitted: Sequence[Submission], cluster: Cluster, policy: Policy, rules: Preemption
+        self, submitted: Sequence[Submission], cluster: Cluster, policy: ClusterPolicy, rules: Preemption
     ) -> None:
         self._submitted = {one.job.name: one for one in submitted}
         self._numbers = {name: number for number, name in enumerate(self._submitted)}

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rose.demo import charts
 from rose.demo.figures import compute_figures
-from rose.demo.live import LiveView, Part
+from rose.demo.live import DemoPart, LiveView
 from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
 from rose.demo.report import print_summary, write_report
 from rose.demo.run import main
@@ -62,7 +61,7 @@ def test_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "report.html"
     write(some_result(), path)
     page = path.read_text()
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 3
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<script" not in page
     addresses = [a for a in re.findall(r'(?:https?:)?//[^\s"\']+', page) if "www.w3.org" not in a]
@@ -82,15 +81,7 @@ def test_the_first_sentence_is_the_result_and_all_ways_of_sharing_are_shown(tmp_
         "static split",
         "ROSE, full load",
     ):
-        assert page.count(way) >= 3  # in charts and in the table
-
-
-@pytest.mark.usefixtures("_matplotlib")
-def test_charts_take_every_colour_from_the_page(tmp_path: Path) -> None:
-    write(some_result(), tmp_path / "report.html")
-    drawings = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), flags=re.DOTALL)
-    for drawing in drawings:
-        assert re.findall(r"(?:fill|stroke): #[0-9a-f]+", drawing) == []
+        assert page.count(way) >= 2  # in the chart and in the table
 
 
 @pytest.mark.usefixtures("_matplotlib")
@@ -113,18 +104,13 @@ def test_summary_names_every_criterion_and_keeps_bracketed_names() -> None:
     out = io.StringIO()
     print_summary(some_result(), compute_figures(some_result()), ENV, Console(file=out, width=100))
     text = out.getvalue()
-    for part in ("TTFT within 3 times", "TPOT within 2 times", "Reward rises", "static split"):
+    for part in ("TTFT of 3 medians", "TPOT of 2 medians", "mean reward", "static split"):
         assert part in text
-
-
-def test_human_bytes_are_decimal() -> None:
-    assert charts.human_bytes(999) == "999 B"
-    assert charts.human_bytes(1_500_000) == "1.5 MB"
 
 
 def test_each_part_is_named_once_with_its_time_and_what_comes_next() -> None:
     out, times = io.StringIO(), iter([0.0, 0.0, 1.0, 61.0, 62.0])
-    parts = (Part("engines start", 60.0), Part("rollouts run", 30.0))
+    parts = (DemoPart("engines start", 60.0), DemoPart("rollouts run", 30.0))
     with LiveView(Console(file=out, width=100), parts, now=lambda: next(times)) as view:
         for _ in parts:
             view.begin()

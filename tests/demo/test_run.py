@@ -12,14 +12,21 @@ import psutil
 import pytest
 from forked_server import forking
 
+from rose.demo import processes
 from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan, Durations
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
+from rose.measure import rig, windows
 
-MINIATURE = Durations(rollout_alone_s=3, window_s=8, training_windows=2)
+MINIATURE = Durations(rollout_alone_s=2, window_s=5, training_windows=1)
 """Training goes on to the end of its first step, however long that takes."""
-LOAD_VLLM = ("vllm.entrypoints.openai.api_server", "rose.engine.stock", "rose.demo.trainer")
-LIGHT = replace(SERVING_LOAD, rate_rps=0.5, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
+FORKED = (
+    *("vllm.entrypoints.openai.api_server", "rose.engine.stock", "rose.demo.trainer"),
+    *("rose.measure.replay", "rose.measure.rollout_load"),
+)
+LEAD_S = 1.0
+"""Forked clients import nothing before their window. One that is late begins at once."""
+LIGHT = replace(SERVING_LOAD, rate_rps=0.8, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
 """A machine several times slower has time for rollouts beside it, and ends it."""
 
 
@@ -35,9 +42,14 @@ def descendants() -> set[int]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_whole_loop_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_whole_loop_runs_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "LEAD_S", LEAD_S)
+    for module in (rig, processes):  # on a busy machine, what gives way would wait for minutes
+        monkeypatch.setattr(module, "give_way", lambda _pid: None)
     options = DemoOptions(out_dir=tmp_path, quick=True, relay="embedded")
-    with forking(*LOAD_VLLM):
+    with forking(*FORKED):
         before = descendants()
         result = run_demo(replace(DemoPlan.of(options), durations=MINIATURE, serving=LIGHT))
     assert result.greedy_compared > 0

@@ -1,4 +1,7 @@
-"""The trainer: the tokens it trains on are the tokens it sent, and a step is rollout, update, publish."""
+"""The trainer: the tokens it trains on are the tokens it sent, and a step is rollout, update, publish.
+
+TRL is imported where it is used: it takes seconds, and both processes of pytest import this module.
+"""
 
 import asyncio
 import json
@@ -15,11 +18,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from transformers import AutoTokenizer
 
 from rose.config import child_environment
 from rose.demo.frozenlake import LEVELS, WORDS
-from rose.demo.trainer import GROUP_SIZE, FrozenLakeRollouts, main
 from rose.errors import WorkerError
 from rose.measure import models
 from rose.measure.completions import SESSION_HEADER
@@ -104,6 +105,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def roll_out(server: ScriptedServer, model_dir: Path, group_size: int) -> Json:
+    from transformers import AutoTokenizer
+
+    from rose.demo.trainer import FrozenLakeRollouts
+
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     rollouts = FrozenLakeRollouts(tokenizer, RouterTurns(server.url, "rollout"), server.rl_steps.append, 0)
     prompts = [level.name for level in LEVELS for _ in range(group_size)]
@@ -187,6 +192,8 @@ def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
 def test_the_relay_ends_up_with_the_last_steps_weights(
     server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
 ) -> None:
+    from rose.demo.trainer import GROUP_SIZE, main
+
     events = tmp_path / "events.jsonl"
     assert main(trainer_command(server.url, relay_url, model_dir, events, "--steps", "2")) == 0
     lines = [json.loads(line) for line in events.read_text().splitlines()]

@@ -3,7 +3,6 @@
 The engine core lives in the process of its driver, which steps it and sees its scheduler and block pool.
 """
 
-import json
 import os
 import queue
 import sys
@@ -92,10 +91,10 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
     if rose is not None:
         os.environ["VLLM_PLUGINS"] = "rose"
         args["additional_config"] = {"rose": {"gate": "off", "poison_slabs": True, **rose}}
+    import inspecting  # noqa: F401
     from vllm import LLM
     from vllm.v1.executor import UniProcExecutor
 
-    load_model_class(model)
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -107,21 +106,6 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
         "distributed_executor_backend": UniProcExecutor,
     }
     return LLM(str(model), **{**defaults, **args})
-
-
-def load_model_class(model: Path, *heads: str) -> None:
-    """Spares the subprocess in which vLLM looks at a class that it hasn't seen on this machine: 20 s each.
-
-    heads: the architectures of the model's speculative heads.
-    """
-    for name in (*json.loads((model / "config.json").read_text())["architectures"], *heads):
-        load_class(name)
-
-
-def load_class(name: str) -> None:
-    from vllm import ModelRegistry
-
-    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

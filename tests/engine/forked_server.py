@@ -3,7 +3,8 @@
 Command line, environment, session, log and watcher are those of the ``ServerProcess`` that production made.
 From vLLM's ``main`` on, all code is vLLM's and ROSE's. What vLLM would spawn is forked off a second process
 of the server's session. That one has loaded vLLM and never computes, so it has no threads, and nothing that
-the API server has opened or changed. tests/node and tests/ray start fresh processes.
+the API server has opened or changed. A command of ROSE is forked as well as a server, together with the
+servers that it starts itself. Most of tests/node and all of tests/ray start fresh processes.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ import runpy
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -39,10 +41,12 @@ class ForkedServer(ServerProcess):
     """Runs what another ServerProcess describes, ``python -m MODULE ARGUMENTS``, without its imports."""
 
     _process: Any
+    _modules: tuple[str, ...] = ()
 
-    def __init__(self, server: ServerProcess) -> None:
-        """``server`` is not started and has a log."""
+    def __init__(self, server: ServerProcess, *modules: str) -> None:
+        """``server`` is not started. The servers of ``modules`` that it starts itself are forked too."""
         vars(self).update(vars(server))
+        self._modules = modules
 
     @property
     def exit_status(self) -> int | None:
@@ -54,11 +58,13 @@ class ForkedServer(ServerProcess):
             super().send_signal(signum)
 
     def _spawn(self) -> Any:
-        assert self.log_path is not None
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_path is not None:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
         started, sink = FORKS.Pipe(duplex=False)
-        cpus, argv = _module_of(self.argv)
-        process = FORKS.Process(target=_run, args=(sink, self.log_path, dict(self._env), cpus, argv))
+        program = _Program.of(self.argv)
+        process = FORKS.Process(
+            target=_run, args=(sink, self.log_path, dict(self._env), program, self._modules)
+        )
         process.start()
         sink.close()
         # Watcher and signals go to the session.
@@ -71,6 +77,14 @@ class ForkedServer(ServerProcess):
 def forking(*modules: str) -> Iterator[None]:
     """Meanwhile servers of these modules that this process starts are forked. The process that has vLLM
     loaded is there before, and stays."""
+    _forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    with _forked(modules):
+        yield
+
+
+@contextlib.contextmanager
+def _forked(modules: Sequence[str]) -> Iterator[None]:
     start = ServerProcess.start
 
     def fork(server: ServerProcess) -> ServerProcess:
@@ -78,17 +92,26 @@ def forking(*modules: str) -> Iterator[None]:
             server.__class__ = ForkedServer
         return start(server)
 
-    _forkserver.ensure_running()
-    resource_tracker.ensure_running()
     with patch.object(ServerProcess, "start", fork):
         yield
 
 
-def _module_of(argv: list[str]) -> tuple[set[int] | None, list[str]]:
-    """The CPUs that the command line pins its process to, if it does; and the module with its arguments."""
-    at = argv.index(sys.executable)
-    assert argv[at + 1] == "-m" and argv[:at] in ([], ["taskset", "--cpu-list", argv[at - 1]]), argv
-    return ({int(cpu) for cpu in argv[at - 1].split(",")} if at else None), argv[at + 2 :]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """What a command line runs: a module with its arguments, its CPUs, and its niceness."""
+
+    argv: list[str]
+    cpus: set[int] | None
+    nice: int
+
+    @classmethod
+    def of(cls, argv: list[str]) -> "_Program":
+        python = argv.index(sys.executable)
+        before, (flag, *program) = argv[:python], argv[python + 1 :]
+        given = dict(zip(before[::3], before[2::3], strict=True))  # taskset --cpu-list N,N, nice -n N
+        assert flag == "-m" and set(given) <= {"taskset", "nice"}, argv
+        cpus = {int(cpu) for cpu in given["taskset"].split(",")} if "taskset" in given else None
+        return cls(argv=program, cpus=cpus, nice=int(given.get("nice", 0)))
 
 
 class _Forked:
@@ -104,22 +127,29 @@ class _Forked:
 
 
 def _run(
-    started: Connection, log: Path, environment: dict[str, str], cpus: set[int] | None, argv: list[str]
+    started: Connection,
+    log: Path | None,
+    environment: dict[str, str],
+    program: _Program,
+    modules: Sequence[str],
 ) -> None:
-    """``argv``: a module and its arguments."""
+    """Without a log its output goes where that of the process goes that it is forked off."""
     os.setsid()
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
-    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.nice(program.nice)
+    if program.cpus is not None:
+        os.sched_setaffinity(0, program.cpus)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if log is not None else 1
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     _fork_what_vllm_spawns()
     started.send(None)
     started.close()
-    sys.argv = argv
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    sys.argv = list(program.argv)
+    with _forked(modules):
+        runpy.run_module(program.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _fork_what_vllm_spawns() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forked_engines import load_model_class
 from tiny_models import INT8_CONFIG, MTP_CONFIG, with_mtp_head
 
 from rose.transfer.publish.torch_source import TorchSource
@@ -84,12 +83,12 @@ def shape() -> dict[str, Any]:
 
 def without_weights(folder: Path, **arguments: Any) -> Any:
     """Returns the ``EngineArgs`` of a dense model of which there is only a configuration."""
+    import inspecting  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs
 
     config = dense(is_tied=False)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
-    load_model_class(folder)
     return EngineArgs(model=str(folder), skip_tokenizer_init=True, enforce_eager=True, **arguments)
 
 
@@ -102,6 +101,7 @@ class Checkpoint:
     def __init__(
         self, folder: Path, config: Any, dtype: str = "auto", *, is_finite: bool = False, **arguments: Any
     ) -> None:
+        import inspecting  # noqa: F401
         import safetensors.torch
         from transformers import AutoModelForCausalLM
         from vllm.engine.arg_utils import EngineArgs
@@ -111,8 +111,7 @@ class Checkpoint:
         model.save_pretrained(folder)
         (file,) = folder.glob("*.safetensors")
         tensors = safetensors.torch.load_file(file)
-        heads = ["MiMoMTPModel"] if getattr(config, "num_nextn_predict_layers", 0) else []
-        if heads:
+        if getattr(config, "num_nextn_predict_layers", 0):
             model.config.architectures = MTP_CONFIG["architectures"]
             model.config.save_pretrained(folder)
             tensors = with_mtp_head(tensors)
@@ -120,7 +119,6 @@ class Checkpoint:
             model.config.quantization_config = quantization
             model.config.save_pretrained(folder)
             tensors = _quantized(tensors)
-        load_model_class(folder, *heads)
         self.tensors = after_a_step(tensors, 1.0, seed=0, is_finite=is_finite)
         self.specs = TorchSource(self.tensors, dtype=None).specs()
         engine = EngineArgs(

@@ -9,7 +9,7 @@ from typing import Any
 import async_on_cpu  # noqa: F401
 from async_runs import PATIENT_S, SLO
 from engine_runs import Moves, Prompts, _cut, _wait_for_tokens, num_changes, tenant_of
-from forked_engines import Driver, Reply, load_class, load_model_class, make_engine
+from forked_engines import Driver, Reply, make_engine
 from late_device import use_late_device
 
 from rose.admission.board import Word
@@ -19,8 +19,6 @@ from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import GateMode
 
 NUM_DRAFTS = 3
-MTP_CLASS = "MiMoMTPModel"
-"""vLLM's class for the drafting layer of tiny_models.make_mtp_model()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +53,6 @@ def draft_over_cuts(
 ) -> Drafted:
     """A rollout engine with draft tokens loses half its slabs in the midst of decoding, round after round."""
     device = use_late_device() if is_late else None
-    if "model" in speculative:
-        load_model_class(Path(speculative["model"]))
-    elif speculative["method"] == "mtp":
-        load_class(MTP_CLASS)
     settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S, **SLO}
     if is_gated:
         settings["gate"] = str(GateMode.DUAL)

@@ -247,19 +247,22 @@ def test_serving_measures_what_rollouts_cost_it_and_the_commands_show_it(
 ) -> None:
     for engine in (serving, rollout):
         engine.set_gate(GateMode.IDLE)
-    asked = 0
+    asked, turns = 0, list[Future[Answer]]()
 
     def is_known() -> bool:
+        """Asks serving again and again, so that it has steps in every slice of time, beside rollouts."""
         nonlocal asked
-        for request in rollout.start_requests([prompt(f"cheap-{asked}", 30)], max_tokens=40):
-            serving.complete(prompt(f"costly-{asked}", 20), 4, xargs={"rose_tenant": "search"})
-            serving.complete(prompt(f"named-{asked}", 20), 4, headers={"X-Rose-Tenant": "support"})
-            request.result()
+        if all(turn.done() for turn in turns):
+            turns[:] = rollout.start_requests([prompt(f"cheap-{asked}", 30)], max_tokens=40)
+        serving.complete(prompt(f"costly-{asked}", 20), 4, xargs={"rose_tenant": "search"})
+        serving.complete(prompt(f"named-{asked}", 20), 4, headers={"X-Rose-Tenant": "support"})
         asked += 1
         harm = serving.status().harm
         return harm is not None and harm.hour is not None and bool(harm.hour.latencies)
 
     until(is_known, "a report with figures")
+    for turn in turns:
+        turn.result()
     harm = EngineControl(serving.url, "").harm()
     assert harm.note is None and harm.is_bounded
     assert MEASURING_SHARE <= harm.closed_share < 1

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from forked_server import ForkedServer
 from made_profiles import store_profile
 from real_engine import READY_S, RealEngine, runtime_dir
 from references import ModelDirs
@@ -46,6 +47,7 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
         command = ServerProcess(
             serve, "serve", engines_dir / "strict.log", env={"ROSE_RUNTIME_DIR": str(runtime)}
         )
+        command = ForkedServer(command, "vllm.entrypoints.openai.api_server")
         cases = {
             "--additional-config: unknown key 'rose.lease'; did you mean 'lease_s'?": engine(
                 "--additional-config", typo

@@ -1,12 +1,13 @@
 """Jobs with a Ray instance of their own, under a real scheduler."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 from served_cluster import ServedCluster, wait_until
+
+from tests.commands import in_sessions
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -14,17 +15,6 @@ PROGRAM = Path(__file__).with_name("ray_using_job.py")
 
 
 RAY = {"num_cpus": 2, "object_store_gb": 0.08}
-
-
-def in_session(session: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == session:
-                found.append(int(entry.name))
-        except ProcessLookupError:  # it ended while we looked
-            continue
-    return found
 
 
 def test_each_job_has_a_ray_of_its_own_that_ends_with_it(
@@ -46,7 +36,7 @@ def test_each_job_has_a_ray_of_its_own_that_ends_with_it(
             lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
             notes[name] = [json.loads(line) for line in lines]
         sessions = [lines[0]["session"] for lines in notes.values()]
-        wait_until(lambda: not any(map(in_session, sessions)), "all processes of both jobs to end")
+        wait_until(lambda: not in_sessions(set(sessions)), "all processes of both jobs to end")
     assert [[line["iteration"] for line in lines] for lines in notes.values()] == [[0, 1], [0, 1]]
     assert len({line["address"] for lines in notes.values() for line in lines}) == 2
     assert len(set(sessions)) == 2

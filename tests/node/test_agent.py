@@ -1,6 +1,7 @@
 """`rose node`, `rose serve` and `rose profile` on real engines, as processes.
 
-All three start at once: alone, each would keep one core busy with imports for most of a minute.
+All three start at once: alone, each would keep one core busy with imports for most of a minute. `rose serve`,
+`rose profile` and their engines are forked off a process that has loaded vLLM; `rose node` is not.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from forked_server import ForkedServer
 from tiny_models import make_deep_model, make_serving_model
 
 from rose.config import Settings
@@ -24,6 +26,7 @@ from rose.node import checks
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
 from rose.ports import free_port
+from tests.commands import in_sessions
 
 pytestmark = pytest.mark.vllm
 
@@ -37,20 +40,6 @@ def wait_until(is_true: Callable[[], bool], timeout_s: float = END_TIMEOUT_S) ->
     while not is_true():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.1)
-
-
-def processes_with(text: str) -> list[str]:
-    """Command lines of running processes that mention ``text``."""
-    lines = [command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    return [line for line in lines if text in line]
-
-
-def command_line(path: Path) -> str:
-    """Empty once the process has ended."""
-    try:
-        return path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def top(url: str) -> str:
@@ -75,11 +64,18 @@ class Home:
         self._undo = undo
         self.processes: dict[str, ServerProcess] = {}
 
-    def start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str, is_forked: bool = False) -> None:
         """`rose NAME ARGUMENTS`, stopped after the tests."""
         argv = [sys.executable, "-m", "rose.cli", name, *arguments]
         process = ServerProcess(argv, name, self.folder / f"{name}.log", self._environment)
+        if is_forked:
+            process = ForkedServer(process, "vllm.entrypoints.openai.api_server")
         self.processes[name] = self._undo.enter_context(process)
+
+    def running(self, name: str) -> list[int]:
+        """Returns the processes of the command and of all servers that it has started."""
+        started = re.findall(r"started name=\S+ pid=(\d+)", self.log(name))
+        return in_sessions({self.processes[name].pid, *map(int, started)})
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -113,10 +109,12 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]
         serve.start("pool", "serve-test", "--num-slabs", "32", "--headroom-slabs", "4")
         serve.processes["pool"].wait_until(lambda: serve.has_pool("serve-test"), "answer", READY_TIMEOUT_S)
         pool = ("--role", "serving", "--pool", "serve-test")
-        serve.start("serve", str(serve.model), *pool, "--port", str(serve.port), *VLLM_FLAGS)
+        port = ("--port", str(serve.port))
+        serve.start("serve", str(serve.model), *pool, *port, *VLLM_FLAGS, is_forked=True)
         profile = homes["profile"]
         plot = ("--plot", str(profile.folder / "profile.png"))
-        profile.start("profile", str(profile.model), "--role", "serving", *plot, *VLLM_FLAGS)
+        flags = ("--role", "serving", *plot, *VLLM_FLAGS)
+        profile.start("profile", str(profile.model), *flags, is_forked=True)
         yield homes
 
 
@@ -137,7 +135,7 @@ def test_node_reports_a_killed_engine_and_leaves_nothing_running(homes: dict[str
     text = home.log("node")
     assert text.count("ERROR") == 1 and f"died name={name} status=-9" in text
     assert "rose: error: node: every engine of this node has died" in text
-    wait_until(lambda: processes_with(str(home.model)) == [])
+    wait_until(lambda: home.running("node") == [])
     assert not home.has_pool("agent-test")
 
 
@@ -152,7 +150,7 @@ def test_serve_ends_cleanly_on_sigterm(homes: dict[str, Home]) -> None:
     server.send_signal(signal.SIGTERM)
     assert server.wait(END_TIMEOUT_S) == 0
     assert home.status_pages() == []
-    wait_until(lambda: processes_with(str(home.model)) == [])
+    wait_until(lambda: home.running("serve") == [])
 
 
 def test_an_engine_profiles_itself_and_the_profile_stays(homes: dict[str, Home]) -> None:

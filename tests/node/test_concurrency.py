@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+from forked_server import forking
 from rich.console import Console
 from tiny_models import make_serving_model
 
@@ -101,7 +102,8 @@ def test_a_real_engines_cap_is_measured_and_stored(
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
     model = make_serving_model(tmp_path / "model")
     flags = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4"]
-    assert main([str(model), "--concurrency", "4", *flags]) == 0
+    with forking("vllm.entrypoints.openai.api_server"):
+        assert main([str(model), "--concurrency", "4", *flags]) == 0
     (stored,) = (tmp_path / "cache" / "profiles").glob("concurrency-*.json")
     profile = ConcurrencyProfile.model_validate_json(stored.read_bytes())
     assert [point.concurrency for point in profile.points] == [1, 2, 4]

@@ -22,7 +22,7 @@ from rose.memory.pool.wire import Kind
 from rose.messages import HarmEstimate, HarmStatus, HarmWindow, Harvest, WorkerStatus
 from rose.node.grants_page import BoardReadings, grants_page
 from rose.node.pool_page import PoolSample, pools_page, sample_pools
-from rose.node.top import Sample, main, status_page
+from rose.node.top import WorkerSample, main, status_page
 from rose.types import Deployment, GateMode, Role
 
 STATUS = WorkerStatus.model_validate(
@@ -52,7 +52,7 @@ STATUS = WorkerStatus.model_validate(
 )
 
 
-def render(samples: list[Sample], before: dict[str, Sample]) -> str:
+def render(samples: list[WorkerSample], before: dict[str, WorkerSample]) -> str:
     return printed(status_page(samples, before))
 
 
@@ -62,9 +62,9 @@ def printed(page: RenderableType, width: int = 80) -> str:
     return terminal.getvalue()
 
 
-def sample(taken_at_s: float, tokens: int) -> Sample:
+def sample(taken_at_s: float, tokens: int) -> WorkerSample:
     status = STATUS.model_copy(update={"generated_tokens": tokens})
-    return Sample(worker="http://127.0.0.1:8001", taken_at_s=taken_at_s, status=status)
+    return WorkerSample(worker="http://127.0.0.1:8001", taken_at_s=taken_at_s, status=status)
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,19 @@ def test_a_row_shows_what_the_engine_says(cell: str) -> None:
 def test_half_of_a_disaggregated_deployment_shows_as_such() -> None:
     for deployment, cell in ((Deployment.COLLOCATED, "serving"), (Deployment.DECODE, "decode")):
         status = STATUS.model_copy(update={"role": Role.SERVING, "deployment": deployment})
-        assert f" {cell} " in render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
+        assert f" {cell} " in render([WorkerSample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
 
 
 def test_slabs_in_quarantine_are_shown() -> None:
     status = STATUS.model_copy(update={"pool_slabs_quarantined": 7})
-    page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
+    page = render([WorkerSample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
     assert "http://127.0.0.1:8001: 7 slabs of its pool in quarantine" in page
     assert "quarantine" not in render([sample(0.0, 0)], {})
 
 
 def test_an_adapter_that_could_not_be_loaded_is_shown_with_the_reason() -> None:
     status = STATUS.model_copy(update={"adapter_problems": ["math/4: no room for math/4"]})
-    page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
+    page = render([WorkerSample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
     assert "http://127.0.0.1:8001: adapter not loaded: math/4: no room for math/4" in page
     assert "adapter" not in render([sample(0.0, 0)], {})
 
@@ -118,7 +118,7 @@ def test_a_serving_engine_has_the_short_form_of_its_harm() -> None:
         hour=window,
     )
     status = STATUS.model_copy(update={"role": Role.SERVING, "harm": harm})
-    page = " ".join(render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {}).split())
+    page = " ".join(render([WorkerSample(worker="http://x:1", taken_at_s=0.0, status=status)], {}).split())
     assert "http://x:1: TTFT P99 was 212 ms, is 214 ms; rollouts earned 100 tok/s. Within the bound" in page
 
 
@@ -128,13 +128,13 @@ def test_a_restarted_engine_has_no_rate() -> None:
 
 
 def test_a_worker_without_answer_leaves_the_others_visible() -> None:
-    page = render([Sample(worker="http://x:1", taken_at_s=0.0, error="refused"), sample(0.0, 0)], {})
+    page = render([WorkerSample(worker="http://x:1", taken_at_s=0.0, error="refused"), sample(0.0, 0)], {})
     assert "http://x:1: refused" in page and "lake/7" in page
 
 
 def test_a_deactivated_engine_shows_as_such() -> None:
     status = STATUS.model_copy(update={"is_active": False})
-    page = render([Sample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
+    page = render([WorkerSample(worker="http://x:1", taken_at_s=0.0, status=status)], {})
     assert "inactive" in page and "dual" not in page
 
 
@@ -222,7 +222,7 @@ def test_a_terminal_of_any_width_shows_every_heading_and_value(width: int) -> No
     cells = ("4096", "392", "2048", "1200", "16", "3000", "pressure", "9", "987654", "9")
     words = Words(bytearray(8 * NUM_WORDS))
     status = STATUS.model_copy(update={"weight_version": "frozenlake-4x4-slippery/1234"})
-    engine = Sample(worker="http://rollouts.example.com:8001", taken_at_s=0.0, status=status)
+    engine = WorkerSample(worker="http://rollouts.example.com:8001", taken_at_s=0.0, status=status)
     pages = (
         status_page([engine], {}),
         pools_page([PoolSample(name="gpu0-of-host-7", cells=cells)]),

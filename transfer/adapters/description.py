@@ -30,7 +30,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class MatrixPair:
     """The two matrices that are added to one module of the base model, by their shapes."""
 
     down: tuple[int, ...]
@@ -87,7 +87,7 @@ def adapter_name(name: str) -> str | None:
     return found[3] if found is not None else None
 
 
-def pairs(tensors: Iterable[TensorSpec], adapter: AdapterBody) -> dict[str, Pair]:
+def pairs(tensors: Iterable[TensorSpec], adapter: AdapterBody) -> dict[str, MatrixPair]:
     """Returns the adapter's matrices by the module of the base model that they change.
 
     Raises: ValueError that names each tensor that is missing, too many or of another rank, with the shapes.
@@ -106,7 +106,7 @@ def pairs(tensors: Iterable[TensorSpec], adapter: AdapterBody) -> dict[str, Pair
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}")
-    return {module: Pair(down=sides["A"], up=sides["B"]) for module, sides in found.items()}
+    return {module: MatrixPair(down=sides["A"], up=sides["B"]) for module, sides in found.items()}
 
 
 def rank_of(module: str, adapter: AdapterBody) -> int:

@@ -23,8 +23,8 @@ class RunChoice:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._leases = leases.Leases(leases.RUN_LEASE_S)
-        self._gone = leases.Leases(leases.RUN_GONE_S)
+        self._leases = leases.WatchedSigns(leases.RUN_LEASE_S)
+        self._gone = leases.WatchedSigns(leases.RUN_GONE_S)
         self._left: set[str] = set()
         self._warned: tuple[bool, list[str]] = (False, [])
 

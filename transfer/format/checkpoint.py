@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rose.errors import FrameError
 from rose.transfer.format.codec import Bits
-from rose.transfer.format.layout import DTYPE_BYTES, Layout, Piece, TensorSpec
+from rose.transfer.format.layout import DTYPE_BYTES, Extent, Layout, TensorSpec
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.state_hash import StateHash
 
@@ -62,7 +62,7 @@ def checkpoint_state_hash(path: Path) -> StateHash:
     return total
 
 
-def _bits_of(piece: Piece, raw: NDArray[np.uint8]) -> Bits:
+def _bits_of(piece: Extent, raw: NDArray[np.uint8]) -> Bits:
     """Copies a piece's elements out of its tensor's raw bytes, which may lie unaligned in the file."""
     width = DTYPE_BYTES[piece.tensor.dtype]
     if piece.part.is_whole:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.transfer.format.codec import Bits, Elements
-from rose.transfer.format.layout import Bucket, Layout, Piece
+from rose.transfer.format.layout import Bucket, Extent, Layout
 from rose.transfer.format.shard_plan import ShardCopy, StridedView
 
 Index = NDArray[np.int64]
@@ -45,7 +45,7 @@ class ElementRoutes:
             in_order = is_contiguous(copy.source) and is_contiguous(copy.target)
             self._copies.setdefault(copy.source.name, []).append((copy, in_order))
 
-    def changes(self, piece: Piece, elements: Elements) -> Iterator[ParameterChange]:
+    def changes(self, piece: Extent, elements: Elements) -> Iterator[ParameterChange]:
         """Yields what changes in the rank's parameters; nothing for elements that it does not hold.
 
         elements: those of the piece, by their places in the bucket.
@@ -56,7 +56,7 @@ class ElementRoutes:
                 yield change
 
 
-def changed_pieces(layout: Layout, bucket: Bucket, elements: Elements) -> Iterator[tuple[Piece, Elements]]:
+def changed_pieces(layout: Layout, bucket: Bucket, elements: Elements) -> Iterator[tuple[Extent, Elements]]:
     """Yields the pieces of a bucket in which elements change, and those elements."""
     pieces = list(layout.pieces(bucket))
     begins = np.array([piece.at for piece in pieces], np.int32)
@@ -100,7 +100,7 @@ def _cut(elements: Elements, begin: int, stop: int) -> Elements:
     )
 
 
-def _change(piece: Piece, copy: ShardCopy, in_order: bool, elements: Elements) -> ParameterChange:
+def _change(piece: Extent, copy: ShardCopy, in_order: bool, elements: Elements) -> ParameterChange:
     """Returns what the copy takes of a piece's elements to its parameter. in_order: the copy's both sides are
     contiguous.
     """
@@ -125,7 +125,7 @@ def _change(piece: Piece, copy: ShardCopy, in_order: bool, elements: Elements) -
     )
 
 
-def _shift(piece: Piece) -> int | None:
+def _shift(piece: Extent) -> int | None:
     """Returns how far a place in the bucket is from the tensor's element; None where that varies."""
     part = piece.part
     if part.is_whole:
@@ -135,7 +135,7 @@ def _shift(piece: Piece) -> int | None:
     return piece.begin - piece.at + part.start * math.prod(part.tensor.shape[part.dim + 1 :])
 
 
-def _tensor_index(piece: Piece, places: NDArray[np.int32]) -> Index:
+def _tensor_index(piece: Extent, places: NDArray[np.int32]) -> Index:
     """Returns the elements' indices in the flat tensor; they rise as the places do."""
     shift, part = _shift(piece), piece.part
     if shift is not None:

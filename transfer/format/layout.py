@@ -97,7 +97,7 @@ UNCUT = TensorCut(dim=0, points=(), groups=(0,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorPart:
     """Elements [start, stop) of a tensor along `dim`, row-major; `offset` counts in their dtype's plane."""
 
     tensor: TensorSpec
@@ -131,10 +131,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Extent:
     """Elements [begin, end) of a flattened part; they lie at offset `at` of their bucket."""
 
-    part: Part
+    part: TensorPart
     begin: int
     end: int
     at: int
@@ -179,7 +179,7 @@ class Layout:
         }
         self.buckets = tuple(self._cut())
 
-    def _place_parts(self) -> Iterator[Part]:
+    def _place_parts(self) -> Iterator[TensorPart]:
         bare = [part for tensor in self.tensors for part in _parts(tensor, self.cuts.get(tensor.name, UNCUT))]
         for part in sorted(bare, key=lambda part: (part.tensor.dtype, part.group)):
             dtype = part.tensor.dtype
@@ -210,14 +210,14 @@ class Layout:
             yield members[0].offset, members[-1].offset + members[-1].num_elements
 
     @cached_property
-    def parts_by_tensor(self) -> dict[str, list[Part]]:
+    def parts_by_tensor(self) -> dict[str, list[TensorPart]]:
         """The parts of each tensor, in the order of their planes."""
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[TensorPart]] = {}
         for part in self.parts:
             parts.setdefault(part.tensor.name, []).append(part)
         return parts
 
-    def pieces(self, bucket: Bucket) -> Iterator[Piece]:
+    def pieces(self, bucket: Bucket) -> Iterator[Extent]:
         """Yields the parts of tensors that fill a bucket, in order and without gaps."""
         parts = self._parts_by_dtype[bucket.dtype]
         first = bisect_right(parts, bucket.begin, key=lambda part: part.offset) - 1
@@ -228,7 +228,7 @@ class Layout:
             end = min(part.offset + part.num_elements, bucket.end)
             if begin < end:
                 at = begin - bucket.begin
-                yield Piece(part=part, begin=begin - part.offset, end=end - part.offset, at=at)
+                yield Extent(part=part, begin=begin - part.offset, end=end - part.offset, at=at)
 
     @property
     def num_elements(self) -> int:
@@ -259,7 +259,7 @@ def _cut_group(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
         begin += size
 
 
-def _parts(tensor: TensorSpec, cut: TensorCut) -> Iterator[Part]:
+def _parts(tensor: TensorSpec, cut: TensorCut) -> Iterator[TensorPart]:
     """Yields a tensor's parts. Raises: ValueError on a cut that does not fit the tensor."""
     size = tensor.shape[cut.dim] if tensor.shape and cut.dim < len(tensor.shape) else 0
     ends = (0, *cut.points, size)
@@ -267,4 +267,4 @@ def _parts(tensor: TensorSpec, cut: TensorCut) -> Iterator[Part]:
     if not is_rising or len(cut.groups) != len(cut.points) + 1:
         raise ValueError(f"{cut} does not fit tensor {tensor.name} of shape {tensor.shape}")
     for (start, stop), group in zip(pairwise(ends), cut.groups, strict=True):
-        yield Part(tensor=tensor, dim=cut.dim, start=start, stop=stop, group=group, offset=0)
+        yield TensorPart(tensor=tensor, dim=cut.dim, start=start, stop=stop, group=group, offset=0)

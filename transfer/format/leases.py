@@ -30,7 +30,7 @@ class _Seen:
     has_changed: bool
 
 
-class Leases:
+class WatchedSigns:
     """The signs that look() was shown, by name. A sign that is not shown any more ages like one that stands
     still, and is forgotten after two leases.
     """

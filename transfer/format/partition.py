@@ -10,7 +10,7 @@ replicated heads, padding and mixed parallelism all give whole buckets, without 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from rose.transfer.format.layout import DTYPE_BYTES, Layout, Part, TensorCut, TensorSpec
+from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorCut, TensorPart, TensorSpec
 from rose.transfer.format.shard_plan import Box, ShardPlan
 
 Holdings = dict[str, list[Box]]
@@ -58,7 +58,7 @@ def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[
 
     Raises: ValueError when no rank holds a whole bucket.
     """
-    holders: dict[Part, list[int]] = {
+    holders: dict[TensorPart, list[int]] = {
         part: [
             number
             for number, rank in enumerate(ranks)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rose.transfer.format.codec import Bits, Elements, NewBits, Patch, SparsePatch, follow
-from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout, Part
+from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout, TensorPart
 from rose.transfer.format.state_hash import StateHash
 
 _BITS_BY_WIDTH: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
@@ -59,7 +59,7 @@ class WeightPlanes:
         """
         return self.planes[bucket.dtype][bucket.begin : bucket.end]
 
-    def held_parts(self) -> set[Part]:
+    def held_parts(self) -> set[TensorPart]:
         """Returns the parts of tensors of which something is held."""
         return {piece.part for index in self.held for piece in self.layout.pieces(self.layout.buckets[index])}
 
@@ -70,7 +70,7 @@ class WeightPlanes:
         for part in self.held_parts():
             self.read_part_into(part, tensors[part.tensor.name])
 
-    def read_part_into(self, part: Part, tensor: Any) -> None:
+    def read_part_into(self, part: TensorPart, tensor: Any) -> None:
         """Copies a part into its place in an array that has its tensor's shape and raw bits."""
         target = part.of(tensor)
         source = self.planes[part.tensor.dtype][part.offset : part.offset + part.num_elements]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.errors import FrameError, RelayError
-from rose.transfer.format.layout import DTYPE_BYTES, Layout, Part, TensorSpec
+from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorPart, TensorSpec
 from rose.transfer.format.manifest import LayoutBody, unpack_body
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.state_hash import StateHash
@@ -242,7 +242,7 @@ def _head(layout: Layout, held: frozenset[int], order: list[str]) -> bytes:
     return len(body).to_bytes(8, "little") + body
 
 
-def _start_of(part: Part, starts: dict[str, int]) -> int:
+def _start_of(part: TensorPart, starts: dict[str, int]) -> int:
     return starts[part.tensor.dtype] + part.offset * DTYPE_BYTES[part.tensor.dtype]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rose.errors import RelayError, RelayFull
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout
-from rose.transfer.format.leases import ACK_LEASE_S, Leases
+from rose.transfer.format.leases import ACK_LEASE_S, WatchedSigns
 from rose.transfer.format.manifest import (
     Ack,
     AdapterBody,
@@ -87,7 +87,7 @@ class VersionChain:
         """Whether followers may be on this chain. It is False again when the relay came back empty."""
         self._head: tuple[int, StateHash] | None = None
         self._coming: int | None = None
-        self._ack_leases = Leases(ACK_LEASE_S)
+        self._ack_leases = WatchedSigns(ACK_LEASE_S)
         self._lock = threading.Lock()
 
     def open(self, others_write: tuple[str, ...] = ()) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rose.transfer.format.codec import Bits
-from rose.transfer.format.layout import Bucket, Layout, Piece, TensorSpec
+from rose.transfer.format.layout import Bucket, Extent, Layout, TensorSpec
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.shard_plan import Box
 
@@ -174,7 +174,7 @@ class TorchSource:
                     ends = zip(shard.start, shard.tensor.shape, strict=True)
                     shard.tensor.copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
 
-    def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Piece, Any]]:
+    def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Extent, Any]]:
         """Yields the bucket's pieces, each with the part of a tensor that it is cut from."""
         for piece in layout.pieces(bucket):
             ends = piece.part.box

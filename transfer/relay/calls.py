@@ -28,7 +28,7 @@ _PIECE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RelayAnswer:
     """The relay's response to one call."""
 
     status: int
@@ -54,7 +54,7 @@ class RelayCalls:
         self._idle: list[tuple[HTTPConnection, float]] = []
         self._lock = threading.Lock()
 
-    def call(self, method: str, path: str, content: bytes | None = None) -> Answer:
+    def call(self, method: str, path: str, content: bytes | None = None) -> RelayAnswer:
         """Sends one request and returns the answer. Raises: RelayUnreachable."""
         connection: HTTPConnection | None = None
         try:
@@ -78,7 +78,7 @@ class RelayCalls:
 
     def _exchange(
         self, connection: HTTPConnection, method: str, path: str, content: bytes | None
-    ) -> tuple[Answer, bool]:
+    ) -> tuple[RelayAnswer, bool]:
         """Returns the answer, and whether the connection can carry another call."""
         headers = dict(self._headers)
         if content is not None:
@@ -89,7 +89,7 @@ class RelayCalls:
         except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
             is_sent = False  # a full relay answers without reading the body, so its answer may be there
         with connection.getresponse() as response:
-            answer = Answer(status=response.status, headers=response.headers, body=response.read())
+            answer = RelayAnswer(status=response.status, headers=response.headers, body=response.read())
         if not is_sent:
             connection.close()
         return answer, is_sent and not response.will_close

@@ -22,11 +22,11 @@ from aiohttp.typedefs import Middleware
 
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable
 from rose.transfer.format.manifest import is_ack_key
-from rose.transfer.relay.calls import CONNECT_TIMEOUT_S, Answer, RelayCalls
+from rose.transfer.relay.calls import CONNECT_TIMEOUT_S, RelayAnswer, RelayCalls
 from rose.transfer.relay.change_log import ChangeLog
 from rose.transfer.relay.folding import SnapshotFolder
 from rose.transfer.relay.object_store import ObjectStore, StoreClient
-from rose.transfer.relay.protocol import Changes, Relay
+from rose.transfer.relay.protocol import Relay, RelayChanges
 from rose.transfer.relay.tls import advice
 from rose.transfer.relay.url import copy_address
 
@@ -256,12 +256,12 @@ class EmbeddedRelay(Relay):
         found = json.loads(self._call("GET", f"/v1/objects?prefix={quote(prefix)}").body)
         return {name: b64decode(data) for name, data in found.items()}
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> RelayChanges:
         query = [("prefix", prefix) for prefix in prefixes]
         if seen is not None:
             query += [("seen", seen), ("timeout_ms", str(max(0, round(1000 * timeout_s))))]
         position, keys = json.loads(self._call("GET", f"/v1/changes?{urlencode(query)}").body)
-        return Changes(seen=position, keys=keys)
+        return RelayChanges(seen=position, keys=keys)
 
     def close(self) -> None:
         self._calls.close()
@@ -272,7 +272,7 @@ class EmbeddedRelay(Relay):
 
     def _call(
         self, method: str, path: str, content: bytes | None = None, *, may_lack: bool = False
-    ) -> Answer:
+    ) -> RelayAnswer:
         answer = self._calls.call(method, path, content)
         if answer.is_success or (may_lack and answer.status == 404):
             return answer

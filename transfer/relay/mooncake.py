@@ -23,7 +23,7 @@ from typing import Any
 from rose.config import default_variable
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable, install_hint
 from rose.transfer.relay.calls import RelayCalls
-from rose.transfer.relay.protocol import Changes, Relay
+from rose.transfer.relay.protocol import Relay, RelayChanges
 
 # The buffer holds one object on its way in or out: a 64 MB frame, and room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
@@ -122,11 +122,11 @@ class MooncakeRelay(Relay):
             raise RelayUnreachable(f"mooncake master {self._master}: get_all_keys answered {answer.status}")
         return sorted(name for name in answer.body.decode().split("\n") if name.startswith(prefix) and name)
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> RelayChanges:
         """Sleeps for as long as a client should wait between looks: the store does not report changes."""
         if seen is not None:
             time.sleep(min(timeout_s, _LOOK_EVERY_S))
-        return Changes(seen="", keys=None)
+        return RelayChanges(seen="", keys=None)
 
     def _exists(self, key: str) -> bool:
         """Raises: RelayUnreachable."""

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from rose.errors import RelayError, RelayFull
 from rose.transfer.relay.change_log import ChangeLog
-from rose.transfer.relay.protocol import Changes, Relay
+from rose.transfer.relay.protocol import Relay, RelayChanges
 
 Answer = TypeVar("Answer")
 
@@ -109,12 +109,12 @@ class StoreClient(Relay):
     def keys(self, prefix: str) -> list[str]:
         return self._call(lambda: self._store.names(prefix))
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> RelayChanges:
         if seen is None:
-            return Changes(seen=self._call(lambda: self._log.position), keys=None)
+            return RelayChanges(seen=self._call(lambda: self._log.position), keys=None)
         waiting = asyncio.run_coroutine_threadsafe(self._log.wait(prefixes, seen, timeout_s), self._loop)
         position, keys = waiting.result()
-        return Changes(seen=position, keys=keys)
+        return RelayChanges(seen=position, keys=keys)
 
     def close(self) -> None:
         """There is nothing to close: the store belongs to the event loop."""

@@ -14,7 +14,7 @@ from rose.transfer.format.manifest import run_prefix, run_sign_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class RelayChanges:
     """The answer of Relay.wait()."""
 
     seen: str
@@ -44,7 +44,7 @@ class Relay(Protocol):
     def keys(self, prefix: str) -> list[str]:
         """Returns all keys that start with `prefix`, in order."""
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> RelayChanges:
         """Returns when objects under one of the prefixes may have been written since `seen`.
 
         seen: the position that the last wait() returned; None makes the first wait() return at once. A caller

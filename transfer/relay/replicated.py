@@ -21,7 +21,7 @@ from rose.errors import RelayUnreachable
 from rose.transfer.format import manifest
 from rose.transfer.relay.copies import RelayCopy
 from rose.transfer.relay.owed_frames import MOST_OWED_BYTES, pair_up
-from rose.transfer.relay.protocol import Changes, Relay
+from rose.transfer.relay.protocol import Relay, RelayChanges
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class ReplicatedRelay(Relay):
         """Returns the keys that a copy which answers does not have."""
         return set().union(*self._all(lambda relay: relay.lacking(keys)))
 
-    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> Changes:
+    def wait(self, prefixes: Sequence[str], seen: str | None, timeout_s: float) -> RelayChanges:
         """Waits at the copy that get() asks first. Another copy does not know `seen`, so the wait ends at
         once there.
         """

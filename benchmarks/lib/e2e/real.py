@@ -31,7 +31,7 @@ from rose.errors import WorkerError
 from rose.measure.figures import Figure, attainment, percentile, tpot, tpots_s, ttft, ttfts_s
 from rose.measure.models import make_rollout_model
 from rose.measure.records import RequestRecord
-from rose.measure.rig import PoolSize, Rig, give_way
+from rose.measure.rig import PoolSetup, Rig, give_way
 from rose.measure.windows import LEAD_S, BusyMeter, WindowRunner, WindowSpec
 from rose.node.control import EngineControl
 from rose.node.processes import ServerProcess
@@ -39,7 +39,7 @@ from rose.types import SLO, Role
 
 SERVING, BORROWED, OWN = "serving", "borrowed", "own"
 ALONE, LENT = "own engine alone", "with the borrowed engine"
-POOL = PoolSize(num_slabs=160, slab_bytes=768 << 10, headroom_slabs=48)
+POOL = PoolSetup(num_slabs=160, slab_bytes=768 << 10, headroom_slabs=48)
 """A slab holds one block of either model. The router's 16 turns of up to 672 tokens need 96 of them at the
 most, and serving's bursts stay below the half of the headroom, where they would cut the rollouts' budget for
 the rest of the phase."""

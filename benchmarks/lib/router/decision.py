@@ -12,7 +12,7 @@ from rose.errors import NoWorkerError
 from rose.measure.figures import Figure, percentile
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.cost import CostPolicy
-from rose.scheduler.rollout.placing.policy import PaperPolicy, Policy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PlacementPolicy
 from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
@@ -53,7 +53,7 @@ def decisions(count: int) -> list[Figure]:
     ]
 
 
-def _figure(num_workers: int, name: str, policy: Policy, count: int) -> Figure:
+def _figure(num_workers: int, name: str, policy: PlacementPolicy, count: int) -> Figure:
     took_s, cpu_s = _decide(num_workers, policy, count + _TURNS_PER_WORKER * num_workers, is_queued=False)
     took_s, cpu_s = took_s[-count:], cpu_s[-count:]  # the first ones fill the workers
     return Figure(
@@ -70,7 +70,7 @@ def _figure(num_workers: int, name: str, policy: Policy, count: int) -> Figure:
 
 
 def _decide(
-    num_workers: int, policy: Policy, count: int, *, is_queued: bool
+    num_workers: int, policy: PlacementPolicy, count: int, *, is_queued: bool
 ) -> tuple[list[float], list[float]]:
     """Returns the seconds that each placement took, and the CPU seconds of this thread in it."""
     config, rng = RouterConfig(), random.Random(1)

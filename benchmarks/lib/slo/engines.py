@@ -17,7 +17,7 @@ from rose.demo.plan import DemoPlan
 from rose.engine.hooks.priority import GUEST_NICE
 from rose.errors import WorkerError
 from rose.measure.models import ROLLOUT_SPEC, ModelSpec, make_rollout_model
-from rose.measure.rig import PoolSize, Rig
+from rose.measure.rig import PoolSetup, Rig
 from rose.measure.windows import RolloutTraffic
 from rose.types import GateMode, Role
 
@@ -34,7 +34,7 @@ LONG_STEPS = ModelSpec(
 """The rollout model: its decode steps and the prefill of its prompts take several times as long as a serving
 step, as those of a larger model or of longer contexts do."""
 LONG_STEP_ROLLOUTS = RolloutTraffic(concurrency=8, vocab_size=LONG_STEPS.vocab_size, task_tokens=384)
-POOL = PoolSize(num_slabs=48, slab_bytes=768 << 10, headroom_slabs=8)
+POOL = PoolSetup(num_slabs=48, slab_bytes=768 << 10, headroom_slabs=8)
 """A slab holds one block of either model. Rollouts alone want 24 to 64 of them."""
 
 

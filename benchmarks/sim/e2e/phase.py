@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rose.messages import RoutingGate, RoutingStatus
-from rose.scheduler.rollout.placing.policy import Policy
+from rose.scheduler.rollout.placing.policy import PlacementPolicy
 from rose.scheduler.rollout.placing.views import WorkerKind
 from rose.scheduler.rollout.router_config import WorkerSpec
 from rose.scheduler.rollout.turn.place import Place
@@ -62,7 +62,7 @@ class RolloutPhase(Simulation):
     def __init__(
         self,
         scenario: Scenario,
-        policy: Policy,
+        policy: PlacementPolicy,
         seed: int,
         supplies: Sequence[Supply],
         *,

@@ -7,10 +7,10 @@ Policies for the shipped player. One iteration after the other is what gains are
 from collections.abc import Sequence
 
 from rose.scheduler.gpu.lookahead import ALONE, Action, Next
-from rose.scheduler.gpu.merge import Merge, Tail
+from rose.scheduler.gpu.merge import Merge, WorkerTail
 from rose.scheduler.gpu.plan import Multiplexing
 from rose.scheduler.gpu.slowdown import WHOLE, Share
-from rose.scheduler.gpu.substages import Iteration, Kind
+from rose.scheduler.gpu.substages import Iteration, SubStageKind
 
 _HALF = Share(compute=0.5, memory=0.5)
 
@@ -21,7 +21,7 @@ class _Plain:
     is_balanced = False
 
     def merge(
-        self, tails: Sequence[Tail], pipeline: Iteration, beside_s: float, is_elastic: bool
+        self, tails: Sequence[WorkerTail], pipeline: Iteration, beside_s: float, is_elastic: bool
     ) -> Merge | None:
         return None
 
@@ -59,5 +59,5 @@ class LongestChain(Multiplexing):
 class Disaggregated:
     """Rollouts and training that run at once are on different GPUs, and cost one another nothing."""
 
-    def slowdown(self, kind: Kind, beside: Kind | None, share: Share) -> float:
+    def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float:
         return 1.0

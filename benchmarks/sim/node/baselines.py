@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from rose.scheduler.node.model import Lengths, PassCost, Profile, Task
+from rose.scheduler.node.model import Lengths, NodeProfile, PassCost, Task
 from rose.scheduler.node.plan import NodePlan
 from rose.types import Assignment
 
@@ -59,7 +59,7 @@ class RoundRobin(_Pushing):
 class LeastUtilized(_Pushing):
     """MIX-LUF: the node that has worked least so far. Work counts by the profile when it is assigned."""
 
-    def __init__(self, num_nodes: int, profile: Profile) -> None:
+    def __init__(self, num_nodes: int, profile: NodeProfile) -> None:
         super().__init__(num_nodes)
         self._profile, self._busy_s = profile, [0.0] * num_nodes
 
@@ -124,7 +124,7 @@ class Printed(_Pushing):
     def __init__(
         self,
         num_nodes: int,
-        profile: Profile,
+        profile: NodeProfile,
         mean_tokens: float,
         slo_s: float,
         score: Callable[[float, float, float], float] | None = None,
@@ -186,7 +186,7 @@ def _printed_score(profit_s: float, fit: float, response_s: float) -> float:
     return (profit_s + 0.05 * fit) / response_s
 
 
-def _quadratic(profile: Profile, mean_tokens: float) -> Profile:
+def _quadratic(profile: NodeProfile, mean_tokens: float) -> NodeProfile:
     """The printed cost, coefficient x l^2, fitted at the mean length."""
     stages = []
     for stage in profile.stages:

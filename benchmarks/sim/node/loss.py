@@ -8,7 +8,7 @@ curve is ours: the paper only draws losses (Figure 10).
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from rose.scheduler.sim.node_results import Result
+from rose.scheduler.sim.node_results import NodeResult
 
 SYNC_EVERY = 100
 SYNC_S = 5.0
@@ -21,7 +21,7 @@ def loss_after(num_updates: int) -> float:
     return _BEST + _GAIN / (1 + num_updates / _HALF)
 
 
-def mean_loss_shared(result: Result) -> float | None:
+def mean_loss_shared(result: NodeResult) -> float | None:
     """Returns the mean loss of all requests, each under its own node's weights; None without requests."""
     ends = [
         sorted(each.end_s for each in result.trained if each.node == node)
@@ -30,7 +30,7 @@ def mean_loss_shared(result: Result) -> float | None:
     return _mean([loss_after(bisect_right(ends[each.node], each.first_s)) for each in result.requests])
 
 
-def mean_loss_separate(result: Result) -> float | None:
+def mean_loss_separate(result: NodeResult) -> float | None:
     """Returns the mean loss of all requests, under the last weights of the last training node."""
     trained = sorted(result.trained, key=lambda each: each.end_s)
     last_node = max((each.node for each in trained), default=0)

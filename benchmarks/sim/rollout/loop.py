@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rose.errors import NoWorkerError
 from rose.messages import RoutingStatus
-from rose.scheduler.rollout.placing.policy import Policy
+from rose.scheduler.rollout.placing.policy import PlacementPolicy
 from rose.scheduler.rollout.placing.sessions import Fingerprints, Held, SessionKeys, SessionTable, prefix_of
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
@@ -72,7 +72,7 @@ class Simulation:
     def __init__(
         self,
         scenario: Scenario,
-        policy: Policy,
+        policy: PlacementPolicy,
         seed: int,
         report_share: Callable[[float], float] | None = None,
         *,
@@ -254,6 +254,6 @@ class Simulation:
         self._placement.pump(self._now_s)
 
 
-def simulate(scenario: Scenario, policy: Policy, seed: int) -> Outcome:
+def simulate(scenario: Scenario, policy: PlacementPolicy, seed: int) -> Outcome:
     """One phase of `scenario` under `policy`."""
     return Simulation(scenario, policy, seed).run()

@@ -55,7 +55,7 @@ CHANGES_POLL_S = 0.02
 """Pause between two questions whether the ranks are prepared. Each goes through the engine's loop."""
 
 
-class EngineControl:
+class ServedEngine:
     """What the routes of one engine share."""
 
     def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:

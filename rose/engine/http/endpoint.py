@@ -23,7 +23,7 @@ from rose.engine.adapter_copies import AdapterCopies
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
-from rose.engine.http.control import EngineControl
+from rose.engine.http.control import ServedEngine
 from rose.engine.http.front_door import FrontDoor
 from rose.engine.http.leases import Ask
 from rose.engine.settings import EngineSettings
@@ -53,8 +53,8 @@ def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _control(request: Request) -> EngineControl:
-    control: EngineControl | None = getattr(request.app.state, "rose", None)
+def _control(request: Request) -> ServedEngine:
+    control: ServedEngine | None = getattr(request.app.state, "rose", None)
     if control is None:
         raise HTTPException(404, "this engine runs without rose settings")
     return control
@@ -174,7 +174,7 @@ async def post_deactivate(request: Request) -> ActivationChange:
         raise HTTPException(500, f"still active: {error}") from error
 
 
-def _rollout_control(request: Request) -> EngineControl:
+def _rollout_control(request: Request) -> ServedEngine:
     control = _control(request)
     if control.role is not Role.ROLLOUT:
         raise HTTPException(409, "a serving engine is always active: only rollout engines are deactivated")
@@ -219,7 +219,7 @@ class RoseEndpoint:
         config = engine_client.vllm_config
         settings = EngineSettings.parse(config.additional_config)
         if settings is not None:
-            control = EngineControl(engine_client, settings, str(config.model_config.served_model_name))
+            control = ServedEngine(engine_client, settings, str(config.model_config.served_model_name))
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
             # vLLM's LoRA layers for CPUs take a token of each request where it computes all of the prompt's.

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rose.engine.http.activation import INACTIVE
-from rose.engine.http.control import EngineControl
+from rose.engine.http.control import ServedEngine
 from rose.engine.http.leases import Leases, begun
 from rose.engine.http.prompt_ids import without_prompt_ids
 from rose.engine.scheduling.request_keys import KEYS, TENANT_HEADER, TENANT_KEY, key_problem, tenant_problem
@@ -49,7 +49,7 @@ class FrontDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-            control: EngineControl | None = getattr(scope["app"].state, "rose", None)
+            control: ServedEngine | None = getattr(scope["app"].state, "rose", None)
             if control is not None:
                 if not control.is_active:
                     await _error(503, "ServiceUnavailable", INACTIVE)(scope, receive, send)

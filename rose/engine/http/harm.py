@@ -39,7 +39,8 @@ from rose.types import Deployment, GateMode
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_HOURLY = 6
-"""The hour is estimated once in so many looks, because that costs more, and the result changes slowly."""
+"""The hour is estimated once in so many looks, because that costs more, and the result changes slowly. Until
+its harm is known, it is estimated at every look: then little has been recorded in it."""
 HOUR_S = 3600.0
 NUM_HOURS = 24
 MAX_TENANTS = 16
@@ -117,7 +118,7 @@ class HarmWatch:
         recent = self._window(report, began_s, oldest_s, now)
         self._recent = recent.model_copy(update={"harvest": self._harvest.since(began_s)})
         self._adjust(report, mode, now)
-        if self._num_looks % LOOKS_PER_HOURLY == 0:
+        if self._num_looks % LOOKS_PER_HOURLY == 0 or not self._hour.latencies:
             self._look_at_hour(requests, slices, oldest_s, now)
         self._num_looks += 1
 

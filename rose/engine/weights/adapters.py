@@ -16,7 +16,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from rose.transfer.adapters.description import (
     TENSORS_FILE,
-    Pair,
+    MatrixPair,
     is_target,
     max_rank,
     pairs,
@@ -56,7 +56,7 @@ def _check_base(adapter: AdapterBody, config: VllmConfig) -> None:
         )
 
 
-def _renamed(found: Mapping[str, Pair], model: Any) -> dict[str, Pair]:
+def _renamed(found: Mapping[str, MatrixPair], model: Any) -> dict[str, MatrixPair]:
     """Returns the pairs by the names that modules have in vLLM's model."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     mapper = mapper.get_rename_mapper() if mapper is not None else None
@@ -97,7 +97,7 @@ def _part_sizes(layer: Any, num_parts: int) -> list[int] | None:
     return sizes if len(sizes) == num_parts else None
 
 
-def _check_modules(found: Mapping[str, Pair], shapes: Shapes, adapter: AdapterBody) -> None:
+def _check_modules(found: Mapping[str, MatrixPair], shapes: Shapes, adapter: AdapterBody) -> None:
     for module, pair in sorted(found.items()):
         if module not in shapes:
             raise ValueError(

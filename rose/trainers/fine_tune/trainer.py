@@ -16,7 +16,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rose.host_memory import available_and_total
-from rose.scheduler.node.memory import Verdict, WaitOrDrop
+from rose.scheduler.node.memory import MemoryVerdict, WaitOrDrop
 from rose.scheduler.node.pieces import Work, num_parts
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.publishing import PublishWeights
@@ -78,9 +78,9 @@ class GuestTrainer(Trainer):
                     waited_s=time.monotonic() - began_s,
                 )
             )
-            if verdict is Verdict.RUN:
+            if verdict is MemoryVerdict.RUN:
                 return True
-            if verdict is not Verdict.WAIT:
+            if verdict is not MemoryVerdict.WAIT:
                 logger.warning(
                     "a microbatch of %s is left out: it needs %d MB, and %d of %d MB are in use",
                     list(part["input_ids"].shape),
@@ -93,9 +93,9 @@ class GuestTrainer(Trainer):
                 self._slack.guest.leave()  # serving may be able to free memory only by a step
             time.sleep(_WAIT_S)
 
-    def _agreed(self, verdict: Verdict) -> Verdict:
+    def _agreed(self, verdict: MemoryVerdict) -> MemoryVerdict:
         """Returns the worst verdict of all the trainer's processes."""
-        guest, verdicts = self._slack.guest, list(Verdict)
+        guest, verdicts = self._slack.guest, list(MemoryVerdict)
         return verdicts[int(guest.agree(verdicts.index(verdict)))] if guest is not None else verdict
 
 

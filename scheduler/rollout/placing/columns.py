@@ -1,6 +1,6 @@
 """The figures of all workers by which a turn's cost is compared, one array for each.
 
-Owns: Columns.
+Owns: WorkerColumns.
 Promises: a worker's cost has the same bits as cost.cost_s gives for it.
 Never does: decide when the cost counts (cost.py).
 """
@@ -51,7 +51,7 @@ class _Row(IntEnum):
     """Seconds per token with one turn more."""
 
 
-class Columns:
+class WorkerColumns:
     """One column of figures for each worker."""
 
     def __init__(self) -> None:

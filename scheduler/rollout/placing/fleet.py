@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rose.scheduler.rollout.placing.columns import Columns
+from rose.scheduler.rollout.placing.columns import WorkerColumns
 from rose.scheduler.rollout.placing.views import (
     Adapters,
     TurnView,
@@ -90,7 +90,7 @@ class Fleet:
         self._cohorts: dict[_Weights, Cohort] = {}
         self._places: dict[str, tuple[Cohort, _Standing]] = {}
         self._num_cohorts_made = 0
-        self._columns: Columns | None = None
+        self._columns: WorkerColumns | None = None
         """None until they are asked for, which most policies never do."""
         self.revision = 0
         """Grows when a worker comes, leaves, or has other models or another run."""
@@ -111,15 +111,15 @@ class Fleet:
         return any(cohort.num_with_room for cohort in self._cohorts.values())
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> WorkerColumns:
         """The workers' figures as they are now."""
         if self._columns is None:
-            self._columns = Columns()
+            self._columns = WorkerColumns()
             for view in self._views.values():
                 self._put_column(self._columns, view)
         return self._columns
 
-    def _put_column(self, columns: Columns, view: WorkerView) -> None:
+    def _put_column(self, columns: WorkerColumns, view: WorkerView) -> None:
         cohort, standing = self._places[view.id]
         columns.put(view, cohort.number, is_open=standing.shelf is not None)
 

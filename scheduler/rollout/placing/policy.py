@@ -21,7 +21,7 @@ def constraints(turn: TurnView, now: float) -> Hashable:
     return (turn.job, turn.model, turn.run_id, turn.pinned_version, avoided)
 
 
-class Policy(Protocol):
+class PlacementPolicy(Protocol):
     @property
     def versions(self) -> VersionRule: ...
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import aiohttp
 
 from rose.scheduler.rollout.placing.cost import CostPolicy
-from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, Policy, TurnwisePolicy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, PlacementPolicy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import VersionMode, VersionRule
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
@@ -27,7 +27,7 @@ from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.shown import worker_json
 from rose.scheduler.rollout.workers.worker import Worker
 
-POLICIES: Mapping[str, Callable[..., Policy]] = {
+POLICIES: Mapping[str, Callable[..., PlacementPolicy]] = {
     "paper": PaperPolicy,
     "cost": CostPolicy,
     "turnwise": TurnwisePolicy,

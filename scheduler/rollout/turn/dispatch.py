@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from rose.errors import NoWorkerError, RoseError
-from rose.scheduler.rollout.placing.policy import Policy
+from rose.scheduler.rollout.placing.policy import PlacementPolicy
 from rose.scheduler.rollout.placing.views import TurnView, of_model
 from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
 from rose.scheduler.rollout.turn.journey import Journey
@@ -38,7 +38,7 @@ class Dispatcher:
     def __init__(
         self,
         members: Members,
-        policy: Policy,
+        policy: PlacementPolicy,
         jobs: JobAccounts,
         trajectories: Trajectories,
         max_queued_per_job: int,
@@ -156,7 +156,7 @@ class Dispatcher:
         """Places every turn that can be placed. Called whenever a worker or a job changed."""
         self._places.pump(self._clock())
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: PlacementPolicy) -> None:
         """Places turns by another policy from now on."""
         self._places.set_policy(policy)
         self.pump()

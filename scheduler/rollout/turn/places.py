@@ -15,7 +15,7 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.borrowing import Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
 from rose.scheduler.rollout.placing.fleet import Fleet
-from rose.scheduler.rollout.placing.policy import Policy
+from rose.scheduler.rollout.placing.policy import PlacementPolicy
 from rose.scheduler.rollout.placing.views import (
     NO_RUN,
     NOBODY,
@@ -58,7 +58,7 @@ class Places:
     def __init__(
         self,
         members: Members,
-        policy: Policy,
+        policy: PlacementPolicy,
         jobs: JobAccounts,
         weights_s: float = math.inf,
     ) -> None:
@@ -126,7 +126,7 @@ class Places:
         self._jobs.asked(job, waiter.turn)
         self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, weight=weight, is_first=is_first)
 
-    def set_policy(self, policy: Policy) -> None:
+    def set_policy(self, policy: PlacementPolicy) -> None:
         """Places turns by another policy from now on."""
         self._policy = policy
 
@@ -270,7 +270,7 @@ def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -
 class _Asking:
     """Asks the policy about waiting turns, and about none that resembles one it found no worker for."""
 
-    def __init__(self, policy: Policy, fleet: Fleet, now: float) -> None:
+    def __init__(self, policy: PlacementPolicy, fleet: Fleet, now: float) -> None:
         self._policy = policy
         self._fleet = fleet
         self._now = now

@@ -14,7 +14,7 @@ from rose.errors import RoseError, WorkerError
 from rose.scheduler.rollout.formats.completions import Call, Single
 from rose.scheduler.rollout.formats.shape import Sink
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.attempt.attempt import Attempt, AttemptParts
+from rose.scheduler.rollout.turn.attempt.attempt import AttemptParts, TurnAttempt
 from rose.scheduler.rollout.turn.attempt.endings import EndKind
 from rose.scheduler.rollout.turn.dispatch import Dispatcher
 from rose.scheduler.rollout.turn.journey import Journey, Route
@@ -97,7 +97,7 @@ class TurnRunner:
             try:
                 if generation.token_ids:
                     self._resume_on(place.worker, single, is_streamed=sink is not None)
-                ending = await Attempt(self._parts, single, place, journey, sink, version).run()
+                ending = await TurnAttempt(self._parts, single, place, journey, sink, version).run()
             finally:
                 self._dispatcher.release(place, place.num_tokens)
             if ending.kind is EndKind.FINISHED:

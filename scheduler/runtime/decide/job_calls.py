@@ -14,7 +14,7 @@ from rose.scheduler.group.order import own_order
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
 from rose.scheduler.runtime.decide.permit_calls import LATE, UNHEARD, PermitCalls, named
-from rose.scheduler.runtime.decide.placing import Groups, Placed
+from rose.scheduler.runtime.decide.placing import Groups, JoinedGroup
 from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import Launch, RunSpec
@@ -30,7 +30,7 @@ class JobCalls:
 
     def place(
         self, spec: RunSpec, now: float, avoid: str | None = None, groups: Groups | None = None
-    ) -> tuple[Placed, Certificate]:
+    ) -> tuple[JoinedGroup, Certificate]:
         """Returns the best group for the job whose order is certified, but never the group `avoid`.
 
         groups: as they would be; None: as they are. Raises: ConfigError, PoolsFull, CertificateError.
@@ -123,7 +123,7 @@ class JobCalls:
             return False
         return True
 
-    def admit(self, name: str, placed: Placed, certificate: Certificate, now: float) -> None:
+    def admit(self, name: str, placed: JoinedGroup, certificate: Certificate, now: float) -> None:
         """Gives a waiting job its place, and starts it."""
         record = self._state.jobs[name]
         [member] = [each for each in placed.group.members if each.job.name == name]

@@ -20,7 +20,7 @@ from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.group.model import Group
 from rose.scheduler.runtime.channel.messages import Completed, Request, Stop
 from rose.scheduler.runtime.decide.permit_calls import PermitCalls
-from rose.scheduler.runtime.decide.placing import Moves, Target
+from rose.scheduler.runtime.decide.placing import Moves, MoveTarget
 from rose.scheduler.runtime.decide.records import JobState, MoveRecord
 from rose.scheduler.runtime.decide.state import State
 
@@ -184,7 +184,7 @@ class MoveCalls:
 
     def _reserve(self, found: Moves, now: float) -> bool:
         """Reserves the places of moves that pay together, all or none. Returns whether it did."""
-        issued: list[tuple[Target, Certificate]] = []
+        issued: list[tuple[MoveTarget, Certificate]] = []
         for target in found.targets:
             try:
                 issued.append((target, self._state.certify(target.group, now)))

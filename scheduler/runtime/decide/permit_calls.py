@@ -20,7 +20,7 @@ from rose.scheduler.runtime.channel.messages import (
     Stop,
 )
 from rose.scheduler.runtime.decide.group_permits import Hold
-from rose.scheduler.runtime.decide.records import Asked, JobState
+from rose.scheduler.runtime.decide.records import AskedByRanks, JobState
 from rose.scheduler.runtime.decide.state import State
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class PermitCalls:
     def _gather(self, client: str, call: Request | Completed, phase: Phase | None, now: float) -> bool:
         """Notes that a rank has asked. Returns whether all have; refuses a rank that does something else."""
         record = self._state.jobs[call.job]
-        new = Asked(phase=phase, iteration=call.iteration, callers={call.rank: (client, call.seq)})
+        new = AskedByRanks(phase=phase, iteration=call.iteration, callers={call.rank: (client, call.seq)})
         asked = record.waiting
         if asked is not None and (asked.phase, asked.iteration) == (phase, call.iteration):
             new.callers.update({rank: each for rank, each in asked.callers.items() if rank != call.rank})

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rose.errors import JobRefused
-from rose.scheduler.cluster.candidates import Kind, memory_shortage
+from rose.scheduler.cluster.candidates import CandidateKind, memory_shortage
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, compact
 from rose.scheduler.cluster.pools import Pool, Pools
@@ -28,7 +28,7 @@ ResidentOf = Callable[[str, float], Resident]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class JoinedGroup:
     """A job's group, with the job in it."""
 
     group: Group
@@ -36,7 +36,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class MoveTarget:
     """The group that a running job moves to, with the job in it."""
 
     job: str
@@ -47,7 +47,7 @@ class Target:
 class Moves:
     """Moves that together save so many dollars."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[MoveTarget, ...]
     leave: str
     """The group that the jobs leave."""
     gain_dollars: float
@@ -83,7 +83,7 @@ class Groups:
 
     def place(
         self, spec: RunSpec, now: float, aside: Collection[str] = (), resident: Resident | None = None
-    ) -> Placed:
+    ) -> JoinedGroup:
         """Finds a group for the job, but none of the groups `aside`.
 
         resident: what is left of a job that has run before; None: all of it.
@@ -91,7 +91,7 @@ class Groups:
         """
         job = spec.to_job(self._pools)
         if spec.group is not None:
-            return Placed(group=self._pinned(spec, job), why="named by the job")
+            return JoinedGroup(group=self._pinned(spec, job), why="named by the job")
         aside = list(aside)
         while True:
             with self._seen(now, aside) as view:
@@ -103,11 +103,11 @@ class Groups:
                 finally:
                     view.withdraw(job.name)
             why = f"{candidate.kind} by {self._spec.policy}, ${candidate.dollars_per_hour:.2f}/h more"
-            if candidate.kind is Kind.ISOLATED:
-                return Placed(group=replace(candidate.group, name=self._new_name()), why=why)
+            if candidate.kind is CandidateKind.ISOLATED:
+                return JoinedGroup(group=replace(candidate.group, name=self._new_name()), why=why)
             group = self._joined(candidate.group, job.name)
             if not self._is_too_large(group):
-                return Placed(group=group, why=why)
+                return JoinedGroup(group=group, why=why)
             aside.append(group.name)
 
     @property
@@ -130,7 +130,7 @@ class Groups:
             for job in change.moved:
                 old = view.group_of(job).name
                 [group] = [each for each in change.groups if job in _names(each) and each.name != old]
-                targets.append(Target(job=job, group=self._joined(group, job)))
+                targets.append(MoveTarget(job=job, group=self._joined(group, job)))
             left = change.groups[-1].name
         return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 

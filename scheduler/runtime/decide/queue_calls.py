@@ -28,7 +28,7 @@ from rose.scheduler.group.certificate import Certificate, CertificateError
 from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.runtime.channel.messages import HoldJob, ReleaseJob, Submit
 from rose.scheduler.runtime.decide.job_calls import JobCalls
-from rose.scheduler.runtime.decide.placing import Groups, Placed
+from rose.scheduler.runtime.decide.placing import Groups, JoinedGroup
 from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.records import MAX_OVERTAKEN, JobRecord, JobState
 from rose.scheduler.runtime.decide.state import State
@@ -39,7 +39,7 @@ NUM_ENDS = 64
 RETRY_S = 60.0
 """A job that runs faster than its SLO demands may later have another beside it that it may not have now."""
 
-_Found = tuple[Placed, Certificate]
+_Found = tuple[JoinedGroup, Certificate]
 
 
 class QueueCalls:
@@ -224,7 +224,7 @@ class QueueCalls:
             return str(error).removeprefix(f"job {spec.name} ").removeprefix(f"{spec.name}: ")
 
     def _takes_room(
-        self, spec: RunSpec, placed: Placed, other: str, without: Collection[str], now: float
+        self, spec: RunSpec, placed: JoinedGroup, other: str, without: Collection[str], now: float
     ) -> bool:
         """Whether a job that is placed so would leave no room for one that waits for its victims to leave."""
         victims = self._state.takeovers.get(other, ())

@@ -45,7 +45,7 @@ class JobState(StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class AskedByRanks(msgspec.Struct, frozen=True, kw_only=True):
     """What ranks of a job have asked for and wait for. It counts when all ranks have asked."""
 
     phase: Phase | None
@@ -199,7 +199,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Why it is in this state."""
     released_epoch: int = 0
     """The last permit that was given back: giving it back again changes nothing."""
-    waiting: Asked | None = None
+    waiting: AskedByRanks | None = None
     next_place: NextPlace | None = None
     """It is being moved."""
     moves: list[MoveRecord] = msgspec.field(default_factory=list)

@@ -26,7 +26,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class MemorySample:
     """The memory of the job's processes at one moment."""
 
     at_s: float
@@ -143,7 +143,7 @@ def check_phases(spec: RunSpec, recorded: Recorded) -> None:
             )
 
 
-def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[Sample]) -> JobProfile:
+def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[MemorySample]) -> JobProfile:
     """The figures of a job that ran to its end. Raises: ProfileError for a phase that it never entered."""
     check_phases(spec, recorded)
     measured = [run for run in recorded.runs if run.iteration >= NUM_WARM_UP]
@@ -212,7 +212,7 @@ def _longest_s(runs: Sequence[PhaseRun], part: str) -> float:
     return max(of_ranks.values(), default=0.0)
 
 
-def _phase(runs: Sequence[PhaseRun], samples: Sequence[Sample]) -> PhaseProfile:
+def _phase(runs: Sequence[PhaseRun], samples: Sequence[MemorySample]) -> PhaseProfile:
     """Several calls in one iteration, which a sync may have, count together."""
     iterations = [[run for run in runs if run.iteration == each] for each in {run.iteration for run in runs}]
 
@@ -238,7 +238,7 @@ def _last_bytes(runs: Sequence[PhaseRun]) -> dict[int, int]:
     return {run.rank: run.cached_bytes for run in runs}
 
 
-def _peak_bytes(run: PhaseRun, samples: Sequence[Sample]) -> int:
+def _peak_bytes(run: PhaseRun, samples: Sequence[MemorySample]) -> int:
     """The largest sample within the phase; the nearest one if the phase is shorter than the interval."""
     inside = [each.resident_bytes for each in samples if run.begin_s <= each.at_s <= run.end_s]
     if inside:

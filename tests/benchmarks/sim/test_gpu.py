@@ -5,9 +5,12 @@ from sim.gpu.baselines import Disaggregated, RolloutOnly, TimeMultiplexing
 
 from rose.scheduler.gpu.lookahead import ALONE, Next
 from rose.scheduler.gpu.player import Player
-from rose.scheduler.gpu.substages import DecodeCost, Iteration, Kind, Stage, SubStage
+from rose.scheduler.gpu.substages import DecodeCost, Iteration, Stage, SubStage, SubStageKind
 
-ROLLOUT, TRAIN = Next(kind=Kind.ROLLOUT_SMALL, seconds=10.0), Next(kind=Kind.TRAIN, seconds=10.0)
+ROLLOUT, TRAIN = (
+    Next(kind=SubStageKind.ROLLOUT_SMALL, seconds=10.0),
+    Next(kind=SubStageKind.TRAIN, seconds=10.0),
+)
 
 
 def test_only_rollouts_share_a_gpu_under_rollout_only() -> None:
@@ -21,8 +24,8 @@ def test_only_rollouts_share_a_gpu_under_rollout_only() -> None:
 def test_pools_that_take_turns_are_as_slow_as_the_busier_one(train_s: float, cycle_s: float) -> None:
     """Rollout 10 s: two jobs need 20 s of the rollout pool and twice the training of the other."""
     stages = [
-        Stage(chains=((SubStage(kind=kind, seconds=seconds),),), is_elastic=kind is Kind.TRAIN)
-        for kind, seconds in ((Kind.ROLLOUT_SMALL, 10.0), (Kind.TRAIN, train_s))
+        Stage(chains=((SubStage(kind=kind, seconds=seconds),),), is_elastic=kind is SubStageKind.TRAIN)
+        for kind, seconds in ((SubStageKind.ROLLOUT_SMALL, 10.0), (SubStageKind.TRAIN, train_s))
     ]
     graph = Iteration(
         stages=tuple(stages), cost=DecodeCost(step_s=1.0, sample_s=0.0, prefill_token_s=0.0), num_samples=8

@@ -24,7 +24,7 @@ from rose.admission.rollout_side import RolloutSide
 from rose.admission.slack import NEVER
 from rose.admission.step_time import UNPROFILED
 from rose.engine.http import followers
-from rose.engine.http.control import EngineControl
+from rose.engine.http.control import ServedEngine
 from rose.engine.scheduling.recorder import StepRecorder
 from rose.engine.scheduling.scheduler import GATE_MODES, RoseScheduler
 from rose.engine.settings import EngineSettings
@@ -112,7 +112,7 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
 ) -> None:
     with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL) as scheduler:
         page = scheduler.page
-        control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+        control: Any = ServedEngine(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
         obeying = asyncio.create_task(obey(scheduler))
         first = asyncio.create_task(control.profile())
         while page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF):
@@ -161,7 +161,7 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     page: StatusPage, staged: dict[str, Any]
 ) -> None:
     client = UpdatedClient()
-    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
     await control.apply_weights(WeightUpdate(version="run/1", changes=["c"], **staged))
     # The engine runs on meanwhile.
@@ -180,7 +180,7 @@ async def test_the_status_tells_why_updates_were_loaded_whole(
     page: StatusPage, staged: dict[str, Any]
 ) -> None:
     client = UpdatedClient()
-    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
 
     async def why(**update: Any) -> tuple[int, int, str | None]:
@@ -202,7 +202,7 @@ async def test_steps_go_on_once_a_router_knows_of_the_new_version(
 ) -> None:
     monkeypatch.setattr(followers, "MOST_S", 3600.0)
     client = UpdatedClient()
-    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
     control.followers.asked("router", (), 3600)
     control.followers.asked("gone", (), 1e-9)
@@ -224,7 +224,7 @@ def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_firs
 ) -> None:
     targets = []
     with pooled_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL) as rollout:
-        control: Any = EngineControl(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+        control: Any = ServedEngine(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
         for target_ms in (40.0, None):
             control.set_gate(GateMode.DUAL, target_ms)
             rollout.schedule()
@@ -236,7 +236,7 @@ def test_a_tpot_target_set_at_run_time_reaches_the_gate_and_none_brings_the_firs
 
 def test_a_gate_mode_without_its_objective_is_refused_while_the_engine_runs(page: StatusPage) -> None:
     settings = EngineSettings(role=Role.SERVING, engine_id="e").deployed(Deployment.PREFILL)
-    control: Any = EngineControl(Client(), settings, "m")
+    control: Any = ServedEngine(Client(), settings, "m")
     with pytest.raises(ConfigError, match="a prefiller makes no tokens that could be late"):
         control.set_gate(GateMode.TPOT_ONLY)
     assert page.get(Field.WANTED_GATE_MODE) == -1

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rose.engine.http import followers as followers_module
-from rose.engine.http.control import EngineControl
+from rose.engine.http.control import ServedEngine
 from rose.engine.http.endpoint import RoseEndpoint
 from rose.engine.http.followers import Followers
 from rose.engine.settings import EngineSettings
@@ -49,11 +49,11 @@ class Engine:
 
 
 @pytest.fixture
-async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, EngineControl]]:
+async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, ServedEngine]]:
     """An engine's routes on a socket."""
     page = StatusPage(page_path(runtime_dir, "e"), create=True)
     engine: Any = Engine()
-    control = EngineControl(engine, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    control = ServedEngine(engine, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     app = FastAPI()
     RoseEndpoint().attach_router(app)
     app.state.rose = control
@@ -71,7 +71,7 @@ async def served(runtime_dir: Path) -> AsyncIterator[tuple[str, Engine, EngineCo
 
 
 async def test_steps_go_on_under_new_weights_only_when_the_router_knows_of_them(
-    served: tuple[str, Engine, EngineControl], staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    served: tuple[str, Engine, ServedEngine], staged: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However long the machine stalls between two of the router's questions.
     monkeypatch.setattr(followers_module, "MOST_S", 600.0)
@@ -107,7 +107,7 @@ class Adapters:
 
 
 async def test_a_new_version_of_an_adapter_is_acknowledged_only_when_the_router_sends_turns_to_it(
-    served: tuple[str, Engine, EngineControl], monkeypatch: pytest.MonkeyPatch
+    served: tuple[str, Engine, ServedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(followers_module, "MOST_S", 600.0)
     monkeypatch.setattr(followers_module, "GONE_AFTER_INTERVALS", 1000.0)

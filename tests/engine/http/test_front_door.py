@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from rose.engine.http.control import EngineControl
+from rose.engine.http.control import ServedEngine
 from rose.engine.http.endpoint import RoseEndpoint
 from rose.engine.settings import EngineSettings
 from rose.engine.status import StatusPage, page_path
@@ -34,7 +34,7 @@ def http(runtime_dir: Path) -> Iterator[TestClient]:
 
     page = StatusPage(page_path(runtime_dir, "e"), create=True)
     engine: Any = object()
-    app.state.rose = EngineControl(engine, EngineSettings(role=Role.SERVING, engine_id="e"), "m")
+    app.state.rose = ServedEngine(engine, EngineSettings(role=Role.SERVING, engine_id="e"), "m")
     RoseEndpoint().attach_router(app)
     with TestClient(app) as client:
         yield client

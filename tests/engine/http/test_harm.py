@@ -221,6 +221,19 @@ def test_the_hour_says_what_serving_had_what_it_has_and_what_rollouts_earned(
     assert hour.harvest.tokens == 90 and 0 < hour.harvest.rollout_s <= hour.harvest.seconds
 
 
+def test_an_hour_has_figures_from_the_first_look_that_can_know_them(
+    board: Words, writer: HarmRecords
+) -> None:
+    RolloutSide(board)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 60
+    watch.look(GateMode.IDLE)
+    record_minute(writer, slowdown=0.05)
+    watch.look(GateMode.IDLE)
+    hour = watch.status().hour
+    assert hour is not None and hour.latencies and watch.status().note is None
+
+
 def test_requests_that_are_no_longer_kept_shorten_what_the_hour_rests_on(
     board: Words, writer: HarmRecords
 ) -> None:

@@ -13,7 +13,7 @@ from lone_schedulers import pooled_scheduler
 from starlette.testclient import TestClient
 
 from rose.config import Settings
-from rose.engine.http.control import EngineControl
+from rose.engine.http.control import ServedEngine
 from rose.engine.http.endpoint import RoseEndpoint, _own_url
 from rose.messages import HarmHistory, WorkerStatus
 from rose.node.control import urls_on_this_host
@@ -28,7 +28,7 @@ def test_a_serving_engine_reports_its_harm_and_is_found_on_its_host(
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
     client: Any = object()
     with pooled_scheduler(tmp_path, Role.SERVING) as scheduler:
-        control = EngineControl(client, scheduler.rose, "m")
+        control = ServedEngine(client, scheduler.rose, "m")
         control.listens_at(_own_url(Namespace(host="0.0.0.0", port=8000, uds=None, ssl_certfile=None)))
         app = FastAPI()
         app.state.rose = control

@@ -213,7 +213,7 @@ def http(runtime_dir: Path) -> Iterator[Any]:
     from fastapi import FastAPI
     from starlette.testclient import TestClient
 
-    from rose.engine.http.control import EngineControl
+    from rose.engine.http.control import ServedEngine
     from rose.engine.http.endpoint import RoseEndpoint
     from rose.engine.settings import EngineSettings
     from rose.engine.status import StatusPage, page_path
@@ -227,7 +227,7 @@ def http(runtime_dir: Path) -> Iterator[Any]:
 
     page = StatusPage(page_path(runtime_dir, "e"), create=True)
     engine: Any = object()
-    app.state.rose = EngineControl(engine, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    app.state.rose = ServedEngine(engine, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     RoseEndpoint().attach_router(app)
     with TestClient(app) as client:
         yield client

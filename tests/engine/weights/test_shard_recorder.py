@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from forked_engines import load_model_class
+import inspecting  # noqa: F401
 from lib.transfer.shard_check import wrong_parameters
 from rank_models import Checkpoint, dense, experts
 from tiny_models import make_mamba_model
@@ -95,7 +95,6 @@ def test_an_engine_of_no_ranks_is_one_clear_line_and_status_2(
 def test_a_parameter_computed_from_what_was_copied_needs_the_loader(tmp_path: Path) -> None:
     """Mamba2 copies A_log and then puts -exp(A_log) in its place."""
     folder = make_mamba_model(tmp_path / "mamba")
-    load_model_class(folder)
     engine = EngineArgs(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True)
     specs = [spec for spec, _ in read_checkpoint(folder).values()]
     with pretended_rank(engine.create_engine_config()) as config:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rose.scheduler.cluster.candidates import memory_shortage
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.policies import Policy
+from rose.scheduler.cluster.policies import ClusterPolicy
 from rose.scheduler.group.cycle import promised_s
 from rose.scheduler.group.model import Job, SloKind
 
@@ -49,7 +49,7 @@ def named(found: Sequence[Job]) -> list[Job]:
     return [replace(one, name=f"j{number}") for number, one in zip(itertools.count(), found, strict=False)]
 
 
-def place(cluster: Cluster, policy: Policy, one: Job, now_s: float = 0.0) -> None:
+def place(cluster: Cluster, policy: ClusterPolicy, one: Job, now_s: float = 0.0) -> None:
     cluster.submit(one, now_s)
     cluster.apply(Rearrangement(groups=(policy.place(cluster, one, now_s).group,)), now_s)
 

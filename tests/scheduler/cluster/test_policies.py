@@ -6,12 +6,12 @@ from hypothesis import given, settings
 
 from rose.errors import PoolsFull
 from rose.scheduler.cluster.borrowed import lend
-from rose.scheduler.cluster.candidates import Constraint, Kind, Rejection, is_saturated
+from rose.scheduler.cluster.candidates import CandidateKind, Constraint, Rejection, is_saturated
 from rose.scheduler.cluster.groups import Cluster
 from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.policies import (
+    ClusterPolicy,
     Greedy,
-    Policy,
     Random,
     Solo,
     Weave,
@@ -33,7 +33,7 @@ def test_two_alike_jobs_are_packed_for_nothing() -> None:
     cluster = Cluster(Pools())
     place(cluster, Weave(), job("a", 100, 100))
     found = Weave().place(cluster, job("b", 100, 100), 0.0)
-    assert (found.kind, found.dollars_per_hour) == (Kind.DIRECT, 0.0)
+    assert (found.kind, found.dollars_per_hour) == (CandidateKind.DIRECT, 0.0)
 
 
 def test_rollout_heavy_jobs_share_training_and_get_rollout_nodes_of_their_own() -> None:
@@ -51,8 +51,8 @@ def test_a_saturated_group_is_pruned_only_by_the_printed_algorithm() -> None:
         place(cluster, Weave(), job(name, 100, 100, slo=2.0))
     assert is_saturated(cluster.group_of("a"))
     third = job("c", 50, 50, slo=3.0)
-    assert Weave().place(cluster, third, 0.0).kind is Kind.ISOLATED
-    assert Weave(prune_saturated=False).place(cluster, third, 0.0).kind is Kind.DIRECT
+    assert Weave().place(cluster, third, 0.0).kind is CandidateKind.ISOLATED
+    assert Weave(prune_saturated=False).place(cluster, third, 0.0).kind is CandidateKind.DIRECT
     (verdict,) = explain(cluster, third, prune_saturated=True, multi_rate=False)
     assert isinstance(verdict, Rejection)
     assert verdict.constraint is Constraint.SATURATED
@@ -60,7 +60,7 @@ def test_a_saturated_group_is_pruned_only_by_the_printed_algorithm() -> None:
 
 def test_memory_that_fits_exactly_fits_and_a_byte_more_is_refused_with_the_numbers() -> None:
     pools = Pools(rollout=Pool(name="h20", dollars_per_gpu_hour=1.85, host_bytes=600 * 10**9))
-    for held, kind in ((300 * 10**9, Kind.DIRECT), (300 * 10**9 + 1, Kind.SCALED)):
+    for held, kind in ((300 * 10**9, CandidateKind.DIRECT), (300 * 10**9 + 1, CandidateKind.SCALED)):
         cluster = Cluster(pools)
         place(cluster, Weave(), job("a", 100, 100, rollout_bytes=300 * 10**9))
         newcomer = job("b", 100, 100, rollout_bytes=held)
@@ -113,7 +113,7 @@ def test_a_full_pool_refuses_with_the_numbers_and_loses_nothing() -> None:
 @given(jobs(max_size=10, max_nodes=3))
 def test_no_certified_policy_breaks_a_limit_or_a_hosts_memory(arriving: list[Job]) -> None:
     for make in CERTIFIED:
-        policy: Policy = make()
+        policy: ClusterPolicy = make()
         cluster, now_s = Cluster(Pools()), 0.0
         for number, one in enumerate(arriving):
             now_s += 200.0
@@ -157,7 +157,11 @@ def test_the_index_finds_what_a_scan_of_all_groups_finds(arriving: list[Job]) ->
         default=None,
     )
     placed = Weave(prune_saturated=False).place(cluster, newcomer, 0.0)
-    assert placed.kind is Kind.ISOLATED if cost is None else placed.dollars_per_hour == pytest.approx(cost)
+    assert (
+        placed.kind is CandidateKind.ISOLATED
+        if cost is None
+        else placed.dollars_per_hour == pytest.approx(cost)
+    )
 
 
 def test_serving_gpus_go_to_the_most_rollout_bound_jobs_and_to_one_job_each() -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from rose.scheduler.gpu.lookahead import ALONE, Action, LookAhead, Next
 from rose.scheduler.gpu.slowdown import Share, SlowdownTable
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
-TRAIN, SMALL, TOOL = Kind.TRAIN, Kind.ROLLOUT_SMALL, Kind.TOOL
+TRAIN, SMALL, TOOL = SubStageKind.TRAIN, SubStageKind.ROLLOUT_SMALL, SubStageKind.TOOL
 
 
 class Halves:
@@ -18,7 +18,7 @@ class Halves:
     def __init__(self, **pairs: float) -> None:
         self._pairs = pairs
 
-    def slowdown(self, kind: Kind, beside: Kind | None, share: Share) -> float | None:
+    def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
         names = {TRAIN: "train", SMALL: "small"}
         return self._pairs.get(f"{names[kind]}_{names[beside]}") if beside is not None else 1.0
 
@@ -26,7 +26,7 @@ class Halves:
 MODEL = Halves(train_train=2.2, train_small=1.3, small_train=1.1, small_small=1.1)
 
 
-def chain(*parts: tuple[Kind, float]) -> list[Next]:
+def chain(*parts: tuple[SubStageKind, float]) -> list[Next]:
     return [Next(kind=kind, seconds=seconds) for kind, seconds in parts]
 
 

@@ -4,14 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.scheduler.gpu.merge import MAX_MERGED, Tail, balanced, decide_merge, expected_left
+from rose.scheduler.gpu.merge import MAX_MERGED, WorkerTail, balanced, decide_merge, expected_left
 from rose.scheduler.gpu.substages import DecodeCost
 
 COST = DecodeCost(step_s=0.1, sample_s=0.0, prefill_token_s=0.001)
 
 
-def tail(worker: int, left: tuple[int, ...], tokens: int = 0, slow: float = 1.0, beside: float = 1.0) -> Tail:
-    return Tail(worker=worker, left=left, tokens=tokens, slowdown=slow, beside_slowdown=beside)
+def tail(
+    worker: int, left: tuple[int, ...], tokens: int = 0, slow: float = 1.0, beside: float = 1.0
+) -> WorkerTail:
+    return WorkerTail(worker=worker, left=left, tokens=tokens, slowdown=slow, beside_slowdown=beside)
 
 
 def test_gain_is_the_papers_formula() -> None:

@@ -6,7 +6,7 @@ from played_pair import PlayedPair, Script, Truth
 from rose.scheduler.gpu.live import ROLLOUT, TRAIN
 from rose.scheduler.gpu.pairing import YIELD_S, Mode, Pairing
 from rose.scheduler.gpu.slowdown import WHOLE, SlowdownTable
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
 COMPLEMENTARY: Truth = {
     (ROLLOUT, ROLLOUT): 1.05,
@@ -22,7 +22,7 @@ def pair(*, is_serial: bool = False, table: SlowdownTable | None = None) -> Pair
 
 
 def table_of(truth: Truth) -> SlowdownTable:
-    kinds = (Kind.ROLLOUT_SMALL, Kind.TRAIN)
+    kinds = (SubStageKind.ROLLOUT_SMALL, SubStageKind.TRAIN)
     entries = {(kinds[one], kinds[two]): ((slowdown,),) for (one, two), slowdown in truth.items()}
     return SlowdownTable(hardware="two cores", entries=entries, compute=(0.5,), memory=(0.5,))
 
@@ -50,8 +50,10 @@ def test_complementary_pipelines_share_after_their_profile_and_gain() -> None:
     assert played.pairing.gain is not None and played.pairing.gain > 1.3
     assert serial_s() / elapsed_s > 1.25, "the profile and the trials included"
     measured = played.pairing.table
-    assert measured.entries[Kind.TRAIN, Kind.TRAIN][0][0] == pytest.approx(1.95, rel=0.02)
-    assert measured.entries[Kind.ROLLOUT_SMALL, Kind.TRAIN][0][0] == pytest.approx(1.1, rel=0.02)
+    assert measured.entries[SubStageKind.TRAIN, SubStageKind.TRAIN][0][0] == pytest.approx(1.95, rel=0.02)
+    assert measured.entries[SubStageKind.ROLLOUT_SMALL, SubStageKind.TRAIN][0][0] == pytest.approx(
+        1.1, rel=0.02
+    )
 
 
 def test_pipelines_that_both_use_the_whole_device_run_one_after_the_other() -> None:

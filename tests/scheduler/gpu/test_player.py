@@ -5,13 +5,13 @@ import random
 import pytest
 
 from rose.scheduler.gpu.plan import Multiplexing, choose
-from rose.scheduler.gpu.player import Player, Result
+from rose.scheduler.gpu.player import PairResult, Player
 from rose.scheduler.gpu.slowdown import SlowdownTable
-from rose.scheduler.gpu.substages import DecodeCost, Iteration, Kind, Stage, SubStage
-from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, Workload, draw, profiled
+from rose.scheduler.gpu.substages import DecodeCost, Iteration, Stage, SubStage, SubStageKind
+from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, PipelineWorkload, draw, profiled
 
 COST = DecodeCost(step_s=0.1, sample_s=0.0, prefill_token_s=0.0)
-KINDS = [kind for kind in Kind if kind is not Kind.TOOL]
+KINDS = [kind for kind in SubStageKind if kind is not SubStageKind.TOOL]
 
 
 def table(**slowdowns: float) -> SlowdownTable:
@@ -31,16 +31,17 @@ def table(**slowdowns: float) -> SlowdownTable:
 def graph(rollouts: tuple[tuple[int, ...], ...], train_s: float) -> Iteration:
     """A rollout with these lengths on each worker, and training."""
     chains = tuple(
-        (SubStage(kind=Kind.ROLLOUT_SMALL, seconds=COST.seconds(left), left=left),) for left in rollouts
+        (SubStage(kind=SubStageKind.ROLLOUT_SMALL, seconds=COST.seconds(left), left=left),)
+        for left in rollouts
     )
-    train = (SubStage(kind=Kind.TRAIN, seconds=train_s),)
+    train = (SubStage(kind=SubStageKind.TRAIN, seconds=train_s),)
     stages = Stage(chains=chains), Stage(chains=(train,) * len(rollouts), is_elastic=True)
     return Iteration(stages=stages, cost=COST, num_samples=1200)
 
 
 def play(
     slowdowns: SlowdownTable, *graphs: Iteration, merges: bool = False, is_balanced: bool = True
-) -> Result:
+) -> PairResult:
     policy = Multiplexing(slowdowns, 3, merges=merges, is_balanced=is_balanced)
     return Player([[each] * 6 for each in graphs], slowdowns, policy).play()
 
@@ -112,8 +113,10 @@ def test_sharing_that_does_not_pay_is_not_planned() -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS[::4], ids=lambda each: each.name)
-def test_the_papers_workloads_gain_and_the_same_seed_gives_the_same_result(workload: Workload) -> None:
-    def once() -> Result:
+def test_the_papers_workloads_gain_and_the_same_seed_gives_the_same_result(
+    workload: PipelineWorkload,
+) -> None:
+    def once() -> PairResult:
         chance = random.Random(1)
         gpu = ModelledGpu()
         measured = profiled(gpu, chance)

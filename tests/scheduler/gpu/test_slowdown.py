@@ -5,11 +5,14 @@ import math
 import pytest
 
 from rose.scheduler.gpu.slowdown import WHOLE, Share, SlowdownTable, Split, splits
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 
 GRID = ((4.0, 3.0), (2.0, 1.0))
 TABLE = SlowdownTable(
-    hardware="here", entries={(Kind.TRAIN, Kind.TRAIN): GRID}, compute=(0.25, 0.75), memory=(0.2, 0.8)
+    hardware="here",
+    entries={(SubStageKind.TRAIN, SubStageKind.TRAIN): GRID},
+    compute=(0.25, 0.75),
+    memory=(0.2, 0.8),
 )
 
 
@@ -21,12 +24,12 @@ def test_slowdowns_are_interpolated_and_the_nearest_outside_the_grid(
     compute: float, memory: float, slowdown: float
 ) -> None:
     share = Share(compute=compute, memory=memory)
-    assert TABLE.slowdown(Kind.TRAIN, Kind.TRAIN, share) == pytest.approx(slowdown)
+    assert TABLE.slowdown(SubStageKind.TRAIN, SubStageKind.TRAIN, share) == pytest.approx(slowdown)
 
 
 def test_what_was_not_measured_is_unknown_and_nothing_beside_costs_nothing() -> None:
-    assert TABLE.slowdown(Kind.TRAIN, Kind.REFERENCE, Share(compute=0.5)) is None
-    assert TABLE.slowdown(Kind.REFERENCE, None, WHOLE) == 1.0
+    assert TABLE.slowdown(SubStageKind.TRAIN, SubStageKind.REFERENCE, Share(compute=0.5)) is None
+    assert TABLE.slowdown(SubStageKind.REFERENCE, None, WHOLE) == 1.0
 
 
 def test_shares_that_exceed_one_gpu_are_refused() -> None:
@@ -58,5 +61,8 @@ def test_a_table_that_can_not_be_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         SlowdownTable(
-            hardware="here", entries={(Kind.TRAIN, Kind.TRAIN): grid}, compute=compute, memory=(0.5,)
+            hardware="here",
+            entries={(SubStageKind.TRAIN, SubStageKind.TRAIN): grid},
+            compute=compute,
+            memory=(0.5,),
         )

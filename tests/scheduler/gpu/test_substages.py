@@ -4,8 +4,8 @@ import pytest
 
 from rose.scheduler.gpu.substages import (
     DecodeCost,
-    Kind,
     Steps,
+    SubStageKind,
     decode_cost,
     iteration,
     read_steps,
@@ -24,34 +24,38 @@ def steps(tokens: int, count: int = 1, **more: float) -> Steps:
 @pytest.mark.parametrize(
     ("tokens", "kind"),
     [
-        (0, Kind.ROLLOUT_SMALL),
-        (127, Kind.ROLLOUT_SMALL),
-        (128, Kind.ROLLOUT_MEDIUM),
-        (1023, Kind.ROLLOUT_MEDIUM),
-        (1024, Kind.ROLLOUT_LARGE),
+        (0, SubStageKind.ROLLOUT_SMALL),
+        (127, SubStageKind.ROLLOUT_SMALL),
+        (128, SubStageKind.ROLLOUT_MEDIUM),
+        (1023, SubStageKind.ROLLOUT_MEDIUM),
+        (1024, SubStageKind.ROLLOUT_LARGE),
     ],
 )
-def test_buckets_are_the_papers(tokens: int, kind: Kind) -> None:
+def test_buckets_are_the_papers(tokens: int, kind: SubStageKind) -> None:
     assert steps(tokens).kind is kind
 
 
 def test_a_sub_stage_changes_after_ten_steps_in_another_bucket() -> None:
     fluctuating = [steps(200, 20), steps(100, 9), steps(200, 5)]
-    assert [each.kind for each in substages(fluctuating)] == [Kind.ROLLOUT_MEDIUM]
+    assert [each.kind for each in substages(fluctuating)] == [SubStageKind.ROLLOUT_MEDIUM]
     falling = [steps(200, 20), steps(100, 10)]
     found = substages(falling)
-    assert [each.kind for each in found] == [Kind.ROLLOUT_MEDIUM, Kind.ROLLOUT_SMALL]
+    assert [each.kind for each in found] == [SubStageKind.ROLLOUT_MEDIUM, SubStageKind.ROLLOUT_SMALL]
     assert [each.seconds for each in found] == pytest.approx([0.2, 0.1])
 
 
 def test_steps_in_two_other_buckets_do_not_add_up_to_a_change() -> None:
     found = substages([steps(2000, 5), steps(200, 6), steps(100, 6), steps(2000, 5)])
-    assert [each.kind for each in found] == [Kind.ROLLOUT_LARGE]
+    assert [each.kind for each in found] == [SubStageKind.ROLLOUT_LARGE]
 
 
 def test_a_pause_between_steps_is_a_tools_sub_stage() -> None:
     found = substages([steps(4, 3), steps(4, 3, idle_s=5.0)])
-    assert [each.kind for each in found] == [Kind.ROLLOUT_SMALL, Kind.TOOL, Kind.ROLLOUT_SMALL]
+    assert [each.kind for each in found] == [
+        SubStageKind.ROLLOUT_SMALL,
+        SubStageKind.TOOL,
+        SubStageKind.ROLLOUT_SMALL,
+    ]
     assert found[1].seconds == 5.0
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sim.group.scenario import group_of, random_group, random_order, tightened
 
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
-from rose.scheduler.group.maxplus import Constraint, NoTimetable, shortest_cycle
+from rose.scheduler.group.maxplus import NoTimetable, Precedence, shortest_cycle
 from rose.scheduler.group.model import Job, Member, Phase, SloKind
 from rose.scheduler.group.order import CyclicOrder, Step, order_of, own_order, round_robin
 from rose.scheduler.group.permits import Permit
@@ -160,8 +160,8 @@ def test_a_phase_beyond_its_worst_case_shows_as_delay() -> None:
 
 def test_contradicting_constraints_have_no_timetable() -> None:
     apart = [
-        Constraint(before=0, after=1, ticks=10, passes=0),
-        Constraint(before=1, after=0, ticks=-9, passes=0),
+        Precedence(before=0, after=1, ticks=10, passes=0),
+        Precedence(before=1, after=0, ticks=-9, passes=0),
     ]
     with pytest.raises(NoTimetable):
         shortest_cycle(2, apart)

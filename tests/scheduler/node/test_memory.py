@@ -3,7 +3,7 @@
 import pytest
 
 from rose.scheduler.node.batching import BatchLimits
-from rose.scheduler.node.memory import Verdict, WaitOrDrop
+from rose.scheduler.node.memory import MemoryVerdict, WaitOrDrop
 
 RULE = WaitOrDrop(max_wait_s=0.2, threshold=0.9)
 
@@ -11,17 +11,17 @@ RULE = WaitOrDrop(max_wait_s=0.2, threshold=0.9)
 @pytest.mark.parametrize(
     ("need_bytes", "used_bytes", "waited_s", "verdict"),
     [
-        (30, 60, 0.0, Verdict.RUN),
-        (31, 60, 0.0, Verdict.WAIT),
-        (31, 60, 0.1, Verdict.WAIT),
-        (31, 60, 0.2, Verdict.OFFLOAD),
-        (30, 60, 9.0, Verdict.RUN),  # after an offload the task is tried again
-        (91, 0, 0.0, Verdict.REFUSE),
-        (90, 0, 0.0, Verdict.RUN),
+        (30, 60, 0.0, MemoryVerdict.RUN),
+        (31, 60, 0.0, MemoryVerdict.WAIT),
+        (31, 60, 0.1, MemoryVerdict.WAIT),
+        (31, 60, 0.2, MemoryVerdict.OFFLOAD),
+        (30, 60, 9.0, MemoryVerdict.RUN),  # after an offload the task is tried again
+        (91, 0, 0.0, MemoryVerdict.REFUSE),
+        (90, 0, 0.0, MemoryVerdict.RUN),
     ],
 )
 def test_a_task_runs_waits_or_drops(
-    need_bytes: int, used_bytes: int, waited_s: float, verdict: Verdict
+    need_bytes: int, used_bytes: int, waited_s: float, verdict: MemoryVerdict
 ) -> None:
     found = RULE.decide(need_bytes=need_bytes, used_bytes=used_bytes, total_bytes=100, waited_s=waited_s)
     assert found is verdict

@@ -1,20 +1,24 @@
 """TRL's unmodified client, GRPOTrainer and asynchronous rollout worker on a router before a real engine."""
 
 import asyncio
+import json
 import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_server import ForkedServer
 
+from rose.node.processes import ServerProcess
 from tests.scheduler.rollout.conftest import running_router
-from tests.scheduler.rollout.programs import told_by
 from tests.scheduler.rollout.stock_worker import ENGINE_ENVIRONMENT, StockWorker
 from tests.scheduler.rollout.trl_program import MAX_TOKENS, NUM_STEPS
 from tests.transfer.relay_process import RelayProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.clients]
+PROGRAM_S = 1200.0
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,13 @@ def told(engine: StockWorker, tmp_path_factory: pytest.TempPathFactory) -> Any:
 async def run_program(engine: StockWorker, relay_url: str, folder: Path) -> Any:
     async with running_router(engine.url) as router:
         arguments = [router.url, engine.url, relay_url, str(engine.model), str(folder)]
-        told = await told_by("tests.scheduler.rollout.trl_program", *arguments, env=environment(folder))
+        argv = [sys.executable, "-m", "tests.scheduler.rollout.trl_program", *arguments]
+        log = folder / "program.log"
+        with ForkedServer(ServerProcess(argv, "program", log, environment(folder))) as program:
+            status = await asyncio.to_thread(program.wait, PROGRAM_S)
+        assert status == 0, program.log_tail(100)
+        (line,) = [line for line in log.read_text().splitlines() if line.startswith('{"routed"')]
+        told = json.loads(line)
         return {**told, "turns": dict(router.plane.records.counters.turns)}
 
 

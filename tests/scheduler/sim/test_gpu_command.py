@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from rose.errors import ConfigError
-from rose.scheduler.gpu.substages import Kind
+from rose.scheduler.gpu.substages import SubStageKind
 from rose.scheduler.sim.levels import simulate as main
 
-KINDS = [kind.value for kind in Kind if kind is not Kind.TOOL]
+KINDS = [kind.value for kind in SubStageKind if kind is not SubStageKind.TOOL]
 LINE = (
     "INFO 11-23 14:00:01 [loggers.py:199] Engine 000: Iteration(0): 0 context requests, 0 context tokens, "
     "{running} generation requests, {running} generation tokens, iteration elapsed time: 100.00 ms, "

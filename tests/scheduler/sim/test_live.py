@@ -11,9 +11,9 @@ from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.group.model import Job, Phase, SloKind
 from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.sim.live import NO_LEASE_S, Replay
+from rose.scheduler.sim.live import NO_LEASE_S, SchedulerReplay
 from rose.scheduler.sim.loop import Simulation
-from rose.scheduler.sim.progress import Progress
+from rose.scheduler.sim.progress import ProgressLines
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, submissions
 
 HOUR_S = 3600.0
@@ -27,14 +27,14 @@ def submitted(name: str, arrival_s: float, hours: float, train_s: float = 100) -
 
 def test_jobs_alone_and_beside_each_other_cost_what_the_policy_says() -> None:
     for jobs in ([submitted("a", 60.0, 2)], [submitted("a", 0.0, 2), submitted("b", 0.0, 1)]):
-        live, alone = Replay(jobs, "weave").run(), Simulation(jobs, POLICIES["weave"](0)).run()
+        live, alone = SchedulerReplay(jobs, "weave").run(), Simulation(jobs, POLICIES["weave"](0)).run()
         assert live.dollars == pytest.approx(alone.dollars, rel=0.02) == pytest.approx(2 * NODES, rel=0.02)
         assert live.attainment == alone.attainment == 1.0
 
 
 def test_jobs_that_keep_their_ends_leave_when_the_trace_says() -> None:
     slow = [submitted(name, 0.0, 2, train_s=200) for name in "ab"]
-    longer, kept = Replay(slow, "weave").run(), Replay(slow, "weave", keeps_ends=True).run()
+    longer, kept = SchedulerReplay(slow, "weave").run(), SchedulerReplay(slow, "weave", keeps_ends=True).run()
     assert kept.duration_s == pytest.approx(2 * HOUR_S)
     assert longer.duration_s == pytest.approx(2 * HOUR_S * 4 / 3, rel=0.05), "in cycles of 400 s, alone 300"
 
@@ -44,7 +44,7 @@ def test_a_job_that_is_cancelled_while_it_waits_for_nodes_has_ended_without_its_
     spec = {"policy": "solo", "pools": pools, "lease_s": NO_LEASE_S}
     ended: list[tuple[int, int]] = []
     jobs = [submitted("a", 0.0, 2), submitted("b", 60.0, 1)]
-    played = Replay(jobs, "solo", keeps_ends=True, progress=lambda *num: ended.append(num))
+    played = SchedulerReplay(jobs, "solo", keeps_ends=True, progress=lambda *num: ended.append(num))
     played.scheduler = ClusterScheduler(parse_config(spec, ServeSpec, "one node each"), {}, 0.0, 1, "replay")
     assert (played.run().violated, ended) == (("b",), [(1, 2), (2, 2)])
 
@@ -53,10 +53,10 @@ def test_a_job_that_is_cancelled_while_it_waits_for_nodes_has_ended_without_its_
 def test_a_trace_with_moves_keeps_all_slos_and_repeats_exactly(kind: SloKind) -> None:
     jobs = submissions(generate_trace(0, 8), Workload.MIXED, 0, slo=(1.2, 2.0), slo_kind=kind)
     ended: list[tuple[int, int]] = []
-    first = Replay(jobs, "lifetime", keeps_ends=True, progress=lambda *num: ended.append(num)).run()
+    first = SchedulerReplay(jobs, "lifetime", keeps_ends=True, progress=lambda *num: ended.append(num)).run()
     assert ended == [(num, 8) for num in range(1, 9)]
     assert first.attainment == 1.0, first.violated
-    assert Replay(jobs, "lifetime", keeps_ends=True).run() == first
+    assert SchedulerReplay(jobs, "lifetime", keeps_ends=True).run() == first
 
 
 def test_the_command_plays_a_trace_through_the_scheduler(
@@ -74,7 +74,7 @@ def test_a_policy_that_no_running_cluster_has_is_refused_by_name(tmp_path: Path)
 
 
 def test_progress_is_said_at_most_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet, loud = Progress("quiet"), Progress("loud", every_s=0.0)
+    quiet, loud = ProgressLines("quiet"), ProgressLines("loud", every_s=0.0)
     quiet(1, 2)
     loud(1, 2)
     assert capsys.readouterr().err == "loud: 1 of 2 jobs have ended, 0 s\n"

@@ -10,11 +10,11 @@ import pytest
 from sim.node.baselines import LeastUtilized, Printed, RoundRobin, Separate, SeparateDynamic
 
 from rose.errors import ConfigError
-from rose.scheduler.node.model import Profile, Task, paper_profile
+from rose.scheduler.node.model import NodeProfile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
 from rose.scheduler.node.profile import write_profile
 from rose.scheduler.sim.levels import simulate as main
-from rose.scheduler.sim.node_results import Conditions, Policy, Result
+from rose.scheduler.sim.node_results import Conditions, NodeResult, TaskPolicy
 from rose.scheduler.sim.node_tasks import generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
 from rose.scheduler.sim.requests import TraceRow
@@ -31,18 +31,18 @@ def task(number: int, at_s: float = 0.0, tokens: int = 250, output: int = 1, *, 
     return Task(number=number, arrival_s=at_s, prompt_tokens=tokens, output_tokens=output, is_training=trains)
 
 
-def shared(num_nodes: int = 4, profile: Profile = PROFILE) -> NodePolicy:
+def shared(num_nodes: int = 4, profile: NodeProfile = PROFILE) -> NodePolicy:
     return NodePolicy(profile, num_nodes, RULES)
 
 
 def play(
     tasks: Sequence[Task],
-    policy: Policy | None = None,
+    policy: TaskPolicy | None = None,
     *,
     num_nodes: int = 4,
     conditions: Conditions = SHARED,
-    profile: Profile = PROFILE,
-) -> tuple[Result, NodeSimulation]:
+    profile: NodeProfile = PROFILE,
+) -> tuple[NodeResult, NodeSimulation]:
     simulation = NodeSimulation(tasks, policy or shared(num_nodes), profile, num_nodes, conditions)
     return simulation.run(), simulation
 
@@ -83,7 +83,7 @@ def test_all_memory_comes_back() -> None:
     assert [node.used_bytes for node in simulation._nodes] == [0] * 4
 
 
-def small_memory(num_tokens: int) -> Profile:
+def small_memory(num_tokens: int) -> NodeProfile:
     stage = PROFILE.stages[0]
     return replace(PROFILE, stages=(replace(stage, free_bytes=num_tokens * stage.kv_token_bytes),) * 2)
 
@@ -145,7 +145,7 @@ def test_sharing_keeps_at_least_the_slos_that_separate_nodes_keep(rate: float, s
         Printed(4, PROFILE, 250, SLO_S),
     ],
 )
-def test_baselines_do_every_task(policy: Policy) -> None:
+def test_baselines_do_every_task(policy: TaskPolicy) -> None:
     result, simulation = play(generated_tasks(200, 60, 0.5, 0), policy, conditions=QUEUES)
     assert len(result.requests) + len(result.trained) == 200
     assert [node.used_bytes for node in simulation._nodes] == [0] * 4

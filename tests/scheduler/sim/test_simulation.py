@@ -5,9 +5,9 @@ import pytest
 from sim.drift import drifts
 
 from rose.errors import ConfigError
-from rose.scheduler.cluster.candidates import Kind
+from rose.scheduler.cluster.candidates import CandidateKind
 from rose.scheduler.cluster.lifetime import Lifetime
-from rose.scheduler.cluster.policies import Greedy, Policy, Solo, Weave
+from rose.scheduler.cluster.policies import ClusterPolicy, Greedy, Solo, Weave
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.group.model import Job, SloKind
 from rose.scheduler.sim.loop import Change, Failure, Simulation
@@ -34,7 +34,7 @@ def test_a_shared_pair_of_nodes_is_paid_once() -> None:
     jobs = [submitted("a", 0.0, 2), submitted("b", 0.0, 1)]
     result = Simulation(jobs, Weave()).run()
     assert result.dollars == pytest.approx(2 * NODES)
-    assert (result.kinds[Kind.DIRECT], result.attainment) == (1, 1.0)
+    assert (result.kinds[CandidateKind.DIRECT], result.attainment) == (1, 1.0)
 
 
 def test_slowed_jobs_stay_longer_unless_they_keep_their_ends() -> None:
@@ -74,7 +74,7 @@ def test_a_crashed_job_comes_back_and_the_others_never_stop() -> None:
 def test_a_job_that_drifts_over_a_limit_is_placed_anew() -> None:
     jobs = [submitted("a", 0.0, 4, slo=1.2), submitted("b", 0.0, 4, slo=1.2)]
     result = Simulation(jobs, Weave(), changes=[Change(time_s=HOUR_S, name="b", factor=1.5)]).run()
-    assert (result.num_moves, result.attainment, result.kinds[Kind.ISOLATED]) == (1, 1.0, 2)
+    assert (result.num_moves, result.attainment, result.kinds[CandidateKind.ISOLATED]) == (1, 1.0, 2)
 
 
 @pytest.mark.parametrize("kind", SloKind)
@@ -96,7 +96,7 @@ def test_no_policy_costs_less_than_the_optimum_of_its_class() -> None:
 
     jobs = submissions(TRACE, Workload.MIXED, 2)
     best = Simulation(jobs, Exact(), keeps_ends=True, pause_s=0.0).run()
-    policies: tuple[Policy, ...] = (Weave(), Weave(prune_saturated=False), Lifetime())
+    policies: tuple[ClusterPolicy, ...] = (Weave(), Weave(prune_saturated=False), Lifetime())
     for policy in policies:
         assert Simulation(jobs, policy, keeps_ends=True).run().dollars >= best.dollars - 1e-6
 

@@ -11,8 +11,8 @@ from rose.cli import main
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.group.model import Job
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.sim.live import Replay
-from rose.scheduler.sim.loop import Result, Simulation
+from rose.scheduler.sim.live import SchedulerReplay
+from rose.scheduler.sim.loop import Simulation, SimulationResult
 from rose.scheduler.sim.workloads import Submission
 
 HOUR_S = 3600.0
@@ -24,12 +24,12 @@ def job(name: str, arrival_s: float, hours: float, priority: int = 0, **fields: 
     return Submission(job=shape, arrival_s=arrival_s, work_s=hours * HOUR_S, priority=priority, **fields)
 
 
-def play(jobs: list[Submission], is_live: bool, num_nodes: int = 1, **cluster: Any) -> Result:
+def play(jobs: list[Submission], is_live: bool, num_nodes: int = 1, **cluster: Any) -> SimulationResult:
     pools = {"rollout": pool("h20", num_nodes), "train": pool("h800", num_nodes)}
     content = {"policy": "solo", "pools": pools, "move_pause_s": PAUSE_S, **cluster}
     spec = ServeSpec.model_validate(content)
     if is_live:
-        return Replay(jobs, "solo", cluster=spec).run()
+        return SchedulerReplay(jobs, "solo", cluster=spec).run()
     policy, pools_of = POLICIES["solo"](0), spec.pools.to_pools()
     rules = spec.to_preemption()
     return Simulation(jobs, policy, pools_of, pause_s=PAUSE_S, preemption=rules).run()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -12,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-import psutil
 import pytest
+from forked_server import ForkedServer
 from tiny_models import make_rollout_model
 
 from rose.admission.board_snapshot import snapshot
@@ -24,6 +25,7 @@ from rose.ports import free_port
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 READY_S = 1200.0
+TRAINER = "rose.trainers.fine_tune.command"
 WORDS = [f"w{number}" for number in range(100)]
 TEXTS = [" ".join(WORDS[start : start + 24]) for start in range(0, 72, 6)]
 """Each word is followed by the next one."""
@@ -58,7 +60,8 @@ class Served:
             *flags,
         ]
         self.log = folder / "serve.log"
-        self.process = ServerProcess(argv, "serve", self.log, environment).start()
+        serve = ServerProcess(argv, "serve", self.log, environment)
+        self.process = ForkedServer(serve, "vllm.entrypoints.openai.api_server", TRAINER).start()
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0, trust_env=False)
         self.process.wait_ready(f"http://127.0.0.1:{port}/health", READY_S)
 
@@ -77,10 +80,9 @@ class Served:
         found: dict[str, Any] = self._http.get("/rose/v1/status").raise_for_status().json()
         return found
 
-    def trainer(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        (found,) = [each for each in children if "rose.trainers.fine_tune.command" in each.cmdline()]
-        return found
+    def trainer_pid(self) -> int:
+        (pid,) = re.findall(r"started name=trainer pid=(\d+)", self.log.read_text())
+        return int(pid)
 
     def close(self) -> None:
         self._http.close()
@@ -115,11 +117,10 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
     assert steps[-1]["loss"] < steps[0]["loss"] - 1.0
     assert steps[-1]["grants"] > len(steps)  # a step is several pieces
 
-    trainer = served.trainer()
     with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
         board = observer.board_words
         until(lambda: snapshot(board).rollout.num_steps > 0, "the trainer computes", served)
-        os.kill(trainer.pid, signal.SIGKILL)
+        os.kill(served.trainer_pid(), signal.SIGKILL)
         until(lambda: not snapshot(board).rollout.alive, "the trainer is gone", served)
         versions = {served.status()["weight_version"] for _ in range(3)}
         after = [served.loss() for _ in range(3)]

@@ -11,7 +11,7 @@ from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.run_choice import RunChoice
 from rose.transfer.format import leases
-from rose.transfer.format.leases import Leases
+from rose.transfer.format.leases import WatchedSigns
 from rose.transfer.format.manifest import RunSign, pack_body, run_sign_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
@@ -132,7 +132,7 @@ def test_without_a_live_run_the_newest_one_is_followed(publish: Publish, relay: 
 
 
 def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still() -> None:
-    signs = Leases(lease_s=10.0)
+    signs = WatchedSigns(lease_s=10.0)
     assert signs.is_dead("a", 0.0)
     signs.look({"a": 1, "b": 1}, 0.0)
     assert not signs.is_dead("a", 5.0) and not signs.is_live("a", 5.0)
@@ -144,7 +144,7 @@ def test_a_sign_is_live_when_it_changed_and_dead_when_it_stood_still() -> None:
 
 
 def test_signs_that_are_gone_for_two_leases_are_forgotten() -> None:
-    signs = Leases(lease_s=10.0)
+    signs = WatchedSigns(lease_s=10.0)
     signs.look({"a": 1, "b": 1}, 0.0)
     signs.look({"b": 1}, 20.1)
     signs.look({"a": 2, "b": 2}, 20.2)

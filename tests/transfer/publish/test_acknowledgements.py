@@ -12,7 +12,7 @@ from rose.transfer.format import manifest as keys
 from rose.transfer.format.leases import ACK_LEASE_S
 from rose.transfer.format.manifest import Ack, pack_body
 from rose.transfer.publish.publisher import WeightPublisher
-from rose.transfer.relay.calls import Answer, RelayCalls
+from rose.transfer.relay.calls import RelayAnswer, RelayCalls
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
 
@@ -101,7 +101,7 @@ def test_a_publish_makes_no_relay_call_per_worker_that_left(
     reads: list[str] = []
     call = RelayCalls.call
 
-    def counted(calls: RelayCalls, method: str, path: str, content: bytes | None = None) -> Answer:
+    def counted(calls: RelayCalls, method: str, path: str, content: bytes | None = None) -> RelayAnswer:
         if method == "GET":
             reads.append(path)
         return call(calls, method, path, content)

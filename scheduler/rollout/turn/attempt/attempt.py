@@ -38,7 +38,7 @@ class AttemptParts:
     records: TurnRecords
 
 
-class Attempt:
+class TurnAttempt:
     """Runs once. Lives on the router's event loop."""
 
     def __init__(

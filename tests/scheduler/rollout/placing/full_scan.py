@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rose.scheduler.rollout.placing.cost import CostPolicy, cost_s
-from rose.scheduler.rollout.placing.policy import PinnedPolicy, Policy, TurnwisePolicy
+from rose.scheduler.rollout.placing.policy import PinnedPolicy, PlacementPolicy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import VersionGone, VersionMode, VersionRule
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView, of_model
 from rose.types import WeightVersion
 
 
-def picked(policy: Policy, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
+def picked(policy: PlacementPolicy, turn: TurnView, workers: Sequence[WorkerView], now: float) -> str | None:
     """Returns what the policy should pick. Raises: VersionGone."""
     found = usable(turn, workers, policy.versions, now)
     if isinstance(policy, TurnwisePolicy):

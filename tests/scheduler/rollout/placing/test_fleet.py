@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from rose.scheduler.rollout.placing.cost import CostPolicy
 from rose.scheduler.rollout.placing.fleet import Fleet
-from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, Policy, TurnwisePolicy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, PlacementPolicy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import NewestVersions, VersionGone, VersionMode, VersionRule
 from rose.scheduler.rollout.placing.views import NO_RUN, NOBODY, Speed, TurnView, WorkerKind, WorkerView
 from rose.types import WeightVersion
@@ -83,7 +83,7 @@ def test_every_decision_is_that_of_a_look_at_all_workers(
     make_policy: type[PaperPolicy | CostPolicy | PinnedPolicy | TurnwisePolicy],
     rule: VersionRule,
 ) -> None:
-    policy: Policy = make_policy(versions=rule)
+    policy: PlacementPolicy = make_policy(versions=rule)
     fleet, views = Fleet(), dict[str, WorkerView]()
     for event in events:
         if isinstance(event, WorkerView):

@@ -7,7 +7,7 @@ import pytest
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.cost import CostPolicy
 from rose.scheduler.rollout.placing.fleet import Fleet
-from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, Policy, TurnwisePolicy
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, PlacementPolicy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import NewestVersions, VersionMode, VersionRule
 from rose.scheduler.rollout.placing.views import NOBODY, Speed, TurnView, WorkerKind, WorkerView
 from rose.types import WeightVersion
@@ -236,13 +236,13 @@ def test_turnwise_policy_goes_by_load_alone(workers: list[WorkerView], picked: s
     assert TurnwisePolicy().pick(TurnView(session="t", affine="a"), Fleet(workers), NOW) == picked
 
 
-POLICIES: list[Policy] = [PaperPolicy(), PinnedPolicy(), TurnwisePolicy(), CostPolicy()]
+POLICIES: list[PlacementPolicy] = [PaperPolicy(), PinnedPolicy(), TurnwisePolicy(), CostPolicy()]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("owner", "picked"), [(None, "s"), ("job", "s"), ("other", None), (NOBODY, None)])
 def test_a_serving_gpu_takes_turns_of_the_job_that_borrowed_it_alone(
-    policy: Policy, owner: str | None, picked: str | None
+    policy: PlacementPolicy, owner: str | None, picked: str | None
 ) -> None:
     assert policy.pick(TurnView(session="t", job="job"), Fleet([serving("s", owner=owner)]), NOW) == picked
 
@@ -268,7 +268,7 @@ OF_MODELS = [
     ],
 )
 def test_a_turn_goes_to_a_worker_of_its_model_or_one_that_does_not_say(
-    policy: Policy, model: str | None, affine: str | None, picked: str
+    policy: PlacementPolicy, model: str | None, affine: str | None, picked: str
 ) -> None:
     if isinstance(policy, PinnedPolicy) and model == "a":
         picked = "a2"  # whatever its kind
@@ -315,7 +315,7 @@ def test_cost_policy_is_the_papers_while_telemetry_is_missing_or_stale(unknown: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: Policy) -> None:
+def test_turns_that_are_alike_find_a_place_together_or_not_at_all(policy: PlacementPolicy) -> None:
     workers = [dedicated("a", 16), dedicated("b", 3, models={"m"}), serving("s", owner="x", models={"n"})]
     turns = [
         TurnView(session=str(i), job=job, model=model, affine=affine, avoid_until=avoid)
