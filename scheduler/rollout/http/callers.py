@@ -16,6 +16,7 @@ from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Denied, NotFound
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, NO_RUN
 from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.dispatch import QueueFull
 from rose.scheduler.rollout.workers.registry import Registry
 
 _NAME_A_RUN = f"send {RUN_HEADER}, or set the job's run_id (jobs in the router's file, PUT /admin/jobs/JOB)"
@@ -59,6 +60,7 @@ class Callers:
         Raises:
             BadRequest: the name is empty.
             Denied: the request has another job's key, or not the key that its job has.
+            QueueFull: too many jobs have turns.
         """
         named = request.headers.get(JOB_HEADER)
         if named is not None and not named.strip():
@@ -71,6 +73,11 @@ class Callers:
         job = named if named is not None else DEFAULT_JOB
         if self._jobs.spec(job).key is not None:
             raise Denied(f"{JOB_HEADER}: job {job} has a key of its own; send that key")
+        if not self._jobs.has_room(job):
+            raise QueueFull(
+                f"{JOB_HEADER}: {job}: {len(self._jobs)} jobs have turns, which is the limit (max_jobs); send"
+                " the name of one of them, declare the job, or try later"
+            )
         return job
 
     def model(self, job: str, given: object) -> object:
