@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from rose.config import Settings
 from rose.engine.adapter_copies import AdapterCopies
+from rose.engine.hooks.patches import ends_commands
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
@@ -258,7 +259,8 @@ class RoseEndpoint:
         if settings is not None:
             if not getattr(args, "uds", None):  # rose serve has asked, and vLLM may have been started without
                 keys = {"ROSE_KEY": Settings.from_environment().key}
-                check_exposure("--host", args.host or "0.0.0.0", keys, is_insecure=settings.insecure)
+                with ends_commands():
+                    check_exposure("--host", args.host or "0.0.0.0", keys, is_insecure=settings.insecure)
             control = EngineControl(engine_client, settings, str(config.model_config.served_model_name))
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
