@@ -44,8 +44,7 @@ def no_key_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_only_addresses_of_this_machine_itself_need_no_key(host: str, is_open: bool) -> None:
     for keys in ({"ROSE_KEY": None}, {"ROSE_KEY": "k", "OTHER": None}, {}):
-        refusal = pytest.raises(ConfigError) if is_open else contextlib.nullcontext()
-        with refusal:
+        with pytest.raises(ConfigError) if is_open else contextlib.nullcontext():
             check_exposure("--host", host, keys, is_insecure=False)
         check_exposure("--host", host, keys, is_insecure=True)
     check_exposure("--host", host, {"ROSE_KEY": "k"}, is_insecure=False)
