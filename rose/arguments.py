@@ -38,6 +38,13 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(BAD_INPUT_STATUS, f"rose: error: {where}{message}; see {self.prog} --help\n")
 
 
+def add_insecure_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag by which a user opens a command to other machines without keys."""
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine even without keys"
+    )
+
+
 def port_number(text: str) -> int:
     """Returns a TCP port for argparse; 0 lets the system choose. Raises: ArgumentTypeError."""
     return _whole_number(text, 0, MOST_PORT)

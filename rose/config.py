@@ -30,6 +30,8 @@ class Settings:
     """The folder for the sockets of this host's pools (ROSE_RUNTIME_DIR)."""
     cache_dir: Path
     """The folder for step-time profiles and other files that can be made again (ROSE_CACHE_DIR)."""
+    state_dir: Path
+    """The folder for what has to outlast a reboot (ROSE_STATE_DIR)."""
     key: str | None = None
     """The bearer key of the workers' /rose/v1 routes and of the relay (ROSE_KEY); None leaves them open."""
     read_key: str | None = None
@@ -45,6 +47,8 @@ class Settings:
     """The bearer key that clients of the router need on /v1 (ROSE_ROUTER_API_KEY)."""
     worker_api_key: str | None = None
     """The bearer key that workers want on /v1, vLLM's --api-key (ROSE_WORKER_API_KEY)."""
+    tls_ca: Path | None = None
+    """Certificates that routers and engines must show one of, in PEM (ROSE_TLS_CA); None: the system's."""
     channel: str | None = None
     """The cluster scheduler's control channel (ROSE_CHANNEL); None for this user's own on this host."""
     job_file: Path | None = None
@@ -60,6 +64,7 @@ class Settings:
         return cls(
             runtime_dir=_runtime_dir(variables),
             cache_dir=Path(variables.get("ROSE_CACHE_DIR") or home / ".cache" / "rose"),
+            state_dir=_state_dir(variables, home),
             key=variables.get("ROSE_KEY") or None,
             read_key=variables.get("ROSE_READ_KEY") or None,
             signing_key=variables.get("ROSE_SIGNING_KEY") or None,
@@ -67,13 +72,15 @@ class Settings:
             admin_key=variables.get("ROSE_ROUTER_ADMIN_KEY") or None,
             router_api_key=variables.get("ROSE_ROUTER_API_KEY") or None,
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
+            tls_ca=Path(variables["ROSE_TLS_CA"]) if variables.get("ROSE_TLS_CA") else None,
             channel=variables.get("ROSE_CHANNEL") or None,
             job_file=Path(variables["ROSE_JOB"]) if variables.get("ROSE_JOB") else None,
             front_secret=variables.get("ROSE_FRONT_SECRET") or None,
         )
 
     def key_variables(self) -> dict[str, str]:
-        """Returns the keys as variables for a process on another host."""
+        """Returns the keys, and where the trusted certificates are, as variables for a process on another
+        host."""
         named = {
             "ROSE_KEY": self.key,
             "ROSE_READ_KEY": self.read_key,
@@ -81,6 +88,7 @@ class Settings:
             "ROSE_ROUTER_ADMIN_KEY": self.admin_key,
             "ROSE_ROUTER_API_KEY": self.router_api_key,
             "ROSE_WORKER_API_KEY": self.worker_api_key,
+            "ROSE_TLS_CA": str(self.tls_ca) if self.tls_ca is not None else None,
         }
         return {name: key for name, key in named.items() if key is not None}
 
@@ -182,12 +190,29 @@ def vllm_plugins() -> str:
     return ",".join(sorted(names | {"rose"}))
 
 
+def vllm_api_key() -> str | None:
+    """Returns the key that vLLM's API servers want on /v1 unless a flag gives another one."""
+    return os.environ.get("VLLM_API_KEY") or None
+
+
+def worker_api_key() -> str | None:
+    """Returns the key that an engine of this host wants on /v1, as vLLM itself reads it or as the router
+    sends it."""
+    return vllm_api_key() or os.environ.get("ROSE_WORKER_API_KEY") or None
+
+
 def _runtime_dir(variables: Mapping[str, str]) -> Path:
     if variables.get("ROSE_RUNTIME_DIR"):
         return Path(variables["ROSE_RUNTIME_DIR"])
     if variables.get("XDG_RUNTIME_DIR"):
         return Path(variables["XDG_RUNTIME_DIR"]) / "rose"
     return Path(f"/tmp/rose-{os.getuid()}")
+
+
+def _state_dir(variables: Mapping[str, str], home: Path) -> Path:
+    if variables.get("ROSE_STATE_DIR"):
+        return Path(variables["ROSE_STATE_DIR"])
+    return Path(variables.get("XDG_STATE_HOME") or home / ".local" / "state") / "rose"
 
 
 class Section(BaseModel):

@@ -4,8 +4,11 @@ relays'."""
 import random
 import socket
 import time
+from pathlib import Path
 
 import httpx
+
+from rose.tls import client_context
 
 KEEPALIVE_S = 2.0
 """When an idle connection is closed: sooner than vLLM's server does (5 s), which could otherwise close it
@@ -61,8 +64,12 @@ def urls_of(text: str) -> tuple[str, ...]:
     return found
 
 
-def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | float) -> httpx.Client:
+def http_client(
+    url: str = "", *, key: str | None, timeout: httpx.Timeout | float, ca: Path | None = None
+) -> httpx.Client:
     """Makes a client for ``url`` with ``key`` as its bearer key; timeouts are in seconds.
+
+    ca: the file of certificates that an https address must show one of; None: the system's.
 
     It uses no proxy of the environment: workers and services are reached directly.
     """
@@ -70,6 +77,7 @@ def http_client(url: str = "", *, key: str | None, timeout: httpx.Timeout | floa
         base_url=url,
         headers={"Authorization": f"Bearer {key}"} if key is not None else {},
         timeout=timeout,
+        verify=client_context(ca),
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         trust_env=False,
     )

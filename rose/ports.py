@@ -1,10 +1,12 @@
-"""Ports of this machine: one that is free, and whether a given one is.
+"""Ports of this machine: one that is free, whether a given one is, and whether others may reach it.
 
 It loads the standard library alone: commands import it that must start fast.
 """
 
+import ipaddress
 import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from rose.errors import ConfigError
@@ -12,6 +14,32 @@ from rose.errors import ConfigError
 _FIRST_PORT = 20_000
 """Well-known services use lower ports."""
 _given_ports: set[int] = set()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on ``host``."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(given: str, host: str, keys: Mapping[str, str | None], *, is_insecure: bool) -> None:
+    """Checks that others than this machine need a key for what listens on ``host``.
+
+    given: the flag or setting that names the host. keys: what protects the address, by the names of the
+    variables; empty if nothing can.
+    Raises: ConfigError if a key is missing, unless the user insists.
+    """
+    missing = [name for name, key in keys.items() if key is None]
+    if is_insecure or is_loopback(host) or (keys and not missing):
+        return
+    what = "use it without a key" if keys else "use it, because it knows no keys"
+    fix = f"set {' and '.join(missing)}, " if missing else ""
+    raise ConfigError(
+        f"{given} {host}: whoever reaches this address could {what}; {fix}listen on 127.0.0.1, or give "
+        "--insecure"
+    )
 
 
 def check_port_free(host: str, port: int) -> None:

@@ -17,7 +17,8 @@ from hypothesis import settings as hypothesis_settings
 _OWN = tempfile.TemporaryDirectory(prefix="rose-tests-")
 for _name in [each for each in os.environ if each.startswith("ROSE_")]:
     del os.environ[_name]
-os.environ.update(ROSE_RUNTIME_DIR=f"{_OWN.name}/run", ROSE_CACHE_DIR=f"{_OWN.name}/cache")
+_FOLDERS = {"RUNTIME": "run", "CACHE": "cache", "STATE": "state"}
+os.environ.update({f"ROSE_{name}_DIR": f"{_OWN.name}/{folder}" for name, folder in _FOLDERS.items()})
 
 # The plugin, where a test registers it in this process, then leaves the log to pytest.
 logging.getLogger("rose").addHandler(logging.NullHandler())

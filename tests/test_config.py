@@ -91,6 +91,18 @@ def test_settings_take_keys_and_cache_from_the_environment() -> None:
     assert Settings.from_environment({"HOME": "/h"}).cache_dir == Path("/h/.cache/rose")
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"ROSE_STATE_DIR": "/a", "XDG_STATE_HOME": "/b"}, "/a"),
+        ({"XDG_STATE_HOME": "/b", "HOME": "/h"}, "/b/rose"),
+        ({"HOME": "/h"}, "/h/.local/state/rose"),
+    ],
+)
+def test_state_dir_follows_the_environment(environ: dict[str, str], expected: str) -> None:
+    assert Settings.from_environment(environ).state_dir == Path(expected)
+
+
 def test_private_dir_is_created_for_this_user_only(tmp_path: Path) -> None:
     path = make_private_dir(tmp_path / "a" / "b", "choose another")
     assert path.stat().st_mode & 0o777 == 0o700

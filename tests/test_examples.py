@@ -38,3 +38,10 @@ def test_every_setting_that_an_example_comments_out_is_accepted(name: str, tmp_p
     path = tmp_path / name
     path.write_text("\n".join(found))
     load_yaml(path, MODELS[name])
+
+
+def test_no_example_is_open_to_the_network_without_a_key() -> None:
+    for path in (each for each in EXAMPLES.rglob("*") if each.is_file()):
+        text = path.read_text()
+        assert not re.search(r"0\.0\.0\.0|protected-mode no|--insecure|insecure:", text), path
+        assert ("redis:7" in text or "redis-server" in text) == ("requirepass" in text), path

@@ -206,7 +206,8 @@ class Rig:
 
         ``gives_way``: it stands for another machine, and runs only when nothing else wants a CPU.
         """
-        env = {**CLIENT_ENV, **(env if env is not None else {})}
+        state = {"ROSE_STATE_DIR": str(self.folder / "state")}
+        env = {**CLIENT_ENV, **state, **(env if env is not None else {})}
         command = [sys.executable, *argv]
         process = self.start(
             ServerProcess(command, name, self.log(name), env=env, cpus=self.others, nice=nice)

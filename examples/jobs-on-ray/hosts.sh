@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
 # Ray and the job scheduler on bare hosts, which this host reaches over ssh.
 #   ROLLOUT_HOSTS="r1 r2 r3 r4" TRAIN_HOSTS="t1 t2" examples/jobs-on-ray/hosts.sh examples/jobs-on-ray/cluster.yaml
-# Who reaches this Redis or Ray can run commands on all hosts: use a network that only trusted people reach.
+# Submit jobs after `. ./rose-channel.sh`, which has the channel's password.
+# Who reaches this Ray can run commands on all hosts: use a network that only trusted people reach.
 set -euo pipefail
 
 cluster=$1
 head=$(hostname -I | cut -d' ' -f1)
 
-redis-server --daemonize yes --bind "$head" --port 6380 --appendonly yes --appendfsync always --protected-mode no
+password=$(openssl rand -hex 24)
+printf 'requirepass %s\n' "$password" |
+  redis-server - --daemonize yes --bind "$head" --port 6380 --appendonly yes --appendfsync always
+export ROSE_CHANNEL="redis://:$password@$head:6380/0"
+(umask 077 && echo "export ROSE_CHANNEL=$ROSE_CHANNEL" > rose-channel.sh)
 export RAY_health_check_period_ms=500  # a dead node is noticed within 3 s
 ray start --head --node-ip-address "$head" --port 6379 --num-gpus 0
 for host in $ROLLOUT_HOSTS; do
@@ -16,4 +21,4 @@ done
 for host in $TRAIN_HOSTS; do
   ssh "$host" "ray start --address $head:6379 --num-gpus 8 --resources '{\"h800\": 1}'"
 done
-exec rose sched serve "$cluster" --channel "redis://$head:6380/0" --http 8200
+exec rose sched serve "$cluster" --http 8200

@@ -67,6 +67,8 @@ class EngineSettings(BaseModel):
     """Share of the headroom that serving may use before it cuts rollouts' budget."""
     takes_weights: bool = False
     """Whether a serving engine takes new weights while it runs, as a rollout engine always does."""
+    insecure: bool = False
+    """Whether the engine may listen beyond this machine without keys."""
     poison_slabs: bool = False
     """Fills a slab with NaN before it leaves, to make a later read of it visible. Costs 70 us per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)

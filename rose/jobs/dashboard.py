@@ -23,12 +23,14 @@ NICE = 10
 class DashboardProcess:
     """The supervised process. ``check`` starts it again, whatever ended it."""
 
-    def __init__(self, http: str, channel: str) -> None:
-        """Starts nothing. Raises: ConfigError if nothing can listen on ``http``."""
+    def __init__(self, http: str, channel: str, *, is_insecure: bool) -> None:
+        """Starts nothing. Raises: ConfigError if nothing can, or may, listen on ``http``."""
         address = Address.parse(http)
+        address.check_exposure(is_insecure=is_insecure)
         check_port_free(address.host, address.port)
         module = "rose.scheduler.dashboard.server"
         self._argv = [sys.executable, "-m", module, "--http", str(address), "--channel", channel]
+        self._argv += ["--insecure"] if is_insecure else []
         self._process: ServerProcess | None = None
         self._started_s = 0.0
 

@@ -18,7 +18,7 @@ from rose.config import Settings, default_variable, load_yaml, make_private_dir
 from rose.errors import ConfigError
 from rose.jobs.dashboard import DashboardProcess
 from rose.jobs.pair import PairRun
-from rose.jobs.serve import add_folder_and_page, cache_root
+from rose.jobs.serve import add_folder_and_page, cache_root, make_page
 from rose.jobs.slowdown import core_counts, hardware, splittable_cores
 from rose.node.signals import StopOnSignals
 from rose.scheduler.gpu.pairing import Pairing
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     specs = _read(arguments.jobs)
     pairing = _pairing(specs, cores, arguments)
     folder = make_private_dir(arguments.folder.absolute(), "choose another with --folder")
-    page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
+    page = make_page(arguments)
     # Threads that spin for work would take the core from threads that have work.
     default_variable("OMP_WAIT_POLICY", "PASSIVE")
     with StopOnSignals():

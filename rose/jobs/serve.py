@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import CommandParser, add_insecure_flag, run_command
 from rose.config import Settings, load_yaml, make_private_dir
 from rose.errors import ChannelError, ConfigError, WorkerError, install_hint
 from rose.jobs.dashboard import DashboardProcess
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     node = ScheduledNode(arguments.channel, arguments.cluster)
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
     make_engine = _engine(cluster, arguments.channel, folder, settings)
-    page = DashboardProcess(arguments.http, arguments.channel) if arguments.http is not None else None
+    page = make_page(arguments)
     with StopOnSignals():
         node.start()
         try:
@@ -195,6 +195,14 @@ def add_folder_and_page(parser: CommandParser, settings: Settings) -> None:
         metavar="[HOST:]PORT",
         help="also serve the dashboard and /metrics there (default: nowhere)",
     )
+    add_insecure_flag(parser)
+
+
+def make_page(arguments: argparse.Namespace) -> DashboardProcess | None:
+    """Returns the dashboard that these flags ask for. Raises: ConfigError if it can't, or may not, listen."""
+    if arguments.http is None:
+        return None
+    return DashboardProcess(arguments.http, arguments.channel, is_insecure=arguments.insecure)
 
 
 if __name__ == "__main__":

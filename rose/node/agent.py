@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import CommandParser, add_insecure_flag, run_command
 from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, WorkerError
 from rose.node import checks, launch
@@ -33,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(list(argv))
     settings = Settings.from_environment()
     node = load_yaml(arguments.file, NodeConfig)
+    if arguments.insecure:
+        node = node.opened()
     _check(node, settings, arguments.file)
     launch.remove_dead_status_pages(settings)
     log_dir = arguments.log_dir if arguments.log_dir is not None else settings.make_runtime_dir() / "logs"
@@ -117,6 +119,7 @@ def _parser() -> CommandParser:
         metavar="DIR",
         help="folder of the logs (default: logs in the runtime directory)",
     )
+    add_insecure_flag(parser)
     return parser
 
 

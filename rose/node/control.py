@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from rose.config import Settings
+from rose.config import Settings, worker_api_key
 from rose.engine.status import Field, StatusPage, page_path
 from rose.errors import WorkerError
 from rose.http import http_client
@@ -60,7 +60,9 @@ class EngineControl:
         self.url = url
         self.model = model
         self._timeout_s = timeout_s
-        self._client = http_client(url, key=Settings.from_environment().key, timeout=timeout_s)
+        settings, key = Settings.from_environment(), worker_api_key()
+        self._worker_headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._client = http_client(url, key=settings.key, timeout=timeout_s, ca=settings.tls_ca)
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))
@@ -105,7 +107,8 @@ class EngineControl:
     ) -> Any:
         timeout_s = timeout_s if timeout_s is not None else self._timeout_s
         try:
-            answer = self._client.request(method, path, json=body, timeout=timeout_s)
+            headers = {} if path.startswith("/rose/") else self._worker_headers
+            answer = self._client.request(method, path, json=body, timeout=timeout_s, headers=headers)
         except httpx.HTTPError as error:
             raise WorkerError(f"{self.url}{path}: {error!r}") from error
         if answer.is_error:

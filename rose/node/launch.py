@@ -17,11 +17,13 @@ import httpx
 import numpy as np
 import psutil
 
-from rose.config import Settings, make_private_dir, vllm_plugins
+from rose import ports
+from rose.config import Settings, make_private_dir, vllm_plugins, worker_api_key
 from rose.engine.adapter_copies import remove_left
 from rose.engine.harm_records import records_path
 from rose.engine.status import Field, page_path
 from rose.errors import ConfigError, WorkerError
+from rose.http import http_client
 from rose.node.node_config import EngineConfig, PoolConfig
 from rose.node.processes import ServerProcess
 from rose.types import Role
@@ -48,7 +50,21 @@ def engine_process(
         *vllm_args,
     ]
     env = {"VLLM_PLUGINS": vllm_plugins(), **(extra_env if extra_env is not None else {})}
+    if (key := worker_api_key()) is not None:
+        env.setdefault("VLLM_API_KEY", key)  # a flag wins over it
     return ServerProcess(argv, engine.name, log_path, env=env, cpus=engine.cpus)
+
+
+def check_exposure(engine: EngineConfig) -> None:
+    """Raises: ConfigError if others than this machine would reach the engine without keys."""
+    if (host := engine.listens_on) is None:
+        return
+    own = engine.vllm_flag("--api-key")
+    keys = {
+        "ROSE_KEY": Settings.from_environment().key,
+        "ROSE_WORKER_API_KEY": own if own is not None else worker_api_key(),
+    }
+    ports.check_exposure(f"{engine.name}: host", host, keys, is_insecure=engine.insecure)
 
 
 def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Settings) -> None:
@@ -58,10 +74,10 @@ def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Set
     Raises: WorkerError.
     """
     server.wait_ready(f"{engine.url}/health", READY_TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key is not None else {}
     status_url = f"{engine.url}/rose/v1/status"
     try:
-        answer = httpx.get(status_url, headers=headers, timeout=STATUS_TIMEOUT_S, trust_env=False)
+        with http_client(key=settings.key, timeout=STATUS_TIMEOUT_S, ca=settings.tls_ca) as client:
+            answer = client.get(status_url)
     except httpx.HTTPError as error:
         raise WorkerError(f"{engine.name}: {status_url} does not answer ({error})") from error
     if answer.status_code == httpx.codes.NOT_FOUND:

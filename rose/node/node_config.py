@@ -100,14 +100,22 @@ class EngineConfig(EngineSettings):
         return int(given) if given is not None and given.isdigit() and int(given) > 0 else 1
 
     @property
+    def listens_on(self) -> str | None:
+        """The host that vLLM listens on; None for a Unix socket."""
+        if self.vllm_flag("--uds") is not None:
+            return None
+        return self.vllm_flag("--host") or self.host
+
+    @property
     def name(self) -> str:
         """Its name in logs."""
         return f"{self.role}-{self.port}"
 
     @property
     def url(self) -> str:
-        """Where it answers HTTP on this host."""
-        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+        """Where it answers HTTP on this host, or HTTPS if vLLM has a certificate."""
+        scheme = "http" if self.vllm_flag("--ssl-certfile") is None else "https"
+        return f"{scheme}://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
 
     def plugin_settings(self) -> dict[str, Any]:
         """Returns the EngineSettings that the user set: the ``rose`` key of vLLM's --additional-config."""
@@ -150,3 +158,8 @@ class NodeConfig(Section):
         if twice:
             raise ValueError(f"engines share port {twice[0]}; give each engine its own")
         return self
+
+    def opened(self) -> Self:
+        """Returns the node with engines that may listen beyond this machine without keys."""
+        engines = tuple(engine.model_copy(update={"insecure": True}) for engine in self.engines)
+        return self.model_copy(update={"engines": engines})

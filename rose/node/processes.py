@@ -10,6 +10,7 @@ import http.client
 import logging
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -111,7 +112,7 @@ class ServerProcess:
 
         Raises: WorkerError with the log's tail when the process ends first or the time is over.
         """
-        self.wait_until(lambda: _answers_ok(url), url, timeout_s)
+        self.wait_until(lambda: answers_ok(url), url, timeout_s)
 
     def wait_until(self, is_ready: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Returns once ``is_ready()``; raises like ``wait_ready``, naming ``what``."""
@@ -229,10 +230,15 @@ def _pinning(cpus: Iterable[int] | None, nice: int) -> list[str]:
     return prefix
 
 
-def _answers_ok(url: str) -> bool:
+def answers_ok(url: str) -> bool:
     """One GET without proxies: the servers are on this host."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=5.0)
+    host = parts.hostname or "127.0.0.1"
+    connection = http.client.HTTPConnection(host, parts.port, timeout=5.0)
+    if parts.scheme == "https":
+        # The process is our own, and is sent nothing secret: it is asked before it is known what it shows.
+        unverified = ssl._create_unverified_context()
+        connection = http.client.HTTPSConnection(host, parts.port, timeout=5.0, context=unverified)
     try:
         connection.request("GET", parts.path or "/")
         return connection.getresponse().status == http.HTTPStatus.OK

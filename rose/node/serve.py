@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, get_args
 
 from rose import ports
-from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
+from rose.arguments import BAD_INPUT_STATUS, CommandParser, add_insecure_flag, run_command
 from rose.config import Settings, parse_config
 from rose.engine.settings import EngineSettings
 from rose.errors import ConfigError, WorkerError
@@ -62,6 +62,7 @@ def check_engine(engine: EngineConfig) -> None:
     checks.check_vllm()
     ports.check_port_free(engine.host, engine.port)
     launch.check_cpus(engine)
+    launch.check_exposure(engine)
     checks.check_adapters(engine)
     checks.check_model(engine.model)
 
@@ -162,6 +163,7 @@ def _parser() -> CommandParser:
         "--fine-tune starts one",
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    add_insecure_flag(parser)
     parser.add_argument("--port", default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--cpus", metavar="N,N", help="CPUs for the whole engine (default: all)")
     parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over")
@@ -186,7 +188,7 @@ def _add_plugin_flags(parser: argparse.ArgumentParser) -> None:
     """Adds one flag per field of EngineSettings; its text and default are the field's."""
     flags = parser.add_argument_group("settings of the plugin")
     for name, field in EngineSettings.model_fields.items():
-        if name in ("role", "pool"):
+        if name in ("role", "pool", "insecure"):
             continue
         note = " ".join((field.description or "").split()).rstrip(".").replace("None: ", "default: ")
         if field.default not in (None, ""):

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.from_environment()
     console = Console()
     pools = sample_pools(settings)
-    with http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S) as client:
+    with http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S, ca=settings.tls_ca) as client:
         samples = _take_samples(client, arguments.worker, settings)
         if not samples and not pools:
             parser.error(

@@ -44,8 +44,9 @@ def connect(address: str) -> None:
         raise ConfigError(f"--address {address}: no Ray cluster there ({reason}); run: ray start") from error
 
 
-def up(config: RayConfig, keys: Mapping[str, str]) -> Endpoints:
-    """Places and starts all services; ``keys`` are variables for their processes.
+def up(config: RayConfig, keys: Mapping[str, str], *, is_insecure: bool = False) -> Endpoints:
+    """Places and starts all services; ``keys`` are variables for their processes, which without them listen
+    only if ``is_insecure``.
 
     Raises: ConfigError if the name is taken or Ray has no room; WorkerError if a service does not start.
     """
@@ -54,7 +55,7 @@ def up(config: RayConfig, keys: Mapping[str, str]) -> Endpoints:
     services = config.services()
     group = _place(config, services)
     try:
-        return _start(config, group, services, keys)
+        return _start(config, group, services, keys, is_insecure)
     except ray.exceptions.RayError as error:
         down(config.name)
         raise WorkerError(_cause(error)) from error
@@ -107,10 +108,14 @@ def down(name: str) -> list[str]:
 
 
 def _start(
-    config: RayConfig, group: PlacementGroup, services: Mapping[str, ServiceBundle], keys: Mapping[str, str]
+    config: RayConfig,
+    group: PlacementGroup,
+    services: Mapping[str, ServiceBundle],
+    keys: Mapping[str, str],
+    is_insecure: bool,
 ) -> Endpoints:
     actors = {
-        name: _actor(config.name, name, service, group, index, keys)
+        name: _actor(config.name, name, service, group, index, keys, is_insecure)
         for index, (name, service) in enumerate(services.items())
     }
     relay_url: str | None = None
@@ -154,6 +159,7 @@ def _actor(
     group: PlacementGroup,
     index: int,
     keys: Mapping[str, str],
+    is_insecure: bool,
 ) -> Any:
     """Starts an actor in its bundle of the group; its second thread answers while the first is busy."""
     options = {
@@ -166,7 +172,7 @@ def _actor(
         "max_concurrency": 2,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
-    return ray.remote(ProcessActor).options(**options).remote(f"{cluster}-{name}", dict(keys))
+    return ray.remote(ProcessActor).options(**options).remote(f"{cluster}-{name}", dict(keys), is_insecure)
 
 
 def _running(name: str) -> list[str]:

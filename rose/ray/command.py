@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import CommandParser, add_insecure_flag, run_command
 from rose.config import Settings, load_yaml
 from rose.ray.ray_config import RAY_EXAMPLE, RayConfig
 
@@ -18,12 +18,15 @@ from rose.ray.ray_config import RAY_EXAMPLE, RayConfig
 def main(argv: Sequence[str]) -> int:
     """Raises: ConfigError for bad input or no room, WorkerError if a service does not start."""
     arguments = _parser().parse_args(list(argv))
-    config = load_yaml(arguments.file, RayConfig) if arguments.action == "up" else None
+    settings, config = Settings.from_environment(), None
+    if arguments.action == "up":
+        config = load_yaml(arguments.file, RayConfig)
+        config.check_exposure(settings, is_insecure=arguments.insecure)
     from rose.ray import actors  # loads Ray, which --help and a bad file don't need
 
     actors.connect(arguments.address)
     if config is not None:
-        endpoints = actors.up(config, Settings.from_environment().key_variables())
+        endpoints = actors.up(config, settings.key_variables(), is_insecure=arguments.insecure)
         print(json.dumps({"name": config.name, **asdict(endpoints)}), flush=True)
         return 0
     if arguments.action == "down":
@@ -81,6 +84,7 @@ def _parser() -> CommandParser:
         )
         each.add_argument("--address", default="auto", help="the Ray cluster (default %(default)s)")
         if argument == "file":
+            add_insecure_flag(each)
             each.add_argument(
                 "file", metavar="RAY.yaml", type=Path, help="what to place (see examples/ray.yaml)"
             )

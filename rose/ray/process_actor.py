@@ -11,18 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import ray
 import yaml
 
 from rose.config import Settings
 from rose.node.launch import READY_TIMEOUT_S
-from rose.node.processes import ServerProcess
+from rose.node.node_config import EngineConfig
+from rose.node.processes import ServerProcess, answers_ok
 from rose.scheduler.rollout.placing.views import WorkerKind
 from rose.types import Role
 
 START_TIMEOUT_S = 300.0
-_PROBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class ProcessStatus:
 class ProcessActor:
     """A Ray actor with two threads: one starts or stops the process, the other answers meanwhile."""
 
-    def __init__(self, name: str, keys: Mapping[str, str]) -> None:
+    def __init__(self, name: str, keys: Mapping[str, str], is_insecure: bool) -> None:
         self._name = name
         self._host = str(ray.util.get_node_ip_address())
         self._folder = Settings.from_environment().make_runtime_dir() / f"ray-{name}"
@@ -52,6 +51,7 @@ class ProcessActor:
         self._process: ServerProcess | None = None
         self._urls: tuple[str, ...] = ()
         self._env = dict(keys)
+        self._flags = ["--insecure"] if is_insecure else []
 
     def start_relay(self, config: Mapping[str, Any]) -> str:
         """Starts a relay and returns its URL. Raises: WorkerError with the end of the log."""
@@ -75,8 +75,9 @@ class ProcessActor:
         logs = self._folder / "logs"
         path = self._write({**relay, **config, "engines": engines})
         process = self._run(["-m", "rose.node.agent", str(path), "--log-dir", str(logs)])
-        roles = {f"http://{each['host']}:{each['port']}": Role(each["role"]) for each in engines}
-        process.wait_until(lambda: all(map(_is_healthy, roles)), "healthy engines", READY_TIMEOUT_S)
+        roles = {EngineConfig.model_validate(each).url: Role(each["role"]) for each in engines}
+        healths = [f"{url}/health" for url in roles]
+        process.wait_until(lambda: all(map(answers_ok, healths)), "healthy engines", READY_TIMEOUT_S)
         self._urls = tuple(roles)
         kind = WorkerKind.SERVING if Role.SERVING in roles.values() else WorkerKind.DEDICATED
         return [{"url": url, "kind": kind.value} for url, role in roles.items() if role is Role.ROLLOUT]
@@ -106,7 +107,8 @@ class ProcessActor:
         return path
 
     def _run(self, argv: list[str]) -> ServerProcess:
-        process = ServerProcess([sys.executable, *argv], self._name, self._log, env=self._env)
+        command = [sys.executable, *argv, *self._flags]
+        process = ServerProcess(command, self._name, self._log, env=self._env)
         self._process = process.start()
         return self._process
 
@@ -134,10 +136,3 @@ def _relay_url(log: str) -> str | None:
 def _router_url(log: str) -> str | None:
     ready = "rose router ready "
     return next((line.removeprefix(ready) for line in log.splitlines() if line.startswith(ready)), None)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=_PROBE_TIMEOUT_S, trust_env=False).is_success
-    except httpx.HTTPError:
-        return False

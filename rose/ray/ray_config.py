@@ -7,9 +7,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rose.config import Section
+from rose.config import Section, Settings
+from rose.node.launch import check_exposure as check_engine_exposure
 from rose.node.node_config import NodeConfig
-from rose.scheduler.rollout.router_config import RouterConfig
+from rose.ports import check_exposure
+from rose.scheduler.rollout.router_config import RouterConfig, build_config
 from rose.transfer.relay.embedded import DEFAULT_CAPACITY_BYTES
 
 RAY_EXAMPLE = """\
@@ -25,6 +27,9 @@ nodes:
         - {model: /models/chat, role: serving, port: 8000, slo_ttft_ms: 500, slo_tpot_ms: 100}
         - {model: /models/policy, role: rollout, port: 8001}
 """
+
+
+_NODE = "on the address of a Ray node"
 
 
 class ServiceBundle(Section):
@@ -87,6 +92,21 @@ class RayConfig(Section):
         if not self.services():
             raise ValueError("there is no service; give relay, router or nodes")
         return self
+
+    def check_exposure(self, settings: Settings, *, is_insecure: bool) -> None:
+        """Raises: ConfigError if others than a service's own machine would reach it without keys."""
+        if self.relay is not None:
+            keys = {"ROSE_KEY": settings.key} if self.relay.config.kind == "embedded" else {}
+            host = self.relay.config.host
+            check_exposure("relay", host if host is not None else _NODE, keys, is_insecure=is_insecure)
+        if self.router is not None:
+            found = build_config(self.router.config.model_dump(exclude_unset=True), "router", settings)
+            host = found.host if "host" in found.model_fields_set else _NODE
+            found.check_exposure("router", host, is_insecure=is_insecure)
+        for engine in [engine for node in self.nodes for engine in node.config.engines]:
+            host = engine.host if "host" in engine.model_fields_set else _NODE
+            opened = is_insecure or engine.insecure
+            check_engine_exposure(engine.model_copy(update={"host": host, "insecure": opened}))
 
     def services(self) -> dict[str, ServiceBundle]:
         """The services by name, in the order of start: engines need the relay, and the router the engines."""

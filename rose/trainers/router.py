@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import httpx
 
+from rose.config import Settings
 from rose.errors import WorkerError
-from rose.http import urls_of
+from rose.http import http_client, urls_of
 from rose.types import WeightVersion
 
 _TIMEOUT_S = 30.0
@@ -26,7 +27,7 @@ def router_announcer(
     The function raises a WorkerError, with the router's reason, if a router refuses or none answers.
     """
     urls = [f"{url}/admin/rl_step" for url in urls_of(router_url)]
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key is not None else {}
+    ca = Settings.from_environment().tls_ca
 
     def announce(step: int) -> None:
         version = published()
@@ -37,7 +38,8 @@ def router_announcer(
         for url in urls:
             problem = f"{url}: RL step {step} could not be announced"
             try:
-                answer = httpx.post(url, json=body, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+                with http_client(key=admin_key, timeout=_TIMEOUT_S, ca=ca) as client:
+                    answer = client.post(url, json=body)
             except httpx.HTTPError as error:
                 problem = f"{problem}: {error}"
                 continue

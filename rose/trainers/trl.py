@@ -17,8 +17,9 @@ import torch
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
 
+from rose.config import Settings
 from rose.errors import WorkerError
-from rose.http import urls_of
+from rose.http import http_client, urls_of
 from rose.trainers.publishing import PublishWeights
 from rose.trainers.router import Announce
 from rose.transfer.publish.publisher import WeightPublisher
@@ -97,7 +98,10 @@ class _RouterClient(VLLMClient):
 
     def __init__(self, base_url: str, connection_timeout: float) -> None:
         """Raises: ConnectionError."""
+        self._ca = Settings.from_environment().tls_ca
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
+        if self._ca is not None:
+            self.session.verify = str(self._ca)
         statuses: dict[str, Any] = {"status_forcelist": _ASKED_AGAIN, "respect_retry_after_header": False}
         for adapter in self.session.adapters.values():
             adapter.max_retries = adapter.max_retries.new(connect=0, read=0, **statuses)
@@ -108,7 +112,8 @@ class _RouterClient(VLLMClient):
         until = time.monotonic() + total_timeout
         while True:
             try:
-                answer = httpx.get(f"{self.base_url}/health", timeout=_HEALTH_TIMEOUT_S, trust_env=False)
+                with http_client(key=None, timeout=_HEALTH_TIMEOUT_S, ca=self._ca) as client:
+                    answer = client.get(f"{self.base_url}/health")
             except httpx.HTTPError as error:
                 if time.monotonic() >= until:
                     raise ConnectionError(f"can't be reached: {error!r}") from error

@@ -16,9 +16,11 @@ from zlib import crc32
 import httpx
 import msgspec
 
+from rose.config import Settings
 from rose.errors import WorkerError
 from rose.http import JOB_HEADER, RETRY_S, RUN_HEADER, SO_FAR, WATCHED, Failures, urls_of
 from rose.scheduler.rollout.formats.resume import has_state, must_restart
+from rose.tls import client_context
 
 _PATH = "/inference/v1/generate"
 _CONNECT_TIMEOUT_S = 10.0
@@ -83,9 +85,9 @@ class RouterTurns:
     """Turns on a router, or on several before the same workers, for one event loop.
 
     ``router_url`` is the router's address, or several that are separated by commas. ``key`` is the router's,
-    if it wants one. ``job`` names the RL job, and ``run`` the training run whose weights it wants, if the
-    router has several. ``retry_s``: for so many seconds from the first failure a turn is tried again
-    while no router answers.
+    if it wants one; at an https address it must show a certificate of ``ROSE_TLS_CA``. ``job`` names the RL
+    job, and ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for so
+    many seconds from the first failure a turn is tried again while no router answers.
     """
 
     def __init__(
@@ -106,7 +108,10 @@ class RouterTurns:
         named = {"Authorization": bearer, JOB_HEADER: job, RUN_HEADER: run}
         headers = {name: value for name, value in named.items() if value is not None}
         transport = httpx.AsyncHTTPTransport(
-            limits=httpx.Limits(max_connections=None), socket_options=WATCHED, trust_env=False
+            verify=client_context(Settings.from_environment().tls_ca),
+            limits=httpx.Limits(max_connections=None),
+            socket_options=WATCHED,
+            trust_env=False,
         )
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout, transport=transport, trust_env=False)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rose.errors import ConfigError
+from rose.ports import check_exposure
 
 DEFAULT = "127.0.0.1:8200"
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
@@ -34,13 +35,9 @@ class Address:
             raise ConfigError(f"--http {text!r}: port {port!r}, expected 1 to 65535; write it like {DEFAULT}")
         return cls(host=bare, port=int(port))
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+    def check_exposure(self, *, is_insecure: bool) -> None:
+        """Raises: ConfigError if others than this machine would reach it: the dashboard knows no keys."""
+        check_exposure("--http", self.host, {}, is_insecure=is_insecure)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -21,15 +21,13 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from rose.arguments import run_command
+from rose.arguments import add_insecure_flag, run_command
 from rose.errors import ConfigError
 from rose.scheduler.dashboard.address import DEFAULT, Address
 from rose.scheduler.dashboard.feed import Feed
 from rose.scheduler.dashboard.metrics import prometheus_text
 from rose.scheduler.runtime.command.connection import channel_parser
 from rose.scheduler.runtime.job.spec import EXAMPLE
-
-logger = logging.getLogger(__name__)
 
 _UNCACHED = {"Cache-Control": "no-store"}
 
@@ -44,9 +42,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--http", default=DEFAULT, metavar="[HOST:]PORT", help="address to listen on (default: %(default)s)"
     )
+    add_insecure_flag(parser)
     arguments = parser.parse_args(argv)
+    address = Address.parse(arguments.http)
+    address.check_exposure(is_insecure=arguments.insecure)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(_serve(Address.parse(arguments.http), Feed(arguments.channel)))
+    asyncio.run(_serve(address, Feed(arguments.channel)))
     return 0
 
 
@@ -63,8 +64,6 @@ async def _serve(address: Address, feed: Feed) -> None:
         # A bind's own text repeats the address; a name that is not found has numbers of its own.
         why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(f"--http: {address} can't be used ({why}); try another") from error
-    if not address.is_loopback:
-        logger.warning("everybody who reaches %s can read jobs' names, notes and log paths", address)
     print(f"rose sched dashboard ready http://{address}", flush=True)
     await stop.wait()
     await runner.cleanup()

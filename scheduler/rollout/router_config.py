@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.messages import ConcurrencyProfile
+from rose.ports import check_exposure
 from rose.scheduler.rollout.placing.versions import VersionMode
 from rose.scheduler.rollout.placing.views import WorkerKind
 
@@ -147,6 +148,17 @@ class RouterConfig(_Settings):
     idle_s: float = Field(
         default=75.0, gt=0, description="a connection without a whole request head is closed after this time"
     )
+    max_connections: int = Field(
+        default=65536,
+        ge=1,
+        description="most connections of clients, at most half of the open files; others are answered 503",
+    )
+    max_jobs: int = Field(
+        default=1024,
+        ge=1,
+        description="most jobs that have turns at once; a turn of another one is answered 429, unless the job"
+        " is declared",
+    )
     max_queued_per_job: int = Field(
         default=4096, ge=1, description="most waiting turns of a job; further turns are answered 429"
     )
@@ -199,6 +211,15 @@ class RouterConfig(_Settings):
         default=None, description="collector of traces, e.g. http://127.0.0.1:4318/v1/traces (extra: otel)"
     )
 
+    tls_certificate: Path | None = Field(
+        default=None, description="certificate in PEM with which the router serves HTTPS alone; needs tls_key"
+    )
+    tls_key: Path | None = Field(default=None, description="the certificate's key, in PEM")
+    tls_ca: Path | None = Field(
+        default=None,
+        description="certificates in PEM; workers and peers must show one of them, or else of the system's",
+    )
+
     api_key: str | None = Field(default=None, description="key that clients must send")
     admin_key: str | None = Field(
         default=None,
@@ -219,6 +240,13 @@ class RouterConfig(_Settings):
         """Whether any key but the admin's is set here."""
         of_jobs = any(job.key is not None for job in self.jobs.values())
         return of_jobs or any((self.api_key, self.worker_api_key, self.rose_key))
+
+    def check_exposure(self, given: str, host: str, *, is_insecure: bool) -> None:
+        """Raises: ConfigError if others than this machine would reach the router without keys."""
+        of_jobs = (job.key for job in self.jobs.values() if job.key is not None)
+        clients = self.api_key if self.api_key is not None else next(of_jobs, None)
+        keys = {"ROSE_ROUTER_API_KEY": clients, "ROSE_ROUTER_ADMIN_KEY": self.admin_key}
+        check_exposure(given, host, keys, is_insecure=is_insecure)
 
 
 def parse_worker(text: str) -> WorkerSpec:
@@ -249,9 +277,10 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
         "admin_key": settings.admin_key,
         "worker_api_key": settings.worker_api_key,
         "rose_key": settings.key,
+        "tls_ca": settings.tls_ca,
     }
     try:
-        keys = {name: key for name, key in found.items() if key is not None}
+        keys: dict[str, Any] = {name: key for name, key in found.items() if key is not None}
         config = RouterConfig.model_validate({**keys, **fields})
         if config.concurrency_profile is not None:
             if "turns_per_gpu" in fields:
@@ -262,6 +291,8 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
         raise ConfigError(f"{source}: {_first_problem(error)}") from error
     if config.fronts.count and not any(flag.startswith("--model") for flag in config.fronts.flags):
         raise ConfigError(f"{source}: fronts: flags lack --model DIR, the workers' model")
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        raise ConfigError(f"{source}: tls_certificate and tls_key go together: give both")
     if config.peers and config.has_keys and config.admin_key is None:
         raise ConfigError(
             f"{source}: peers: routers with keys take changes by the admin key alone; set admin_key"

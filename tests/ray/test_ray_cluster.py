@@ -89,7 +89,7 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
     file = config_file(
         name="all", strategy="STRICT_SPREAD", relay={}, router={"config": {"port": 0}}, nodes=[node]
     )
-    endpoints = services.up(load_yaml(file, RayConfig), keys={})
+    endpoints = services.up(load_yaml(file, RayConfig), keys={}, is_insecure=True)
     try:
         status = told("all")
         assert sorted(status) == ["node-0", "relay", "router"]
@@ -110,7 +110,7 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
         shown = cli("status", "all", "--address", address)
         assert shown.returncode == 0 and str(endpoints.router_url) in shown.stdout
         with pytest.raises(ConfigError, match="rose ray down all"):
-            services.up(load_yaml(file, RayConfig), keys={})
+            services.up(load_yaml(file, RayConfig), keys={}, is_insecure=True)
     finally:
         assert sorted(services.down("all")) == ["node-0", "relay", "router"]
     assert not any(psutil.pid_exists(each["pid"]) for each in status.values())
@@ -127,7 +127,7 @@ def test_a_process_ends_with_its_actor_and_the_status_says_so(
 ) -> None:
     monkeypatch.setattr(services, "connect", lambda _address: None)  # this process has joined already
     file = config_file(name="one", relay={}, router=None)
-    assert main(["up", str(file), "--address", address]) == 0
+    assert main(["up", str(file), "--address", address, "--insecure"]) == 0
     try:
         endpoints = json.loads(capsys.readouterr().out)
         assert endpoints["relay_url"].startswith("embedded://")
@@ -149,7 +149,7 @@ def test_a_service_that_does_not_start_takes_the_others_down_and_shows_its_log(
     engine = {"model": "/no/such/model", "role": "rollout", "port": free_port()}
     file = config_file(name="broken", relay={}, nodes=[{"config": {"pool": pool, "engines": [engine]}}])
     with pytest.raises(WorkerError, match="/no/such/model"):
-        services.up(load_yaml(file, RayConfig), keys={})
+        services.up(load_yaml(file, RayConfig), keys={}, is_insecure=True)
     assert services.status("broken") == {} and services.num_placed("broken") == 0
 
 
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     monkeypatch.setattr(services, "PLACE_TIMEOUT_S", 0.5)
     file = config_file(name="large", router={"num_cpus": 2})
     with pytest.raises(ConfigError, match=r"large: no room .* router \{'CPU': 2.0\} .*'CPU': 1.0"):
-        services.up(load_yaml(file, RayConfig), keys={})
+        services.up(load_yaml(file, RayConfig), keys={}, is_insecure=True)
     assert services.status("large") == {} and services.num_placed("large") == 0
 
 

@@ -36,7 +36,10 @@ class AdapterFollowing:
         with ExitStack() as opened:
             relay = opened.enter_context(closing(open_relay(relay_url, settings.follower_key)))
             store = opened.enter_context(closing(AdapterFolders(staging / run_id, self._description)))
-            workers = [opened.enter_context(closing(WorkerClient(url, settings.key, run_id))) for url in urls]
+            workers = [
+                opened.enter_context(closing(WorkerClient(url, settings.key, run_id, settings.tls_ca)))
+                for url in urls
+            ]
             self._follower = Follower(
                 relay,
                 run_id,

@@ -7,6 +7,7 @@ update (rose/engine/http/control.py). Nothing here looks at weights or talks to 
 import logging
 import threading
 import time
+from pathlib import Path
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -47,10 +48,11 @@ class _WorkerWeights(BaseModel):
 class WorkerClient:
     """The calls to one worker, over HTTP."""
 
-    def __init__(self, url: str, key: str | None, adapter: str | None = None) -> None:
-        """adapter: the run of the LoRA adapter that it gets; None: it gets whole weights."""
+    def __init__(self, url: str, key: str | None, adapter: str | None = None, ca: Path | None = None) -> None:
+        """adapter: the run of the LoRA adapter that it gets; None: it gets whole weights. ca: certificates of
+        which it must show one; None: the system's."""
         self._adapter = adapter
-        self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0))
+        self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0), ca=ca)
 
     def load(self, update: WeightUpdate) -> None:
         """Returns when the worker runs the update. Raises: WorkerError."""

@@ -137,7 +137,10 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
     plans = [read_plan(path) for path in args.plan]
     with closing(open_relay(args.relay, settings.follower_key)) as relay, ExitStack() as open_now:
         store = open_now.enter_context(closing(SharedMirror(args.staging)))
-        workers = [open_now.enter_context(closing(WorkerClient(url, settings.key))) for url in args.worker]
+        workers = [
+            open_now.enter_context(closing(WorkerClient(url, settings.key, ca=settings.tls_ca)))
+            for url in args.worker
+        ]
         mirror = WeightMirror(plans, store)
         follower = Follower(relay, args.run, mirror, args.base, settings.public_key)
         subscriber = Subscriber(relay, follower, store, list(zip(names, workers, strict=True)))

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from rose.tls import client_context
 from rose.transfer.relay.protocol import Relay
-from rose.transfer.relay.tls import client_context
 from rose.transfer.relay.url import parse_relay_url
 
 

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from rose.arguments import MOST_PORT, CommandParser, port_number, positive_int, run_command
+from rose.arguments import MOST_PORT, CommandParser, add_insecure_flag, port_number, positive_int, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, RelayError
 from rose.host_memory import available_bytes
+from rose.ports import check_exposure
+from rose.tls import client_context, server_context
 from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.relay import embedded as embedded_relay
 from rose.transfer.relay.folding import SnapshotFolder
@@ -26,7 +28,6 @@ from rose.transfer.relay.mooncake import MooncakeRelay, start_mooncake_master
 from rose.transfer.relay.nearby_copies import NearbyCopies
 from rose.transfer.relay.object_store import ObjectStore
 from rose.transfer.relay.opening import open_relay
-from rose.transfer.relay.tls import client_context, server_context
 from rose.transfer.relay.url import add_beside, require_mooncake
 
 _CHECK_MASTER_S = 0.5
@@ -88,19 +89,21 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--tls-certificate and --tls-ca are for --kind embedded: a Mooncake store has no TLS")
     if args.beside is not None and args.kind != "mooncake":
         parser.error("--beside is for --kind mooncake: embedded relays hand objects on themselves")
+    settings = Settings.from_environment()
+    protects = {"ROSE_KEY": settings.key} if args.kind == "embedded" else {}
+    check_exposure("--host", args.host, protects, is_insecure=args.insecure)
     try:
         if args.kind == "mooncake":
             serve_mooncake(args.host, args.port, args.capacity_bytes, args.beside)
         else:
-            _serve_embedded(args)
+            _serve_embedded(args, settings)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--port {args.port} on {args.host}: {reason}; choose another port") from error
     return 0
 
 
-def _serve_embedded(args: argparse.Namespace) -> None:
-    settings = Settings.from_environment()
+def _serve_embedded(args: argparse.Namespace, settings: Settings) -> None:
     trusts = client_context(args.tls_ca) if args.tls_ca is not None else None
     app = embedded_relay.make_app(ObjectStore(args.capacity_bytes), settings.key, settings.read_key, trusts)
     shows = server_context(args.tls_certificate, args.tls_key) if args.tls_certificate is not None else None
@@ -120,6 +123,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--port", type=port_number, default=0, help="port to listen on (default: any free one)"
     )
+    add_insecure_flag(parser)
     parser.add_argument(
         "--beside",
         metavar="URL",

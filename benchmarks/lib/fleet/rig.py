@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 import httpx
 
+from rose.config import child_environment
 from rose.errors import WorkerError
 from rose.ports import free_port
 
@@ -31,6 +33,7 @@ class Fleet:
         self._stub_flags = [f"--chunk-tokens={chunk_tokens}", f"--chunk-ms={chunk_ms}"]
         self._engines: list[subprocess.Popen[bytes]] = []
         self._routers: dict[int, subprocess.Popen[bytes]] = {}
+        self._state = TemporaryDirectory(prefix="rose-bench-")
         self.ports = [free_port(), free_port()]
         self.engine_urls: list[str] = []
 
@@ -58,6 +61,7 @@ class Fleet:
         for process in (*self._routers.values(), *self._engines):
             process.kill()
             process.wait()
+        self._state.cleanup()
 
     def start(self, number: int) -> None:
         """Starts a router, and waits until it knows all engines."""
@@ -66,7 +70,10 @@ class Fleet:
         for url in self.engine_urls:
             argv += ["--worker", f"{url},{self._worker}"]
         self._routers[number] = subprocess.Popen(
-            [*argv, "--peer", peer], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*argv, "--peer", peer],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=child_environment({"ROSE_STATE_DIR": self._state.name}),
         )
         until = time.monotonic() + _START_S
         while self._num_alive(number) < self._num_engines:

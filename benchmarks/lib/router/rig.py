@@ -16,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import httpx
@@ -24,6 +25,7 @@ import uvloop
 
 from lib.cpu_times import read_times
 from lib.load.requests import Target
+from rose.config import child_environment
 from rose.errors import WorkerError
 from rose.ports import free_port
 
@@ -119,7 +121,11 @@ def _started(
 @contextmanager
 def _listening(argv: Sequence[str], port: int, cpu: int | None) -> Iterator[tuple[str, psutil.Process]]:
     url = f"http://127.0.0.1:{port}"
-    with _started(argv, cpu, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with (
+        TemporaryDirectory(prefix="rose-bench-") as state,
+        _started(argv, cpu, env=child_environment({"ROSE_STATE_DIR": state}), **quiet) as process,
+    ):
         until = time.monotonic() + START_S
         while not _is_healthy(url):
             if process.poll() is not None or time.monotonic() > until:

@@ -176,7 +176,7 @@ class Cluster:
     def _relays(self, setup: Setup) -> list[str]:
         side, kind = setup.relay_side, setup.relay_kind
         argv = [sys.executable, "-m", "rose.transfer.relay.server", "--host", self.link.address(side)]
-        argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES)]
+        argv += ["--kind", kind, "--capacity-bytes", str(RELAY_BYTES), "--insecure"]
         urls = self._relay_urls.setdefault((side, kind), [])
         while len(urls) < setup.relays:
             beside = ["--beside", urls[0]] if kind == "mooncake" and urls else []

@@ -52,6 +52,15 @@ class RouterQuestions:
             else:
                 return served_card(cards, names, model_dir)
 
+    def is_open(self) -> bool:
+        """Whether the router takes requests without a key."""
+        request = httpx.Request("GET", f"{self._url}/v1/models")  # without the client's own headers
+        while True:
+            try:
+                return self._client.send(request).status_code != httpx.codes.UNAUTHORIZED
+            except httpx.TransportError as error:
+                self._wait(f"it does not answer ({type(error).__name__})")
+
     def _answered(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """Returns an answer of the router that asking again would not change.
 

@@ -14,14 +14,16 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 
-from rose.arguments import CommandParser, run_command
-from rose.config import Settings
+from rose.arguments import CommandParser, add_insecure_flag, run_command
+from rose.config import Settings, vllm_api_key
 from rose.engine.front.agreement import RouterQuestions
 from rose.errors import ConfigError
 from rose.http import http_client, urls_of
+from rose.ports import check_exposure
 
 _MIDDLEWARE = ("rose.engine.front.caller.NotesCaller", "rose.engine.front.adapters.AsksResolvers")
 _ASK_S = 30.0
@@ -39,16 +41,20 @@ def main(argv: Sequence[str]) -> int:
     own, vllm_argv = _parser().parse_known_args(argv)
     if own.stop_with_stdin:
         stop_with_stdin()
+    settings = Settings.from_environment()
     try:
         router_urls = urls_of(own.router)
     except ValueError as error:
         raise ConfigError(f"--router {error}") from error
-    router_url = _listening(router_urls)
+    router_url = _listening(router_urls, settings.tls_ca)
     args = _vllm_arguments(own.model, vllm_argv)
-    settings = Settings.from_environment()
-    with http_client(router_url, key=settings.router_api_key, timeout=_ASK_S) as client:
+    _check_exposure(args, settings.router_api_key, is_insecure=own.insecure)
+    key, ca = settings.router_api_key, settings.tls_ca
+    with http_client(router_url, key=key, timeout=_ASK_S, ca=ca) as client:
         questions = RouterQuestions(client)
         card = questions.card(args.served_model_name or [], args.model)
+        if questions.is_open():
+            _check_exposure(args, None, is_insecure=own.insecure)
         args.served_model_name = args.served_model_name or [card["id"]]
         if (context := card.get("max_model_len")) is not None and args.max_model_len is None:
             args.max_model_len = context
@@ -58,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         config = front_config(args)
         _check_context(config.model_config.max_model_len, context, router_url)
         questions.check_tokenizer(card["id"], tokenizer_of(config))
-    serve(config, args, TokenPlane(router_urls, card["id"], settings.front_secret))
+    serve(config, args, TokenPlane(router_urls, card["id"], settings.front_secret, ca))
     return 0
 
 
@@ -82,6 +88,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--stop-with-stdin", action="store_true", help="end when standard input does, as its starter's does"
     )
+    add_insecure_flag(parser)
     return parser
 
 
@@ -113,10 +120,22 @@ def _vllm_arguments(model: str, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _listening(router_urls: Sequence[str]) -> str:
+def _check_exposure(args: argparse.Namespace, router_key: str | None, *, is_insecure: bool) -> None:
+    """Raises: ConfigError if others than this machine would reach the router through the front without a key.
+
+    router_key: what the router asks every client for; None: nothing.
+    """
+    own_key = (args.api_key or [vllm_api_key()])[0]
+    if args.uds is None:
+        keys = {"ROSE_ROUTER_API_KEY at router and front": router_key if router_key is not None else own_key}
+        check_exposure("--host", args.host, keys, is_insecure=is_insecure)
+
+
+def _listening(router_urls: Sequence[str], ca: Path | None) -> str:
     """Returns the first router that listens; the first of all if none does yet."""
     for url in router_urls if len(router_urls) > 1 else ():
-        with contextlib.suppress(httpx.HTTPError), http_client(url, key=None, timeout=_LISTENS_S) as client:
+        client = http_client(url, key=None, timeout=_LISTENS_S, ca=ca)
+        with contextlib.suppress(httpx.HTTPError), client:
             client.get("/health")
             return url
     return router_urls[0]

@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ from rose.engine.front.calls import (
 )
 from rose.errors import RoseError
 from rose.http import FRONT_SECRET_HEADER, RETRY_S, SO_FAR, WATCHED, Failures
+from rose.tls import client_context
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +74,18 @@ class _RouterLost(RoseError):
 class TokenPlane(EngineCoreClient):
     """Stands where vLLM's AsyncLLM has the client of its engine core."""
 
-    def __init__(self, router_urls: Sequence[str], model: str, secret: str | None) -> None:
+    def __init__(
+        self, router_urls: Sequence[str], model: str, secret: str | None, ca: Path | None = None
+    ) -> None:
         """`router_urls`: routers before the same workers. A turn goes on at the next one if its router dies,
         and waits for one while none is there.
-        `secret`: by which a router that started this front knows its turns."""
+        `secret`: by which a router that started this front knows its turns. `ca`: the certificates that
+        routers must show one of; None: the system's."""
         self._router_urls = router_urls
         self._at = 0
         """The router that is asked first: the one that answered last."""
         self._model = model
+        self._trusts = client_context(ca)
         self._own_headers = {"Content-Type": "application/json"}
         if secret is not None:
             self._own_headers[FRONT_SECRET_HEADER] = secret
@@ -134,18 +140,25 @@ class TokenPlane(EngineCoreClient):
 
     async def model_cards(self) -> list[dict[str, Any]]:
         """Returns the cards of the models and adapters behind the router, which the request's client may ask
-        for. Raises: GracefulHTTPError."""
-        url = self._router_urls[self._at]
-        headers = {**caller_headers(), **self._own_headers}
-        try:
-            async with self._http().get(
-                url + _MODELS_PATH, headers=headers, timeout=_ASK_TIMEOUT
-            ) as response:
-                if response.status != 200:
-                    raise _http_error(response.status, _message(await response.text()))
-                return list((await response.json())["data"])
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _http_error(503, f"the router at {url} does not answer ({type(error).__name__})") from error
+        for: those of the first router that answers. Raises: GracefulHTTPError."""
+        headers, lost = {**caller_headers(), **self._own_headers}, _http_error(503, "there is no router")
+        for _ in self._router_urls:
+            at = self._at
+            url = self._router_urls[at]
+            try:
+                async with self._http().get(
+                    url + _MODELS_PATH, headers=headers, timeout=_ASK_TIMEOUT
+                ) as response:
+                    if response.status == 200:
+                        return list((await response.json())["data"])
+                    lost = _http_error(response.status, _message(await response.text()))
+                    if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                        raise lost
+            except (aiohttp.ClientError, TimeoutError) as error:
+                lost = _http_error(503, f"the router at {url} does not answer ({type(error).__name__})")
+                lost.__cause__ = error
+            self._pass_over(at)
+        raise lost
 
     # A turn -----------------------------------------------------------------------------------------------
 
@@ -206,12 +219,16 @@ class TokenPlane(EngineCoreClient):
                 if are_too_many or are_refusals or (outputs.so_far and has_state(body)):
                     raise _http_error(error.status, str(error)) from error
                 logger.warning("turn is sent again request=%s reason=%s", request.request_id, error)
-            if self._at == at:
-                self._at = (at + 1) % len(self._router_urls)
+            self._pass_over(at)
             outputs.drop_held()
             await asyncio.sleep(failures.pause_s(0.0))
             if outputs.so_far:
                 body[SO_FAR] = outputs.so_far
+
+    def _pass_over(self, at: int) -> None:
+        """Asks the next router first, unless that was noticed already."""
+        if self._at == at:
+            self._at = (at + 1) % len(self._router_urls)
 
     async def _part(
         self, url: str, body: dict[str, Any], headers: Mapping[str, str], outputs: Outputs, is_streamed: bool
@@ -256,7 +273,7 @@ class TokenPlane(EngineCoreClient):
         if self._session is None:
             self._loop = asyncio.get_running_loop()
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, socket_factory=_watched),
+                connector=aiohttp.TCPConnector(limit=0, socket_factory=_watched, ssl=self._trusts),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=_LINE_BYTES,
             )

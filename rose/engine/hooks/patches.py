@@ -33,13 +33,13 @@ def configure_from_additional_config() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     def before(engine_args: Any) -> None:
-        with _ends_commands():
+        with ends_commands():
             settings = EngineSettings.parse(engine_args.additional_config or {})
             if settings is not None:
                 _apply(settings.named(os.getpid()), engine_args)
 
     def after(engine_args: Any, config: Any) -> None:
-        with _ends_commands():
+        with ends_commands():
             settings = EngineSettings.parse(engine_args.additional_config or {})
             if settings is not None:
                 check_config(config, settings)
@@ -114,7 +114,7 @@ def continue_from_generated_tokens() -> None:
 
 
 @contextmanager
-def _ends_commands() -> Iterator[None]:
+def ends_commands() -> Iterator[None]:
     """Ends vLLM's own commands with one line and exit status 2 on bad input, like ROSE's commands. Code that
     makes an engine in Python gets the exception."""
     try:

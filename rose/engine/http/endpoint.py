@@ -9,17 +9,21 @@ from __future__ import annotations
 import hmac
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
-from starlette.datastructures import State
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers, State
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.platforms import current_platform
 
 from rose.config import Settings
 from rose.engine.adapter_copies import AdapterCopies
+from rose.engine.hooks.patches import ends_commands
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
@@ -39,16 +43,49 @@ from rose.messages import (
     WeightUpdated,
     WorkerStatus,
 )
+from rose.ports import check_exposure
 from rose.types import Role
+
+_COMMANDS = ("rl", "serve.dev", "serve.elastic_ep", "serve.fault_tolerance", "serve.profile")
+"""The packages of vllm.entrypoints whose routes command the engine. vLLM's own key does not guard them, and
+VLLM_SERVER_DEV_MODE opens those that pause it or change its weights. vLLM 0.32."""
+_NO_KEY = "missing or wrong ROSE key: send 'Authorization: Bearer $ROSE_KEY'"
+
+
+def _is_open(headers: Headers, key: str | None) -> bool:
+    """Whether a request may command the engine. A key of None lets everybody in."""
+    given = headers.get("authorization", "")
+    return key is None or hmac.compare_digest(given.encode(), f"Bearer {key}".encode())
+
+
+class GuardsCommands:
+    """An ASGI middleware that asks for ROSE's key where vLLM's own routes command the engine."""
+
+    def __init__(self, app: ASGIApp, key: str | None, paths: Collection[str]) -> None:
+        self._app = app
+        self._key = key
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_command = scope["type"] == "http" and scope["path"].rstrip("/") in self._paths
+        if is_command and not _is_open(Headers(scope=scope), self._key):
+            await JSONResponse({"detail": _NO_KEY}, 401)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _command_paths(app: FastAPI) -> frozenset[str]:
+    modules = tuple(f"vllm.entrypoints.{package}." for package in _COMMANDS)
+    routes = (route for route in app.routes if isinstance(route, APIRoute))
+    return frozenset(route.path for route in routes if route.endpoint.__module__.startswith(modules))
 
 
 def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Returns the check that every route depends on. A key of None lets everybody in."""
+    """Returns the check that every route depends on."""
 
     async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            raise HTTPException(401, "missing or wrong ROSE key: send 'Authorization: Bearer $ROSE_KEY'")
+        if not _is_open(request.headers, key):
+            raise HTTPException(401, _NO_KEY)
 
     return check
 
@@ -209,8 +246,9 @@ class RoseEndpoint:
     required_tasks: Any = None
 
     def attach_router(self, app: FastAPI) -> None:
-        key_check = _key_check(Settings.from_environment().key)
-        app.include_router(router, dependencies=[Depends(key_check)])
+        key = Settings.from_environment().key
+        app.include_router(router, dependencies=[Depends(_key_check(key))])
+        app.add_middleware(GuardsCommands, key=key, paths=_command_paths(app))
         app.add_middleware(FrontDoor)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
@@ -219,6 +257,10 @@ class RoseEndpoint:
         config = engine_client.vllm_config
         settings = EngineSettings.parse(config.additional_config)
         if settings is not None:
+            if not getattr(args, "uds", None):  # rose serve has asked, and vLLM may have been started without
+                keys = {"ROSE_KEY": Settings.from_environment().key}
+                with ends_commands():
+                    check_exposure("--host", args.host or "0.0.0.0", keys, is_insecure=settings.insecure)
             control = ServedEngine(engine_client, settings, str(config.model_config.served_model_name))
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns

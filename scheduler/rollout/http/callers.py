@@ -16,8 +16,11 @@ from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Denied, NotFound
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, NO_RUN
 from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.dispatch import QueueFull
 from rose.scheduler.rollout.workers.registry import Registry
 
+_MOST_CHARACTERS = 256
+"""Of a job's name, which is a label of metrics."""
 _NAME_A_RUN = f"send {RUN_HEADER}, or set the job's run_id (jobs in the router's file, PUT /admin/jobs/JOB)"
 
 
@@ -57,12 +60,15 @@ class Callers:
         """Returns the request's job.
 
         Raises:
-            BadRequest: the name is empty.
+            BadRequest: the name is empty or too long.
             Denied: the request has another job's key, or not the key that its job has.
+            QueueFull: too many jobs have turns.
         """
         named = request.headers.get(JOB_HEADER)
         if named is not None and not named.strip():
             raise BadRequest(f"{JOB_HEADER}: the name is empty; name the job or leave the header out")
+        if named is not None and len(named) > _MOST_CHARACTERS:
+            raise BadRequest(f"{JOB_HEADER}: {len(named)} characters; at most {_MOST_CHARACTERS} are allowed")
         holder = self._jobs.holder(bearer(request))
         if holder is not None:
             if named not in (None, holder):
@@ -71,6 +77,11 @@ class Callers:
         job = named if named is not None else DEFAULT_JOB
         if self._jobs.spec(job).key is not None:
             raise Denied(f"{JOB_HEADER}: job {job} has a key of its own; send that key")
+        if not self._jobs.has_room(job):
+            raise QueueFull(
+                f"{JOB_HEADER}: {job}: {len(self._jobs)} jobs have turns, which is the limit (max_jobs); send"
+                " the name of one of them, declare the job, or try later"
+            )
         return job
 
     def model(self, job: str, given: object) -> object:

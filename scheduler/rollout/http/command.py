@@ -9,7 +9,10 @@ import asyncio
 import ctypes
 import gc
 import logging
+import resource
 import signal
+import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,14 +22,15 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from rose.arguments import CommandParser, port_number, positive_int, run_command
-from rose.config import Settings, read_yaml
+from rose.arguments import CommandParser, add_insecure_flag, port_number, positive_int, run_command
+from rose.config import Settings, make_private_dir, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
-from rose.scheduler.rollout.http.guard import ClientConnection
+from rose.scheduler.rollout.http.guard import ClientConnection, RefusedConnection
 from rose.scheduler.rollout.http.service import Service
 from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
 from rose.scheduler.rollout.turn.dataplane import POLICIES, DataPlane
+from rose.tls import client_context, server_context
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,8 @@ _MAPPED_BYTES = 2**25
 _KEPT_BYTES = 2**28
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """Where the router's own fronts reach a router that listens everywhere."""
+_SPARE_FILES = 256
+"""Open files that are kept for all but clients and turns."""
 
 
 class RunningRouter:
@@ -46,38 +52,41 @@ class RunningRouter:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
+        self._connections = set[ClientConnection]()
         self.url = ""
         self.fronts: asyncio.Task[None] | None = None
         """Ends with a ConfigError if the fronts refuse their flags."""
 
     async def __aenter__(self) -> "RunningRouter":
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        config = self._config
+        trusts, shows = client_context(config.tls_ca), None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            shows = server_context(config.tls_certificate, config.tls_key)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=trusts)
         # Cookies, and a buffer too small for the echo of a long prompt, would cost CPU with each request.
         self._http = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=_READ_BYTES
         )
-        self.plane = DataPlane(self._config, self._http)
+        self.plane = DataPlane(config, self._http, trusts)
         try:
-            self._service = Service(self._config, self.plane)
+            self._service = Service(config, self.plane)
         except ConfigError:
             await self._http.close()
             raise
         app = self._service.build_app()
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        host, port = self._config.host, self._config.port
         try:
-            self._listener = await asyncio.get_running_loop().create_server(self._connection, host, port)
+            host, port = await self._listen(config.host, config.port, shows)
         except OSError as error:
             await self._close()
             reason = error.strerror or str(error)
             raise ConfigError(
-                f"--host, --port: can't listen on {host}:{port} ({reason}); try another"
+                f"--host, --port: can't listen on {config.host}:{config.port} ({reason}); try another"
             ) from error
-        host, port = self._listener.sockets[0].getsockname()[:2]
-        self.url = f"http://{host}:{port}"
-        for spec in self._config.workers:
+        self.url = f"{'http' if shows is None else 'https'}://{host}:{port}"
+        for spec in config.workers:
             self.plane.registry.add(spec)
         try:
             await self._service.changes.restore()
@@ -86,13 +95,25 @@ class RunningRouter:
             raise
         self._service.peers.start()
         if self._service.fronts.are_configured:
+            if shows is not None:  # its certificate need not name loopback
+                host, port = await self._listen("127.0.0.1", 0, None)
             own_host = _LOOPBACK.get(host, host)
             self.fronts = self._service.fronts.start(f"http://{own_host}:{port}")
         return self
 
-    def _connection(self) -> ClientConnection:
+    async def _listen(self, host: str, port: int, shows: ssl.SSLContext | None) -> tuple[str, int]:
+        """Returns the address that it got. Raises: OSError."""
+        loop = asyncio.get_running_loop()
+        self._listeners.append(await loop.create_server(self._connection, host, port, ssl=shows))
+        own_host, own_port = self._listeners[-1].sockets[0].getsockname()[:2]
+        return str(own_host), int(own_port)
+
+    def _connection(self) -> ClientConnection | RefusedConnection:
+        if len(self._connections) >= self._config.max_connections:
+            return RefusedConnection(self._config.max_connections)
         assert self._runner.server is not None
         return ClientConnection(
+            self._connections,
             self._runner.server,
             loop=asyncio.get_running_loop(),
             **_NO_LOG,
@@ -108,8 +129,8 @@ class RunningRouter:
         await self._service.drain()
 
     async def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         await self._service.fronts.close()
         await self._service.peers.close()
         await self._runner.cleanup()
@@ -133,7 +154,8 @@ async def run_router(config: RouterConfig, ready: Callable[[str], None] | None =
         loop.add_signal_handler(number, stop.set)
     async with RunningRouter(config) as router:
         logger.info(
-            "router ready url=%s workers=%d policy=%s", router.url, len(config.workers), config.policy
+            "router ready url=%s workers=%d policy=%s state=%s",
+            *(router.url, len(config.workers), config.policy, config.state),
         )
         if ready is not None:
             ready(router.url)
@@ -150,12 +172,24 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a stop signal. Raises: ConfigError for bad input."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = _parse_arguments(argv)
+    config = config.model_copy(update={"max_connections": _most_connections(config.max_connections)})
     _keep_freed_memory()
     gc.collect()
     gc.freeze()  # what exists now stays; scanning it again and again would show in the slowest turns
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_router(config, ready=lambda url: print(f"rose router ready {url}", flush=True)))
     return 0
+
+
+def _most_connections(wanted: int) -> int:
+    """Returns how many clients this process can have, after it has raised its limit of open files as far as
+    it may: a turn takes a second file, to its worker."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    most = wanted if limit == resource.RLIM_INFINITY else min(wanted, max(1, (limit - _SPARE_FILES) // 2))
+    if most < wanted:
+        logger.info("max_connections is %d instead of %d: %d files may be open", most, wanted, limit)
+    return most
 
 
 def _keep_freed_memory() -> None:
@@ -174,12 +208,8 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
     own, dashes, front_flags = _split(argv)
     parsed = _parser().parse_args(own)
     fields = read_yaml(parsed.file, RouterConfig) if parsed.file is not None else {}
-    flags = {name: getattr(parsed, name) for name in ("host", "port", "policy")}
+    flags = {name: getattr(parsed, name) for name in _SETTINGS}
     fields |= {name: value for name, value in flags.items() if value is not None}
-    if parsed.concurrency_profile is not None:
-        fields["concurrency_profile"] = parsed.concurrency_profile
-    if parsed.state is not None:
-        fields["state"] = parsed.state
     if parsed.peer:
         fields["peers"] = [*fields.get("peers", ()), *parsed.peer]
     if parsed.worker:
@@ -189,7 +219,31 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
     if given:
         fields["fronts"] = {**fields.get("fronts", {}), **given}
     source = str(parsed.file) if parsed.file is not None else "command line"
-    return build_config(fields, source, Settings.from_environment())
+    settings = Settings.from_environment()
+    config = build_config(fields, source, settings)
+    config.check_exposure("--host", config.host, is_insecure=parsed.insecure)
+    if "state" not in fields and config.port != 0:
+        config = config.model_copy(update={"state": _own_state(config, settings)})
+    return config
+
+
+def _own_state(config: RouterConfig, settings: Settings) -> Path | None:
+    """Returns where a router keeps what an admin sets unless it is told: several hosts may share the folder.
+    None if it can't be made, as for a user without a home.
+
+    Raises: ConfigError if the folder is not this user's.
+    """
+    fix = "set ROSE_STATE_DIR to another one, or give --state"
+    try:
+        folder = make_private_dir(settings.state_dir, fix)
+    except OSError as error:
+        logger.warning("what an admin sets is not kept: %s: %s; %s", settings.state_dir, error.strerror, fix)
+        return None
+    return folder / f"router-{socket.gethostname()}-{config.host}-{config.port}.json"
+
+
+_SETTINGS = ("host", "port", "policy", "concurrency_profile", "state", "tls_certificate", "tls_key")
+"""Those that flags set, too."""
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -226,10 +280,19 @@ def _parser() -> CommandParser:
         help="address of another router before the same workers; may be repeated",
     )
     parser.add_argument(
-        "--state", type=Path, metavar="FILE", help="keep what an admin sets here, and begin with it"
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="keep what an admin sets here, and begin with it (default: a file of this host, host and port in"
+        " ROSE_STATE_DIR)",
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    add_insecure_flag(parser)
     parser.add_argument("--port", type=port_number, help="port to listen on (default 8100)")
+    parser.add_argument(
+        "--tls-certificate", type=Path, metavar="FILE", help="serve HTTPS with this certificate, in PEM"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's key, in PEM")
     parser.add_argument(
         "--concurrency-profile",
         type=Path,

@@ -13,15 +13,16 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.typedefs import RawHeaders
 
 from rose.errors import RoseError
-from rose.scheduler.rollout.formats.bodies import BadRequest
+from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
-from rose.scheduler.rollout.http.errors import error_response, http_status
+from rose.scheduler.rollout.http.errors import error_body, error_response, http_status
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_NO_ROOM = (
+    b"HTTP/1.1 503 Service Unavailable\r\nServer: rose-router\r\nContent-Type: application/json\r\n"
+    b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+)
 _OPEN_PATHS = ("/health", "/metrics")
 _ADMIN_PATHS = ("/admin", "/workers")
 _NO_ADMIN_KEY = (
@@ -107,6 +112,19 @@ class Guard:
 class ClientConnection(web.RequestHandler):
     """A client's connection, on which a request that is not valid HTTP is answered like any other error."""
 
+    def __init__(self, is_open: set["ClientConnection"], *args: Any, **settings: Any) -> None:
+        """is_open: the open connections, which it joins and leaves."""
+        super().__init__(*args, **settings)
+        self._open = is_open
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._open.add(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._open.discard(self)
+        super().connection_lost(exc)
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -129,6 +147,19 @@ class ClientConnection(web.RequestHandler):
             response = error_response(500, "the router failed; its log holds the reason")
         response.force_close()
         return response
+
+
+class RefusedConnection(asyncio.Protocol):
+    """A connection for which there is no room. It is answered at once, whatever it asks."""
+
+    def __init__(self, most: int) -> None:
+        message = f"this router has {most} connections open, which is its limit (max_connections); try later"
+        self._body = encode(error_body(503, message))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(_NO_ROOM % (len(self._body), self._body))
+        transport.close()
 
 
 def _are_text(headers: RawHeaders) -> bool:

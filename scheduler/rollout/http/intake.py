@@ -27,6 +27,8 @@ from rose.scheduler.rollout.turn.journey import Route
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import Registry
 
+_MOST_CHARACTERS = 1024
+"""Of a session's name, which is remembered for as many sessions as max_sessions."""
 _NEAR = 0.7
 """A prompt whose estimated length is below this fraction of the context is not counted."""
 
@@ -63,9 +65,12 @@ class Intake:
         if (asked := self._callers.model(job, body.get("model"))) is not None:
             body["model"] = asked
         model = await self.model(asked)
+        session = explicit_key(request.headers, body)
+        if session is not None and len(session) > _MOST_CHARACTERS:
+            raise BadRequest(f"session: {len(session)} characters; at most {_MOST_CHARACTERS} are allowed")
         route = Route(
             job=job,
-            explicit_session=explicit_key(request.headers, body),
+            explicit_session=session,
             model=model,
             run_id=self._callers.run(request, job, model),
             deadline=time.monotonic() + min(_timeout_s(request), self._config.deadline_s),

@@ -14,7 +14,7 @@ from typing import Any
 
 from rose.errors import RoseError
 from rose.scheduler.rollout.placing.borrowing import Borrower
-from rose.scheduler.rollout.placing.views import TurnView, Wants
+from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, Wants
 from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, contradiction
 
 _DEFAULTS = JobSpec()
@@ -101,6 +101,7 @@ class JobAccounts:
 
     def __init__(self, config: RouterConfig) -> None:
         self._job_idle_s = config.job_idle_s
+        self._max_jobs = config.max_jobs
         self._specs: Mapping[str, JobSpec] = {}
         self._by_key: Mapping[bytes, str] = {}
         """The jobs' names by the digests of their keys: a look-up takes as long for a wrong key."""
@@ -117,6 +118,12 @@ class JobAccounts:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def has_room(self, name: str) -> bool:
+        """Whether a turn may open this job's account: anyone may name jobs, and each has metrics of its
+        own."""
+        is_known = name in self._jobs or name in self._specs or name == DEFAULT_JOB
+        return is_known or len(self._jobs) < self._max_jobs
 
     def __iter__(self) -> Iterator[JobAccount]:
         return iter(list(self._jobs.values()))

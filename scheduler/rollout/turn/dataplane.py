@@ -6,6 +6,7 @@ Promises: each part exists once.
 Never does: run a turn (runner.py), speak HTTP (http/).
 """
 
+import ssl
 import time
 from collections.abc import Callable, Mapping
 
@@ -38,10 +39,11 @@ POLICIES: Mapping[str, Callable[..., PlacementPolicy]] = {
 class DataPlane:
     """Everything behind the router's HTTP routes. Lives on the router's event loop."""
 
-    def __init__(self, config: RouterConfig, http: aiohttp.ClientSession) -> None:
+    def __init__(self, config: RouterConfig, http: aiohttp.ClientSession, trusts: ssl.SSLContext) -> None:
+        """trusts: the certificates that workers at https addresses must show one of."""
         self.config = config
         self.http = http
-        self.wire = Wire()
+        self.wire = Wire(trusts)
         self.registry = Registry(config, http, self._workers_changed, self._num_waiting, self._is_waited_for)
         self.jobs = JobAccounts(config)
         members = self.registry.members()

@@ -85,12 +85,12 @@ def front_router(
 
 
 @contextlib.contextmanager
-def front_alone(folder: Path, setup: Setup) -> Iterator[str]:
+def front_alone(folder: Path, setup: Setup, **environment: str) -> Iterator[str]:
     """A front of its own before a router, with all parsers."""
     port, log = free_port(), folder / "front.log"
     argv = [sys.executable, "-m", "rose.engine.front.command", "--router", setup.router_url]
     argv += ["--model", str(setup.model), "--port", str(port), *PARSERS, *OTHERS]
-    with ForkedServer(ServerProcess(argv, "front", log, ENVIRONMENT)) as front:
+    with ForkedServer(ServerProcess(argv, "front", log, {**ENVIRONMENT, **environment})) as front:
         url = f"http://127.0.0.1:{port}"
         front.wait_ready(f"{url}/health", READY_S)
         yield url

@@ -79,6 +79,21 @@ async def test_a_chats_turn_waits_for_its_only_router_and_goes_on_behind_the_tok
         assert [len(sent["prompt"]) for sent in worker.requests] == [3, 6]
 
 
+async def test_the_next_router_is_asked_for_its_models_where_one_is_down_or_has_no_worker() -> None:
+    async with ScriptedWorker() as worker, running_router(worker.url) as router, running_router() as empty:
+        plane = TokenPlane([NOWHERE, empty.url, router.url], "scripted", None)
+        try:
+            for _ in range(2):
+                assert [card["id"] for card in await plane.model_cards()] == ["scripted"]
+        finally:
+            await plane._close()
+    for urls in ([NOWHERE], [NOWHERE, f"{NOWHERE}/other"]):
+        plane = TokenPlane(urls, "scripted", None)
+        with pytest.raises(GracefulHTTPError, match="does not answer"):
+            await plane.model_cards()
+        await plane._close()
+
+
 async def test_what_can_not_go_on_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_plane, "RETRY_S", 0.1)
     async with (

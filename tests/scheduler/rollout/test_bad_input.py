@@ -121,6 +121,18 @@ async def test_a_duplicate_worker_and_one_of_another_run_are_409(start_router: S
         assert not b.requests
 
 
+async def test_names_over_the_limit_are_400_with_their_length(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        for body, headers in (
+            ({"session_id": "s" * 2000}, {}),
+            ({}, {"X_Session_ID": "s" * 2000}),
+            ({}, {"X_Rose_Job": "j" * 2000}),
+        ):
+            status, answer = await client.post("/v1/completions", {**BODY, **body}, **headers)
+            assert_error(status, answer, 400, "2000 characters")
+        assert not worker.requests
+
+
 async def test_a_body_over_the_limit_is_413(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker, max_body_bytes=2048) as client:
         assert_error(*await client.post("/v1/completions", {**BODY, "prompt": [1] * 2000}), 413)
@@ -140,6 +152,36 @@ async def test_a_body_that_arrives_too_slowly_is_408_and_other_requests_go_on(
         assert b" 408 " in await reader.readline()
         writer.close()
         assert len(worker.requests) == 1
+
+
+async def test_a_connection_over_the_limit_is_answered_503_and_one_that_ends_makes_room(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, max_connections=2) as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        status, answer = await client.post("/v1/completions", BODY)
+        assert_error(status, answer, 503, "2 connections", "max_connections")
+        held[0][1].close()
+        while status == 503:
+            status, answer = await client.post("/v1/completions", BODY)
+        assert (status, len(worker.requests)) == (200, 1)
+        held[1][1].close()
+
+
+async def test_jobs_over_the_limit_get_no_account_and_no_metrics(start_router: StartRouter) -> None:
+    jobs = {"declared": {"weight": 2.0}}
+    async with ScriptedWorker() as worker, start_router(worker, max_jobs=2, jobs=jobs) as client:
+        for job in ("a", "b"):
+            await client.complete(BODY, X_Rose_Job=job)
+        for number in range(10):
+            status, answer = await client.post("/v1/completions", BODY, X_Rose_Job=f"stranger-{number}")
+            assert_error(status, answer, 429, f"stranger-{number}", "max_jobs")
+        for job in ("declared", "a"):
+            await client.complete(BODY, X_Rose_Job=job)
+        await client.complete(BODY)
+        async with client.http.get(f"{client.router.url}/metrics") as response:
+            assert "stranger" not in await response.text()
 
 
 async def test_a_head_that_never_ends_holds_no_connection(start_router: StartRouter) -> None:

@@ -222,6 +222,47 @@ async def test_a_router_alone_starts_again_with_all_that_it_knew(tmp_path: Path)
             assert plane.registry.newest.of("scripted") == {"run": 9}
 
 
+async def test_a_router_keeps_what_an_admin_sets_by_default_where_it_has_an_address_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_STATE_DIR", str(tmp_path / "state"))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as http:
+
+        async def weight() -> float | None:
+            async with http.get(f"{url}/admin/jobs") as response:
+                jobs = (await response.json())["jobs"]
+                return jobs["math"]["weight"] if "math" in jobs else None
+
+        async with router_process(port) as killed:
+            async with http.put(f"{url}/admin/jobs/math", json={"weight": 3.0}) as response:
+                assert response.status == 200
+            killed.send_signal(signal.SIGKILL)
+            await killed.wait()
+        async with router_process(port):
+            async with http.put(f"{url}/admin/jobs/math", json={}) as response:
+                assert response.status == 200
+            assert await weight() == 3.0
+    (kept,) = (tmp_path / "state").iterdir()
+    assert kept.name.endswith(f"-127.0.0.1-{port}.json") and kept.stat().st_mode & 0o777 == 0o600
+    kept.unlink()
+    nothing = tmp_path / "nothing.yaml"
+    nothing.write_text("{state: null}")
+    for own_port, flags in ((0, []), (port, [str(nothing)])):
+        async with router_process(own_port, *flags):
+            assert list((tmp_path / "state").iterdir()) == []
+
+
+async def test_a_router_without_a_folder_for_its_state_runs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROSE_STATE_DIR", str(tmp_path / "file" / "state"))
+    async with router_process(free_port()) as router:
+        assert router.returncode is None
+
+
 async def test_what_was_set_while_a_peer_was_away_reaches_it_and_the_last_change_wins(tmp_path: Path) -> None:
     ports = [free_port(), free_port()]
 
@@ -292,7 +333,7 @@ async def router_process(port: int, *flags: str) -> AsyncIterator[asyncio.subpro
     )
     try:
         assert process.stdout is not None
-        await process.stdout.readline()
+        assert await process.stdout.readline()
         yield process
     finally:
         if process.returncode is None:

@@ -169,7 +169,7 @@ def test_a_host_that_is_no_address_of_this_machine_is_one_clear_line_and_status_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for host in ("203.0.113.1", "no such host"):
-        assert run_command("relay", main, ["--host", host]) == 2
+        assert run_command("relay", main, ["--host", host, "--insecure"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert host in line
 

@@ -8,6 +8,7 @@ request and per chunk; everything except turns goes through it.
 """
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -150,7 +151,9 @@ class WorkerConnection(asyncio.Protocol):
 class Wire:
     """The connections to all workers. Lives on the router's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, trusts: ssl.SSLContext) -> None:
+        """trusts: the certificates that workers at https addresses must show one of."""
+        self._trusts = trusts
         self._idle: dict[tuple[str | None, int | None], list[WorkerConnection]] = {}
 
     async def post(self, url: URL, headers: bytes, body: Sequence[bytes]) -> WorkerConnection:
@@ -182,7 +185,7 @@ class Wire:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, made = await asyncio.get_running_loop().create_connection(
-                    WorkerConnection, host, port, ssl=True if url.scheme == "https" else None
+                    WorkerConnection, host, port, ssl=self._trusts if url.scheme == "https" else None
                 )
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_S:g} s") from error

@@ -1,6 +1,7 @@
 """The HTTP client of turns: answers cut anywhere, connections kept or closed, servers that break off."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,7 @@ from rose.scheduler.rollout.turn.attempt.wire import Wire, WorkerConnection
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone"
+TRUSTS = ssl.create_default_context()
 Reply = Callable[[int], list[bytes]]
 
 
@@ -46,7 +48,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(reply: Reply, closes: bool = False) -> AsyncIterator[tuple[Server, Wire, URL]]:
-    server, wire = Server(reply, closes), Wire()
+    server, wire = Server(reply, closes), Wire(TRUSTS)
     listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     try:
@@ -117,4 +119,4 @@ async def test_a_missing_server_raises_os_error() -> None:
     async with serving(lambda _: []) as (_, _wire, url):
         pass
     with pytest.raises(OSError):
-        await ask(Wire(), url)
+        await ask(Wire(TRUSTS), url)

@@ -1,0 +1,50 @@
+"""A front listens beyond this machine only before a router that wants a key from every client."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from rose.config import child_environment
+from rose.engine.front.agreement import RouterQuestions
+from rose.http import http_client
+from tests.scheduler.rollout.conftest import running_router
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+
+pytestmark = pytest.mark.vllm
+
+
+def front(router_url: str, model: str, environment: Mapping[str, str]) -> str:
+    """Returns what a front that should listen everywhere says when it ends."""
+    argv = [sys.executable, "-m", "rose.cli", "front", "--router", router_url, "--model", model]
+    ended = subprocess.run(
+        [*argv, "--host", "0.0.0.0"],
+        env=child_environment({"VLLM_API_KEY": "", **environment}),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 2, (signal.strsignal(-ended.returncode), ended.stderr)
+    return ended.stderr.splitlines()[-1]
+
+
+async def test_a_front_everywhere_is_refused_without_a_key_and_before_an_open_router() -> None:
+    async with ScriptedWorker() as worker, running_router(worker.url) as router:
+        for environment in ({}, {"ROSE_ROUTER_API_KEY": "unknown"}):
+            line = await asyncio.to_thread(front, router.url, "scripted", environment)
+            assert "--host 0.0.0.0: whoever reaches" in line and "ROSE_ROUTER_API_KEY" in line
+
+
+@pytest.mark.parametrize("key", [None, "cli"])
+async def test_a_front_finds_out_whether_its_router_is_open(key: str | None) -> None:
+    async with ScriptedWorker() as worker, running_router(worker.url, api_key=key) as router:
+
+        def ask() -> bool:
+            with http_client(router.url, key="cli", timeout=60) as client:
+                return RouterQuestions(client).is_open()
+
+        assert await asyncio.to_thread(ask) == (key is None)
