@@ -17,7 +17,7 @@ from real_engine import until
 
 from rose.node.processes import ServerProcess
 from rose.ports import free_port
-from rose.trainers.turns import RouterTurns, Turn
+from rose.trainers.turns import RouterTurns, TurnAnswer
 
 pytestmark = pytest.mark.vllm
 ADMIN = {"Authorization": "Bearer adm"}
@@ -72,10 +72,10 @@ class Router:
         }
 
 
-def turn(router_url: str, number: int, key: str | None) -> Turn:
+def turn(router_url: str, number: int, key: str | None) -> TurnAnswer:
     """A trainer's turn, which is sent again with its Idempotency-Key and the tokens that have come."""
 
-    async def ask() -> Turn:
+    async def ask() -> TurnAnswer:
         turns = RouterTurns(router_url, "tiny", key)
         try:
             return await turns.complete(f"t{number}", [number, *PROMPT], SAMPLING)

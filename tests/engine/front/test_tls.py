@@ -39,12 +39,8 @@ class Way:
 
     def ask(self, url: str, path: str, body: object = None, **headers: str) -> httpx.Response:
         with httpx.Client(verify=client_context(self.certificate), timeout=300) as client:
-            given = {"headers": headers}
-            return (
-                client.get(url + path, **given)
-                if body is None
-                else client.post(url + path, json=body, **given)
-            )
+            method = "GET" if body is None else "POST"
+            return client.request(method, url + path, json=body, headers=headers)
 
 
 @pytest.fixture(scope="module")
