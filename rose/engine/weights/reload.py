@@ -136,10 +136,11 @@ def _convolutions_noted(model: torch.nn.Module, modules: Set[torch.nn.Module]) -
     vLLM 0.32.
     """
     noted: list[Any] = []
-    for layer in model.modules():
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
         view = layer._buffers.get("conv_weights")
         if view is not None and layer.conv1d in modules:
-            method: Any = layer.conv1d.quant_method
+            method = layer.conv1d.quant_method
             method.process_weights_after_loading = partial(
                 _note_convolution, method.process_weights_after_loading, view
             )

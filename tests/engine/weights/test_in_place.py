@@ -332,8 +332,9 @@ def test_no_step_computes_with_weights_that_could_not_be_loaded_to_the_end(
         with pytest.raises(RuntimeError, match="no memory"):
             following.receive()
     worker: Any = SimpleNamespace(weight_transfer_engine=following.engine)
+    step: Any = SimpleNamespace(total_num_scheduled_tokens=1)
     with pytest.raises(FrameError, match="left them of no version"):
-        RoseWorker.execute_model(worker, SimpleNamespace(total_num_scheduled_tokens=1))  # type: ignore[arg-type]
+        RoseWorker.execute_model(worker, step)
     following.engine.load()
     assert not following.engine.is_mixed
     assert following.wrong() == []
