@@ -209,6 +209,8 @@ class WorkerStatus(RoutingStatus):
     """Weight updates for which the whole checkpoint was loaded."""
     whole_because: str | None = None
     """Why a whole checkpoint was last loaded."""
+    stale_drafter: str | None = None
+    """Why the drafter of speculative decoding was not updated with the model."""
     adapter_problems: list[str] = []
     """The versions of LoRA adapters that were delivered and are not loaded, with the reasons."""
     stalled_requests: int

@@ -124,7 +124,8 @@ def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSamp
     requests. slabs: owned, of the budget. gate: its mode and the share of steps that it admitted, or that the
     engine is inactive. lost: requests that ROSE reclaimed or reported as stalled.
     Below the table are slabs of dead engines whose last process has not ended yet, versions of LoRA adapters
-    that could not be loaded, and what rollouts cost each serving engine and earned on it.
+    that could not be loaded, drafters that were not updated with their model, and what rollouts cost each
+    serving engine and earned on it.
     """
     rows = []
     lines = [Text(f"{each.worker}: {each.error}", style="red") for each in samples if each.status is None]
@@ -136,6 +137,8 @@ def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSamp
                 lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
             for problem in sample.status.adapter_problems:
                 lines.append(Text(f"{sample.worker}: adapter not loaded: {problem}", style="red"))
+            if stale := sample.status.stale_drafter:
+                lines.append(Text(f"{sample.worker}: drafter not updated: {stale}", style="red"))
             if sample.status.harm is not None:
                 lines.append(Text(f"{sample.worker}: {harm_line(sample.status.harm)}"))
     table = [FittedTable(COLUMNS, rows, left=("role",), title="rose top")] if rows else []

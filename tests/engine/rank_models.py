@@ -163,9 +163,12 @@ def loaded_model(
 
 
 def differing(model: torch.nn.Module, other: torch.nn.Module) -> list[str]:
-    """Returns the parameters whose bits differ, and the linear layers that compute something else."""
+    """Returns the parameters and buffers whose bits differ, and the linear layers that compute something
+    else.
+    """
     found, expected = (
-        {name: _bits(each.detach()) for name, each in one.named_parameters()} for one in (model, other)
+        {name: _bits(each.detach()) for name, each in (*one.named_parameters(), *one.named_buffers())}
+        for one in (model, other)
     )
     wrong = [name for name in expected if not torch.equal(expected[name], found[name])]
     for name, module in other.named_modules():

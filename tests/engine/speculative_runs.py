@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,26 @@ def serve_drafted(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """What an engine answered, before the first update and after each."""
+
+    answers: list[list[list[int]]]
+    stale: list[str | None]
+    """Why the drafter was not updated, after each update."""
+    drafter: list[dict[str, Any]]
+    """Its parameters that are no part of the model, after each update."""
+
+
 def answer_under_new_weights(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, speculative: dict[str, Any], newer: Path
-) -> list[list[list[int]]]:
-    """The answers under the weights of ``model`` and then of ``newer``, with the same drafter."""
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    speculative: dict[str, Any],
+    checkpoints: Sequence[Path],
+) -> Updated:
+    """Loads the checkpoints one after the other."""
     from vllm.config import set_current_vllm_config
 
     settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S}
@@ -144,10 +161,17 @@ def answer_under_new_weights(
     driver = Driver(llm)
     answers = [driver.answer(prompts, max_tokens)]
     worker = driver.core.model_executor.driver_worker.worker
-    (path,) = newer.glob("*.safetensors")
-    update = StagedUpdate(path=str(path), state_hash=str(checkpoint_state_hash(path)))
-    with set_current_vllm_config(worker.vllm_config):
-        worker.weight_transfer_engine.receive_weights(update)
-    assert llm.reset_prefix_cache()
-    answers.append(driver.answer(prompts, max_tokens))
-    return [[reply.tokens for reply in replies] for replies in answers]
+    shared = {id(each) for each in worker.get_model().parameters()}
+    stale, drafter = [], []
+    for path in checkpoints:
+        update = StagedUpdate(path=str(path), state_hash=str(checkpoint_state_hash(path)))
+        with set_current_vllm_config(worker.vllm_config):
+            worker.weight_transfer_engine.receive_weights(update)
+        assert llm.reset_prefix_cache()
+        answers.append(driver.answer(prompts, max_tokens))
+        stale.append(worker.weight_transfer_engine.stale_drafter)
+        named = worker.get_draft_model().named_parameters()
+        drafter.append({name: each.detach().numpy().copy() for name, each in named if id(each) not in shared})
+    return Updated(
+        answers=[[reply.tokens for reply in replies] for replies in answers], stale=stale, drafter=drafter
+    )

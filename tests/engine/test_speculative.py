@@ -12,7 +12,8 @@ from forked_engines import Fork, forks
 from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
-from speculative_runs import NUM_DRAFTS, Drafted, Served, speculation
+from safetensors.torch import load_file, save_file
+from speculative_runs import NUM_DRAFTS, Drafted, Served, Updated, speculation
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
 from tiny_models import SLAB_BYTES, make_eagle3_head, make_mtp_model
 
@@ -135,20 +136,33 @@ def test_accepted_drafts_count_in_deadlines_and_floors(run: Run, pool: str, mode
 
 
 @pytest.mark.parametrize("pool", [2 * NUM_SLABS], indirect=True)
-def test_new_weights_count_at_once_and_the_drafter_goes_on_with_its_own(
+def test_new_weights_count_at_once_and_the_drafter_follows_if_its_tensors_come_too(
     run: Run,
     pool: str,
     models: ModelDirs,
     expected: list[list[int]],
     drafters: dict[str, dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
-    """The EAGLE3 head shares the model's embeddings, and keeps the rest of its weights."""
-    newer = run(engine_runs.stock_answers, model=models.untied[1])
-    answers = run(
+    """The EAGLE3 head shares the model's embeddings, and has the rest of its weights in a checkpoint of its
+    own.
+    """
+    newer = run(engine_runs.stock_answers, model=models.untied[1]).result()
+    (alone,) = models.untied[1].glob("*.safetensors")
+    head = load_file(Path(drafters["eagle3"]["model"]) / "model.safetensors")
+    trained = {name: each + 0.25 for name, each in head.items()}
+    both = tmp_path / "both.safetensors"
+    save_file(load_file(alone) | {f"drafter.{name}": each for name, each in trained.items()}, both)
+    updated: Updated = run(
         speculative_runs.answer_under_new_weights,
         model=models.untied[0],
         pool=pool,
         speculative=drafters["eagle3"],
-        newer=models.untied[1],
+        checkpoints=[alone, both],
     ).result()
-    assert answers == [expected, newer.result()]
+    assert updated.answers == [expected, newer, newer]
+    assert "keeps the weights of its checkpoint" in str(updated.stale[0]) and updated.stale[1] is None
+    for found, tensors in zip(updated.drafter, (head, trained), strict=True):
+        assert (found["model.norm.weight"] == tensors["norm.weight"].numpy()).all()
+        # The other layers are packed on a CPU, and have a parameter without elements.
+    assert updated.drafter[0].keys() == updated.drafter[1].keys()

@@ -46,6 +46,9 @@ class AdapterFolders:
     def make_planes(self, layout: Layout, held: frozenset[int] | None) -> WeightPlanes:
         return WeightPlanes(layout, held)
 
+    def has_room(self) -> bool:
+        return True
+
     def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -22,7 +22,7 @@ STATUS_EVERY_S = 2.0
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
 READS_FOR_S = 60.0
-"""For so long a worker that loads the whole mirror keeps it from moving on, and a hung one the others."""
+"""For so long a worker that takes an update keeps the mirror from moving on, and a hung one the others."""
 WORKER_TIMEOUT_S = 600.0
 """A worker answers only when it runs the weights: it may first finish a step and load gigabytes."""
 
@@ -104,7 +104,9 @@ class Delivery:
         self._reads_until_s = 0.0
 
     def reads_mirror(self, now_s: float) -> bool:
-        """Whether the worker is loading the whole mirror, which then has to stay at one version."""
+        """Whether the worker is taking weights from the mirror, which then has to stay at one version: an
+        engine also loads layers from it that take no single elements, and all weights if writing fails.
+        """
         return self.is_busy and now_s < self._reads_until_s
 
     @property
@@ -124,7 +126,7 @@ class Delivery:
             return
         self.is_busy, self._status_at_s = True, now_s + STATUS_EVERY_S
         self._coming, self._reads_until_s = update, 0.0
-        if is_new and update.whole_because is not None:
+        if is_new and (update.changes or update.whole_because is not None):
             self._reads_until_s = now_s + READS_FOR_S
         # A daemon: a worker that hangs does not keep the process from stopping.
         threading.Thread(target=self._run, args=(update, is_new), name=self.name, daemon=True).start()

@@ -85,11 +85,12 @@ class Follower:
         self._unreadable: tuple[str, int] | None = None
         """A coming version that has a bad frame. It is not read ahead any further; its manifest decides."""
 
-    def advance(self) -> bool:
+    def advance(self, *, may_move: bool = True) -> bool:
         """Looks at HEAD once; returns True when the mirror moved. Raises: RelayError, FrameError.
 
         While a version is being written, it fetches the frames that are there, and looks again as long as
-        more have come. When wait() reported frames only, it fetches just those.
+        more have come. When wait() reported frames only, it fetches just those. The mirror may stop short of
+        HEAD where its store has no room for the changes; it goes on at the next look.
         """
         written, self._written = self._written, None
         version = self.mirror.version
@@ -106,6 +107,8 @@ class Follower:
                 continue
             if self._is_at(run_id, head) or self._is_past(run_id, head):
                 return False
+            if not may_move:
+                return False
             self._refuse_older(run_id, head.version)
             self._move(run_id, head)
             return True
@@ -115,7 +118,8 @@ class Follower:
         RelayError, FrameError.
         """
         self._load_snapshot(self._run_id, snapshot)
-        self._apply_deltas(self._run_id, snapshot, number)
+        for each in range(snapshot + 1, number + 1):
+            self._apply_delta(self._run_id, each)
 
     def wait(self, timeout_s: float) -> None:
         """Returns when advance() may find something new, or after timeout_s. Raises: RelayError."""
@@ -234,17 +238,19 @@ class Follower:
             )
 
     def _walk(self, run_id: str, head: Head) -> None:
-        self._apply_deltas(run_id, self._start_of_walk(run_id, head), head.version)
+        for number in range(self._start_of_walk(run_id, head) + 1, head.version + 1):
+            self._apply_delta(run_id, number)
+            if number < head.version and not self.mirror.has_room:
+                return
         if not self._is_at(run_id, head):
             raise FrameError(
                 f"deltas led to {self.mirror.version} of hash {self.mirror.version_hash}, HEAD says {head}"
             )
 
-    def _apply_deltas(self, run_id: str, start: int, stop: int) -> None:
-        for number in range(start + 1, stop + 1):
-            manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
-            self._forget_unsigned(manifest)
-            self.mirror.apply_delta(manifest, self._frame)
+    def _apply_delta(self, run_id: str, number: int) -> None:
+        manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
+        self._forget_unsigned(manifest)
+        self.mirror.apply_delta(manifest, self._frame)
 
     def _start_of_walk(self, run_id: str, head: Head) -> int:
         """Returns the version from which deltas lead to HEAD: the mirror's own, or the snapshot, which it

@@ -54,6 +54,9 @@ class MirrorStore(Protocol):
     def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
         """Whether arrived() is to be told so many changes."""
 
+    def has_room(self) -> bool:
+        """Whether one more version may arrive without that the changes of those since the last look go."""
+
     def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
         """Keeps readers out while the bits lie between two versions. Raises: FrameError."""
 
@@ -98,6 +101,13 @@ class WeightMirror:
     def version_hash(self) -> StateHash | None:
         """The hash of the whole version, of which this mirror may hold a part; None while empty."""
         return self._version_hash
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the mirror may go on to another version before the readers of its store have taken this
+        one.
+        """
+        return self._store is None or self._store.has_room()
 
     def make_planes(self, layout: Layout) -> WeightPlanes:
         """Returns empty planes for the buckets that this mirror holds."""

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 MOST_CHANGED = 0.1
 """The share of changed elements above which engines load everything: as fast, with less memory."""
 KEPT_SHARE = 0.1
-"""Earlier changes are kept for engines that are behind, up to this share of the weights' bytes."""
+"""Earlier changes are kept for engines that are behind, up to this share of the weights' bytes. The mirror
+waits for engines that would need more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class SharedMirror:
         self._version: str | None = None
         self._state_hash = ""
         self._steps: deque[_Step] = deque()
+        self._is_followed = False
+        """Whether an engine runs or takes a version from which the kept changes lead on."""
 
     def make_planes(self, layout: Layout, held: frozenset[int] | None) -> SharedPlanes:
         """Returns new planes; those in use stay until these hold a version. Raises: OSError."""
@@ -75,6 +78,13 @@ class SharedMirror:
 
     def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
         return num_changed <= MOST_CHANGED * _num_held(planes)
+
+    def has_room(self) -> bool:
+        """Whether engines that follow can take what changed, after one more version, too, or can't in any
+        case.
+        """
+        is_whole = not self._is_followed or any(step.reason is not None for step in self._steps)
+        return is_whole or not self._is_too_much(self._steps)
 
     def arrived(
         self,
@@ -115,8 +125,9 @@ class SharedMirror:
         if self._planes is None:
             return
         bases = [number for number, step in enumerate(self._steps) if step.base in in_use]
+        self._is_followed = bool(bases) or self._version in in_use
         needed = len(self._steps) - min(bases) if bases else 0
-        while len(self._steps) > needed or self._is_too_much():
+        while len(self._steps) > needed or self._is_too_much(list(self._steps)[:-1]):
             step = self._steps.popleft()
             if step.path is not None:
                 step.path.unlink(missing_ok=True)
@@ -129,10 +140,9 @@ class SharedMirror:
         self._remove("weights*", "changes-*")
         os.close(self._lock)
 
-    def _is_too_much(self) -> bool:
+    def _is_too_much(self, steps: Iterable[_Step]) -> bool:
         assert self._planes is not None
-        old_bytes = sum(step.num_bytes for step in list(self._steps)[:-1])
-        return old_bytes > KEPT_SHARE * self._planes.layout.num_bytes
+        return sum(step.num_bytes for step in steps) > KEPT_SHARE * self._planes.layout.num_bytes
 
     def _take(self, planes: SharedPlanes) -> None:
         """Puts new planes in the place of those in use, from which no changes lead to them."""
@@ -140,6 +150,7 @@ class SharedMirror:
         if self._planes is not None:
             self._planes.close()
         self._planes, self._coming = planes, None
+        self._is_followed = False
         self._steps.clear()
         self._remove("changes-*")
 

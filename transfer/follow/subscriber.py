@@ -75,8 +75,8 @@ class Subscriber:
         """Looks once. A failure is logged and delays the next look."""
         try:
             is_read = any(delivery.reads_mirror(now_s) for delivery in self._deliveries)
-            if now_s >= self._retry_at_s and not is_read:
-                self._follower.advance()
+            if now_s >= self._retry_at_s:
+                self._follower.advance(may_move=not is_read)
                 self._retry_s = FIRST_RETRY_S
             for delivery in self._deliveries:
                 self._deliver(delivery, now_s)

@@ -38,13 +38,17 @@ def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) ->
 
 
 def held_buckets(layout: Layout, plans: Sequence[ShardPlan]) -> frozenset[int]:
-    """Returns the buckets that contain anything of what these plans' ranks hold."""
+    """Returns the buckets that contain anything of what these plans' ranks hold, or of a tensor that no plan
+    knows, such as one of a drafter.
+    """
     ranks = [plan.boxes() for plan in plans]
+    known = {name for plan in plans for name in plan.shapes}
     held = {
         part
         for part in layout.parts
         for rank in ranks
-        if any(Box.of(part.box).meets(box) for box in rank.get(part.tensor.name, []))
+        if part.tensor.name not in known
+        or any(Box.of(part.box).meets(box) for box in rank.get(part.tensor.name, []))
     }
     return frozenset(
         bucket.index

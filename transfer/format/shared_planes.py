@@ -128,6 +128,8 @@ class PlanesFile:
         try:
             self._data_at, metadata = _read_head(self._file.fileno(), path)
             self.layout, self.held = _described(metadata, path)
+            self.tensors = _held_tensors(self.layout, self.held)
+            """Those of which anything is held."""
             starts = _plane_starts(self.layout, _order(self.layout), self._data_at)
             raw: NDArray[np.uint8] = np.memmap(self._file, np.uint8, "r")
             if raw.size != self._data_at + self.layout.num_bytes:
@@ -240,6 +242,13 @@ def _head(layout: Layout, held: frozenset[int], order: list[str]) -> bytes:
     body = json.dumps(header, separators=(",", ":")).encode()
     body += b" " * (-len(body) % 8)
     return len(body).to_bytes(8, "little") + body
+
+
+def _held_tensors(layout: Layout, held: frozenset[int]) -> list[TensorSpec]:
+    if len(held) == len(layout.buckets):
+        return list(layout.tensors)
+    names = {piece.tensor.name for index in held for piece in layout.pieces(layout.buckets[index])}
+    return [spec for spec in layout.tensors if spec.name in names]
 
 
 def _start_of(part: TensorPart, starts: dict[str, int]) -> int:

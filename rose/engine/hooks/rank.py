@@ -48,11 +48,9 @@ class RoseWorker(Worker):
         self._add_head()
 
     def _add_head(self) -> None:
-        """Has a speculative head follow the model if vLLM has taken it from the model's own checkpoint."""
+        """Has a speculative head or a draft model follow the model."""
         config = self.speculative_config.draft_model_config if self.speculative_config is not None else None
-        if config is None or config.model != self.model_config.model:
-            return
-        if isinstance(self.weight_transfer_engine, StagedWeightEngine):
+        if config is not None and isinstance(self.weight_transfer_engine, StagedWeightEngine):
             head = self.get_draft_model()
             if head is not None:
                 self.weight_transfer_engine.add_head(head, config)
@@ -74,6 +72,9 @@ class RoseWorker(Worker):
             return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        engine, num_tokens = self.weight_transfer_engine, scheduler_output.total_num_scheduled_tokens
+        if num_tokens > 0 and isinstance(engine, StagedWeightEngine) and engine.is_mixed:
+            raise FrameError("an update of the weights broke off and left them of no version: start again")
         self._rose.apply(scheduler_output)
         return super().execute_model(scheduler_output)
 
@@ -86,10 +87,12 @@ class RoseWorker(Worker):
         """Calls StagedWeightEngine.changes_result(), for vLLM's collective_rpc."""
         return self._staged_weights().changes_result()
 
-    def loaded_weights(self) -> tuple[str | None, str | None]:
-        """Returns the version that was loaded whole last, and why a prepared update was loaded whole."""
+    def loaded_weights(self) -> tuple[str | None, str | None, str | None]:
+        """Returns the version that was loaded whole since the last update began, why a prepared update was
+        loaded whole, and why the drafter was not updated.
+        """
         weights = self._staged_weights()
-        return weights.version, weights.why_whole
+        return weights.version, weights.why_whole, weights.stale_drafter
 
     def adapter_problem(self, folder: str) -> str | None:
         """Returns why a LoRA adapter does not fit this rank's model, for vLLM's collective_rpc."""

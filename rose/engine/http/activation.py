@@ -32,8 +32,12 @@ POLL_S = 0.002
 class Activation:
     """The activation of one engine. Calls must not overlap."""
 
-    def __init__(self, client: EngineClient, page: StatusPage) -> None:
+    def __init__(
+        self, client: EngineClient, page: StatusPage, before_turns: Callable[[], Awaitable[None]]
+    ) -> None:
+        """before_turns: awaited when the weights are back and no turn has come."""
         self._client = client
+        self._before_turns = before_turns
         self._page = page
         self.is_active = True
         self.activated_at_s = time.time()
@@ -71,13 +75,13 @@ class Activation:
         await self.measure()
         return ActivationChange(is_active=False, took_s=time.monotonic() - started_s)
 
-    async def activate(self, before_turns: Callable[[], Awaitable[None]]) -> ActivationChange:
-        """Restores the weights, awaits ``before_turns`` and takes turns again. Raises whatever the restoring
-        raises; the engine then is inactive and can be activated again."""
+    async def activate(self) -> ActivationChange:
+        """Restores the weights and takes turns again. Raises whatever the restoring raises; the engine then
+        is inactive and can be activated again."""
         if self.is_active:
             return ActivationChange(is_active=True, took_s=0.0)
         started_s = time.monotonic()
-        await self._come_back(before_turns)
+        await self._come_back()
         self.activated_at_s = time.time()
         await self.measure()
         return ActivationChange(is_active=True, took_s=time.monotonic() - started_s)
@@ -87,10 +91,9 @@ class Activation:
         not measured."""
         return max(0, sum(map(_anonymous_bytes, self._pids)) - self.weights_bytes)
 
-    async def _come_back(self, before_turns: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def _come_back(self) -> None:
         await self._client.wake_up()
-        if before_turns is not None:
-            await before_turns()
+        await self._before_turns()
         self._page.put(Field.WANTED_INACTIVE, 0)
         await self._obeyed(is_inactive=False)
         self.is_active = True

@@ -68,6 +68,7 @@ class ServedEngine:
         self._weights_in_place = 0
         self._weights_whole = 0
         self._whole_because: str | None = None
+        self._stale_drafter: str | None = None
         self.followers = Followers()
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
@@ -86,7 +87,7 @@ class ServedEngine:
         host = Settings.from_environment()
         self._profile_dir = host.profile_dir
         self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
-        self._activation = Activation(client, self._page)
+        self._activation = Activation(client, self._page, self._before_turns)
         self._harm: HarmWatch | None = None
         board = self._serving_board
         if board is not None:
@@ -162,6 +163,7 @@ class ServedEngine:
             weights_in_place=self._weights_in_place,
             weights_whole=self._weights_whole,
             whole_because=self._whole_because,
+            stale_drafter=self._stale_drafter,
             stalled_requests=get(Field.STALLED_REQUESTS),
             reclaimed_requests=get(Field.RECLAIMED_REQUESTS),
             leases_expired=get(Field.LEASES_EXPIRED),
@@ -256,9 +258,10 @@ class ServedEngine:
         return next((problem for problem in problems if problem is not None), None)
 
     async def _count_update(self, update: WeightUpdate, reason: str | None) -> None:
+        ranks = await self._client.collective_rpc("loaded_weights")
+        self._stale_drafter = next((stale for _, _, stale in ranks if stale is not None), None)
         if reason is None:
-            ranks = await self._client.collective_rpc("loaded_weights")
-            reason = next((why for _, why in ranks if why is not None), None)
+            reason = next((why for _, why, _ in ranks if why is not None), None)
         if reason is None:
             self._weights_in_place += 1
             return
@@ -272,14 +275,28 @@ class ServedEngine:
             await self._client.pause_generation(mode="keep", clear_cache=False)
             try:
                 send_held_back(self._client.output_processor)
-                await self._update_weights(update, info)
-                await self._client.reset_prefix_cache(reset_running_requests=True)
-                self._weight_version = update.version
-                await self.followers.until_told(update.version)
+                try:
+                    await self._update_weights(update, info)
+                except Exception:
+                    if (loaded := await self._loaded_version()) is not None:
+                        await self._use(loaded)  # the old weights may be nowhere any more
+                    raise
+                await self._use(update.version)
             finally:
                 await self._client.resume_generation()
         finally:
             self._is_updating = False
+
+    async def _use(self, version: str) -> None:
+        """Drops the KV of other weights, and returns when the routers know the version."""
+        await self._client.reset_prefix_cache(reset_running_requests=True)
+        self._weight_version = version
+        await self.followers.until_told(version)
+
+    async def _loaded_version(self) -> str | None:
+        """Returns the version that was loaded whole since the last update began, where it is known."""
+        version: str | None = (await self._client.collective_rpc("loaded_weights"))[0][0]
+        return version
 
     async def _update_weights(self, update: WeightUpdate, info: dict[str, object]) -> None:
         # If update_weights fails, vLLM closes the session itself.
@@ -290,14 +307,12 @@ class ServedEngine:
     async def activate(self) -> ActivationChange:
         """Restores the newest weights and adapters. Returns when turns may come."""
         async with self._exclusive:
-            change = await self._activation.activate(self._load_kept_adapters)
-            if change.took_s > 0:
-                # The mirror may have moved on since the last update that the engine was told of.
-                loaded, _ = (await self._client.collective_rpc("loaded_weights"))[0]
-                self._weight_version = loaded if loaded is not None else self._weight_version
-            return change
+            return await self._activation.activate()
 
-    async def _load_kept_adapters(self) -> None:
+    async def _before_turns(self) -> None:
+        # The mirror may have moved on since the last update that the engine was told of.
+        if (loaded := await self._loaded_version()) is not None:
+            self._weight_version = loaded
         if self.adapters is not None:
             await self.adapters.load_kept()
 

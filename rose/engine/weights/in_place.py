@@ -151,7 +151,7 @@ class PreparedChanges:
             if each.reloading.layers:
                 assert planes is not None
                 tensors = tensors_of(planes, each.reloading.tensors)
-                load_layers(each.model, each.reloading.layers, tensors)
+                load_layers(each.model, each.reloading.layers, each.model.own(tensors))
 
 
 def _finish_on_device() -> None:
@@ -196,7 +196,9 @@ class InPlaceWriter:
         try:
             routes: list[LiveRoutes] = []
             for model in self._models:
-                loading = record_loading(self._vllm_config, layout.tensors, model.config)
+                if not any(model.owns(spec.name) for spec in layout.tensors):
+                    continue
+                loading = record_loading(self._vllm_config, layout.tensors, model)
                 shared = {module for each in routes for module in each.model.module.modules()}
                 routes.append(LiveRoutes(model, loading, shared))
             self._routes = routes
@@ -213,7 +215,9 @@ class InPlaceWriter:
         return True, str(error) if error is not None else None
 
     def take(self) -> PreparedChanges | None:
-        """Returns what was prepared, once; None where there is nothing."""
+        """Returns what was prepared, once; None where there is nothing. Nothing is kept, because the changes
+        files stay in memory as long as they are.
+        """
         coming, self._coming = self._coming, None
         is_good = coming is not None and coming.done() and coming.exception() is None
         return coming.result() if coming is not None and is_good else None

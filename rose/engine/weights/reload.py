@@ -4,21 +4,40 @@ Owns what that reload leaves out: layers that were half loaded, and layers that 
 the weights of another. Layers that are not named keep what they have.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from rose.engine.weights.packed import is_packed
 
+DRAFTER_PREFIX = "drafter."
+"""So begin the names of a run's tensors that are a drafter's, ahead of those of its own checkpoint."""
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """A model that an engine computes with, and vLLM's ModelConfig of it."""
+    """A model that an engine computes with, and vLLM's ModelConfig of it.
+
+    is_drafter: whether it is a drafter from a checkpoint of its own.
+    """
 
     module: torch.nn.Module
     config: Any
+    is_drafter: bool = False
+
+    def owns(self, name: str) -> bool:
+        """Whether a tensor of this name in a run is one of the model's checkpoint."""
+        return name.startswith(DRAFTER_PREFIX) == self.is_drafter
+
+    def own(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """Yields the model's tensors of a run by the names of its own checkpoint."""
+        return ((name.removeprefix(DRAFTER_PREFIX), each) for name, each in tensors if self.owns(name))
 
 
 def load_layers(
@@ -39,7 +58,7 @@ def load_layers(
     keep_onednn_scales()
     _pack_experts_anew(modules)
     # vLLM makes some kernels for the default type of the moment.
-    with set_default_torch_dtype(model.config.dtype):
+    with set_default_torch_dtype(model.config.dtype), _convolutions_noted(model.module, modules):
         for layer in layers:
             initialize_layerwise_reload(layer)
         try:
@@ -106,6 +125,37 @@ def keep_onednn_scales() -> None:
 
     create_onednn_scaled_mm._rose_made_of = make  # type: ignore[attr-defined]
     ops.create_onednn_scaled_mm = create_onednn_scaled_mm
+
+
+@contextmanager
+def _convolutions_noted(model: torch.nn.Module, modules: Set[torch.nn.Module]) -> Iterator[None]:
+    """A context in which Mamba2 layers get the weights of their convolutions as these are loaded.
+
+    Why: such a layer computes with a view of the weights that it made at the start. On a CPU vLLM packs the
+    loaded weights and drops them, and its reload leaves the view as it was: answers are of mixed weights.
+    vLLM 0.32.
+    """
+    noted: list[Any] = []
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
+        view = layer._buffers.get("conv_weights")
+        if view is not None and layer.conv1d in modules:
+            method = layer.conv1d.quant_method
+            method.process_weights_after_loading = partial(
+                _note_convolution, method.process_weights_after_loading, view
+            )
+            noted.append(method)
+    try:
+        yield
+    finally:
+        for method in noted:
+            del method.process_weights_after_loading  # and the class has it again
+
+
+def _note_convolution(process: Callable[[Any], None], view: torch.Tensor, convolution: Any) -> None:
+    with torch.no_grad():
+        view.copy_(convolution.weight.view(view.shape))
+    process(convolution)
 
 
 def _pack_experts_anew(modules: Iterable[torch.nn.Module]) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.distributed import parallel_state
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.staged_file import TORCH_DTYPES
 from rose.transfer.format.layout import TensorSpec
 from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
@@ -41,22 +42,22 @@ def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardP
 
 
 def record_loading(
-    vllm_config: Any, tensors: Iterable[TensorSpec], model_config: Any = None
+    vllm_config: Any, tensors: Iterable[TensorSpec], live: LiveModel | None = None
 ) -> RecordedLoading:
     """Returns what this process's rank takes from a checkpoint with these tensors.
 
-    model_config: that of a speculative head, if its loading is to be recorded.
+    live: the model whose loading is to be recorded, if it may be another than the engine's main one.
 
     Call it where vLLM's parallel groups are set up, or under :func:`pretended_rank`. Raises: ValueError on a
     dtype that no loader copies unchanged, and where the loader puts another tensor in a parameter's place.
     """
     specs = list(tensors)
-    model: Any = _model_without_memory(vllm_config, model_config)
+    model: Any = _model_without_memory(vllm_config, live)
     sources = {spec.name: torch.empty(spec.shape, dtype=_dtype(spec), device="meta") for spec in specs}
     parameters = dict(_parameters(model))
     recorder = _Recorder(_by_storage(sources.items()), _by_storage(parameters.items()))
     with recorder, torch.no_grad():
-        model.load_weights(iter(sources.items()))
+        model.load_weights(live.own(sources.items()) if live is not None else iter(sources.items()))
     for name, tensor in _parameters(model):
         if name in parameters and _storage(parameters[name]) != _storage(tensor):
             raise ValueError(f"the loader puts another tensor in the place of {name}")
@@ -159,11 +160,14 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
     return TORCH_DTYPES[spec.dtype]
 
 
-def _model_without_memory(vllm_config: Any, model_config: Any) -> torch.nn.Module:
+def _model_without_memory(vllm_config: Any, live: LiveModel | None) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"), _expert_maps():
-        return initialize_model(vllm_config=detached_config(vllm_config), model_config=model_config)
+    config, model_config = detached_config(vllm_config), live.config if live is not None else None
+    if live is not None and live.is_drafter and config.speculative_config.method == "draft_model":
+        config.model_config = model_config  # such a drafter is a model like others, and no head
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), _expert_maps():
+        return initialize_model(vllm_config=config, model_config=model_config)
 
 
 @contextmanager

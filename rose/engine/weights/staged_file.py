@@ -88,6 +88,13 @@ class StagedFile:
                 raise FrameError(f"{self._name}: holds {holds}, expected {state_hash}; weights kept")
             yield version, found
 
+    def names(self) -> list[str]:
+        """Returns the names of all tensors."""
+        if self.planes is not None:
+            return [spec.name for spec in self.planes.tensors]
+        with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
+            return list(checkpoint.keys())
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors by name. Call it inside reading()."""
         if self.planes is not None:
@@ -105,7 +112,7 @@ class StagedFile:
 
 def tensors_of(planes: PlanesFile, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the mirror's tensors of these names, or all of them. Call it while the mirror is being read."""
-    for spec in planes.layout.tensors:
+    for spec in planes.tensors:
         if names is None or spec.name in names:
             # A copy: whatever the model keeps of it must not follow the mirror.
             bits = torch.from_numpy(planes.tensor(spec).copy())

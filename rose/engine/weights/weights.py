@@ -9,7 +9,7 @@ written are taken back where a parameter does not hold the bits that they start 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rose.engine.weights.in_place import InPlaceWriter
-from rose.engine.weights.reload import LiveModel, load_layers
+from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
+from rose.engine.weights.reload import DRAFTER_PREFIX, LiveModel, load_layers
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
 
@@ -64,11 +64,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self.is_resident = True
         """Whether the device holds the weights now; sleep.py sets it."""
         self.version: str | None = None
-        """The version that was loaded whole last, where its file tells it."""
+        """The version that was loaded whole since the last update began, where its file tells it."""
         self.why_whole: str | None = None
         """Why the last prepared update was loaded whole all the same."""
-        self._is_mixed = False
-        """Whether some of the present update was written, and not all."""
+        self.is_mixed = False
+        """Whether the weights are of no version, because changing them broke off. No step may use them."""
+        self.stale_drafter: str | None = None
+        """Why the drafter was not updated with the model."""
         self._staged: StagedFile | None = None
         self._state_hash: str | None = None
         """The hash of the weights in use; None before the first update."""
@@ -76,8 +78,11 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._models = [LiveModel(self.model, self.model_config)]
 
     def add_head(self, head: torch.nn.Module, config: Any) -> None:
-        """Has a speculative head, whose weights are in the model's own checkpoint, follow with the model."""
-        self._models.append(LiveModel(head, config))
+        """Has a speculative head follow with the model: with tensors of the model's own checkpoint, or with
+        those of a drafter if it has another checkpoint.
+        """
+        is_drafter = config.model != self.model_config.model
+        self._models.append(LiveModel(head, config, is_drafter=is_drafter))
 
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Does nothing, because no rendezvous is needed."""
@@ -112,18 +117,19 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
 
         Raises: FrameError when some rank found another state hash than the announced one, with nothing
         changed; whatever loading raises, for example for a good file of another model, with the old weights
-        loaded again.
+        loaded again, or the mirror's if it is where they came from: `version` then tells which.
         """
-        self.why_whole, self._is_mixed = None, False
+        self.version = self.why_whole = None
+        prepared = self._in_place.take() if self._in_place is not None else None
         with ExitStack() as reading:
-            if update_info.is_prepared and self._write_in_place(update_info.state_hash, reading):
+            if update_info.is_prepared and self._write_in_place(prepared, update_info.state_hash, reading):
                 self._state_hash = update_info.state_hash
                 self._follow(update_info.path)
                 return
             try:
                 self._load_whole(update_info)
             except Exception:
-                if self._is_mixed:
+                if any(_gather("mixed" if self.is_mixed else None)):
                     self.load()
                 raise
 
@@ -154,32 +160,32 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._forget_staged()
             self._staged = staged
 
-    def _write_in_place(self, state_hash: str, reading: ExitStack) -> bool:
+    def _write_in_place(self, prepared: PreparedChanges | None, state_hash: str, reading: ExitStack) -> bool:
         """Writes the prepared changes, on all ranks or on none.
 
-        reading: gets the mirror's lock where layers are loaded from it. Returns False when the checkpoint is
-        to be loaded whole. The old weights are then in use again, unless _is_mixed. Raises: FrameError where
-        the mirror has moved on, with nothing changed.
+        reading: gets the mirror's lock, because layers are loaded from the mirror, and all weights if writing
+        fails. Returns False when the checkpoint is to be loaded whole; the old weights are then in use again,
+        unless is_mixed. Raises: FrameError where the mirror has moved on, with nothing changed.
         """
-        prepared = self._in_place.take() if self._in_place is not None else None
         if any(_gather(None if prepared is not None else "has no changes")):
             self.why_whole = "some rank has no changes"
             return False
         assert prepared is not None and self._staged is not None
         staged = self._staged
-        if any(_gather("loads" if prepared.num_loaded > 0 else None)):
-            _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
+        _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
+        self.is_mixed = True
         try:
             _on_all_ranks(prepared.write)
         except Exception as error:  # some rank failed, so this is raised on all ranks
             self.why_whole = str(error)
-            self._is_mixed = any(_gather(prepared.take_back()))
+            self.is_mixed = any(_gather(prepared.take_back()))
             return False
         try:
             _on_all_ranks(partial(prepared.finish, staged.planes))
         except Exception as error:  # on all ranks too
-            self.why_whole, self._is_mixed = str(error), True
+            self.why_whole = str(error)
             return False
+        self.is_mixed = False
         counts = (prepared.num_changed, prepared.num_loaded)
         logger.info("weights changed in place elements=%d layers_loaded=%d", *counts)
         return True
@@ -189,7 +195,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         load = partial(self._load_from, staged)
         try:
             _on_all_ranks(load)
-        except Exception:
+        except Exception as error:
+            logger.warning("weights not loaded, loading again: %r", error)
             if self._staged is None or self._staged.inode != staged.inode:
                 self.load()  # the layers before the one that failed already have new weights
                 raise
@@ -209,17 +216,37 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
-        self._load_all(lambda model: loader.get_all_weights(model.config, model.module))
+        models = [model for model in self._models if not model.is_drafter]  # a drafter's stay on the device
+        self._load_all(models, lambda model: loader.get_all_weights(model.config, model.module))
 
     def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
-            self._load_all(lambda _: staged.tensors())
+            names = staged.names()
+            models = [model for model in self._models if any(map(model.owns, names))]
+            self._load_all(models, lambda model: model.own(staged.tensors()))
+        self._note_stale([model for model in self._models if model.is_drafter and model not in models])
         self.version = state[0] if state is not None else None
         self._state_hash = state[1] if state is not None else self._state_hash
 
-    def _load_all(self, tensors: Callable[[LiveModel], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        for model in self._models:
+    def _load_all(
+        self,
+        models: Sequence[LiveModel],
+        tensors: Callable[[LiveModel], Iterable[tuple[str, torch.Tensor]]],
+    ) -> None:
+        self.is_mixed = True
+        for model in reversed(models):  # layers that a drafter shares with the main model get the main one's
             load_layers(model, [model.module], tensors(model))
+        self.is_mixed = False
+
+    def _note_stale(self, drafters: Sequence[LiveModel]) -> None:
+        was_stale, self.stale_drafter = self.stale_drafter, None
+        for drafter in drafters:
+            self.stale_drafter = (
+                f"the drafter {drafter.config.model} keeps the weights of its checkpoint: the run has no "
+                f"tensors for it; publish them under their names behind {DRAFTER_PREFIX!r}"
+            )
+            if was_stale is None:
+                logger.warning("drafter not updated: %s", self.stale_drafter)
 
     def finish_weight_update(self) -> None:
         """Does nothing: :meth:`receive_weights` finalizes."""

@@ -136,6 +136,9 @@ class UpdatedClient(Client):
         self.is_broken = False
         self.problem: str | None = None
         self.why_whole: str | None = None
+        self.stale_drafter: str | None = None
+        self.loaded: str | None = None
+        self.was_active: list[bool] = []
         self.asked: list[tuple[str, bool]] = []
 
     async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
@@ -143,8 +146,11 @@ class UpdatedClient(Client):
         self.asked.append((method, self.status().is_updating))
         if method == "begin_weight_changes":
             return [None, None]
+        if method == "device_use":
+            return [(None, 0)]
         if method == "loaded_weights":
-            return [(None, None), (None, self.why_whole)]
+            self.was_active.append(self.status().is_active)
+            return [(self.loaded, None, None), (None, self.why_whole, self.stale_drafter)]
         return [(True, None), (self.asked.count((method, False)) != 1, self.problem)]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
@@ -176,6 +182,34 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
 
 
+async def test_a_failed_update_that_left_other_weights_drops_the_kv_and_tells_their_version(
+    page: StatusPage, staged: dict[str, Any]
+) -> None:
+    client = UpdatedClient()
+    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    client.status = control.status
+    client.is_broken, client.loaded = True, "run/3"
+    with pytest.raises(WorkerError, match="no such weights"):
+        await control.apply_weights(WeightUpdate(version="run/2", **staged))
+    assert [name for name, *_ in client.seen][-2:] == ["reset_prefix_cache", "resume_generation"]
+    assert client.seen[-1] == ("resume_generation", True, "run/3")
+
+
+async def test_an_activated_engine_knows_its_version_before_it_takes_turns(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.OFF) as scheduler:
+        client = UpdatedClient()
+        control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+        client.status, client.loaded = control.status, "run/3"
+        control._activation.is_active = False
+        obeying = asyncio.create_task(obey(scheduler))
+        await control.activate()
+        obeying.cancel()
+    assert client.was_active == [False]
+    assert (control.status().is_active, control.status().weight_version) == (True, "run/3")
+
+
 async def test_the_status_tells_why_updates_were_loaded_whole(
     page: StatusPage, staged: dict[str, Any]
 ) -> None:
@@ -195,6 +229,10 @@ async def test_the_status_tells_why_updates_were_loaded_whole(
     assert await why(changes=["c"]) == (1, 3, "a parameter differs")
     client.problem, client.why_whole = None, "writing failed"
     assert await why(changes=["c"]) == (1, 4, "writing failed")
+    assert control.status().stale_drafter is None
+    client.stale_drafter = "the run has no tensors for it"
+    await why(changes=["c"])
+    assert control.status().stale_drafter == "the run has no tensors for it"
 
 
 async def test_steps_go_on_once_a_router_knows_of_the_new_version(

@@ -16,7 +16,7 @@ from probes import PROBE_TOKENS, probes, prompt
 from real_engine import Answer, RealEngine, until
 from references import ModelDirs, StockAnswers
 from shared_gpu import SharedGpu
-from tiny_models import make_int8_model, make_mla_model, make_mtp_model, staged_update
+from tiny_models import make_int8_model, make_mamba_model, make_mla_model, make_mtp_model, staged_update
 from weight_probes import Probed, probe, update
 
 from rose.messages import WeightUpdate
@@ -173,6 +173,32 @@ def test_changes_of_a_model_with_latent_attention_and_experts_leave_the_bits_of_
         check_follows_in_place(engine.wait_ready(), model, mirrored, tmp_path, answers)
     finally:
         engine.stop()
+
+
+def test_a_mamba2_model_answers_after_changes_as_a_fresh_engine_of_the_same_checkpoint(
+    engines_dir: Path, mirrored: Mirrored, tmp_path: Path
+) -> None:
+    """Its loader computes with tensors, so its layers are loaded from the mirror."""
+    model = make_mamba_model(tmp_path / "model")
+    tensors = tensors_of(model)
+    engine = RealEngine(model, Role.ROLLOUT, engines_dir)
+    try:
+        deliver(engine.wait_ready(), mirrored.put(tensors))
+        found = answers(engine)
+        for seed in (1, 2):
+            tensors, before = after_a_step(tensors, seed), found
+            deliver(engine, mirrored.put(tensors))
+            found = answers(engine)
+            assert found != before
+        assert engine.status().weights_in_place == 2
+    finally:
+        engine.stop()
+    safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    fresh = RealEngine(model, Role.ROLLOUT, engines_dir)
+    try:
+        assert answers(fresh.wait_ready()) == found
+    finally:
+        fresh.stop()
 
 
 def test_changes_reach_the_speculative_head_in_the_models_checkpoint(

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,8 @@ class LoadingWorker:
         self.is_refusing = False
         self.is_hanging = False
         self.hung = 0
+        self.may_load = threading.Event()
+        self.may_load.set()
         self.version: str | None = None
         app = web.Application()
         app.router.add_post("/rose/v1/weights", self._load)
@@ -82,6 +86,8 @@ class LoadingWorker:
             self.refused += 1
             return web.json_response({"error": "busy"}, status=503)
         update = WeightUpdate.model_validate_json(await request.read())
+        while not self.may_load.is_set():
+            await asyncio.sleep(0.001)
         planes = PlanesFile(Path(update.path))
         with planes.reading() as state:
             assert state == (update.version, update.state_hash)
@@ -94,6 +100,7 @@ class LoadingWorker:
         return web.json_response({"version": update.version, "state_hash": update.state_hash})
 
     def stop(self) -> None:
+        self.may_load.set()
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -334,16 +341,64 @@ def test_a_worker_that_loads_for_as_long_as_it_may_is_not_taken_for_gone() -> No
     assert delivery.WORKER_TIMEOUT_S + ACK_EVERY_S < ACK_LEASE_S
 
 
-def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
-    embedded_url: str, worker: LoadingWorker, weights: Weights, tmp_path: Path
-) -> None:
-    publisher = WeightPublisher(weights, embedded_url, "run")
-    publisher.publish()
+@pytest.fixture
+def subscribed(embedded_url: str, worker: LoadingWorker, tmp_path: Path) -> Iterator[subscriber.Subscriber]:
+    """A subscriber in this process, which looks when it is told to."""
     relay = open_relay(embedded_url)
     client = delivery.WorkerClient(worker.url, "secret")
     store = SharedMirror(tmp_path)
     follower = Follower(relay, "run", WeightMirror(store=store))
-    subscribed = subscriber.Subscriber(relay, follower, store, [("w", client)])
+    yield subscriber.Subscriber(relay, follower, store, [("w", client)])
+    worker.may_load.set()
+    for each in (store, client, relay):
+        each.close()
+
+
+def test_a_worker_slower_than_its_trainer_moves_on_by_changes_alone(
+    embedded_url: str, worker: LoadingWorker, subscribed: subscriber.Subscriber, weights: Weights
+) -> None:
+    """The mirror stays at the version that the worker is taking, and never goes on further than changes are
+    kept.
+    """
+    publisher = WeightPublisher(weights, embedded_url, "run")
+    generator = torch.Generator().manual_seed(1)
+    clock = count()
+
+    def publish() -> str:
+        for tensor in weights.values():
+            places = torch.randperm(tensor.numel(), generator=generator)[: tensor.numel() // 100]
+            tensor.view(-1)[places] += 1.0
+        return str(publisher.publish().version)
+
+    def look() -> None:
+        subscribed.step(0.001 * next(clock))
+
+    def has_loaded(num_versions: int) -> bool:
+        look()
+        return len(worker.loaded) >= num_versions
+
+    publish()
+    wait_for(lambda: has_loaded(1))
+    for num_loaded in range(1, 5):
+        worker.may_load.clear()
+        for _ in range(6):
+            publish()
+            look()
+        worker.may_load.set()
+        wait_for(partial(has_loaded, num_loaded + 1))
+    newest = publish()
+    wait_for(lambda: has_loaded(1) and worker.version == newest)
+    assert worker.refused == 0
+    assert [update.whole_because for update in worker.updates[1:]] == [None] * (len(worker.updates) - 1)
+    assert max(len(update.changes) for update in worker.updates) > 1
+    publisher.close()
+
+
+def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
+    embedded_url: str, worker: LoadingWorker, subscribed: subscriber.Subscriber, weights: Weights
+) -> None:
+    publisher = WeightPublisher(weights, embedded_url, "run")
+    publisher.publish()
     subscribed.step(0.0)
     subscribed.wait(0.0)
     beats: list[int] = []
@@ -352,5 +407,4 @@ def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
         subscribed.wait(now_s)
         beats.append(publisher.acks()["w"].beat)
     assert beats == [1, 1, 2, 2]
-    for each in (store, client, relay, publisher):
-        each.close()
+    publisher.close()
