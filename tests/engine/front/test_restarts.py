@@ -109,6 +109,7 @@ def test_a_killed_router_starts_again_with_all_it_knew_and_its_streams_go_on(
         before, num_before = router.known(), router.num_tokens()
         first.send_signal(signal.SIGKILL)
         stack.enter_context(router.running())
+        until(lambda: "math" in router.ask("GET", "/admin/jobs")["jobs"], "turns have come back")
         assert router.known() == before
         assert [each.result() for each in turns] == expected_turns
         assert [each.result() for each in chats] == [expected] * NUM_CHATS

@@ -99,7 +99,9 @@ def test_trainers_subscribers_and_commands_trust_the_file_that_the_environment_n
     async def complete() -> int:
         turns = RouterTurns(way.router_url, "tiny", "cli", retry_s=0)
         try:
-            return len((await turns.complete("t", [40, 41, 42], {"max_tokens": 5})).token_ids)
+            return len(
+                (await turns.complete("t", [40, 41, 42], {"max_tokens": 5, "ignore_eos": True})).token_ids
+            )
         finally:
             await turns.close()
 
