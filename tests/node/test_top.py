@@ -99,7 +99,7 @@ def test_an_adapter_that_could_not_be_loaded_is_shown_with_the_reason() -> None:
 
 def test_a_drafter_that_was_not_updated_is_shown_with_the_reason() -> None:
     status = STATUS.model_copy(update={"stale_drafter": "the run has no tensors for it"})
-    page = render([Sample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
+    page = render([WorkerSample(worker="http://127.0.0.1:8001", taken_at_s=0.0, status=status)], {})
     assert "http://127.0.0.1:8001: drafter not updated: the run has no tensors for it" in page
     assert "drafter" not in render([sample(0.0, 0)], {})
 

@@ -186,7 +186,7 @@ async def test_a_failed_update_that_left_other_weights_drops_the_kv_and_tells_th
     page: StatusPage, staged: dict[str, Any]
 ) -> None:
     client = UpdatedClient()
-    control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
     client.is_broken, client.loaded = True, "run/3"
     with pytest.raises(WorkerError, match="no such weights"):
@@ -200,7 +200,7 @@ async def test_an_activated_engine_knows_its_version_before_it_takes_turns(
 ) -> None:
     with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.OFF) as scheduler:
         client = UpdatedClient()
-        control: Any = EngineControl(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+        control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
         client.status, client.loaded = control.status, "run/3"
         control._activation.is_active = False
         obeying = asyncio.create_task(obey(scheduler))

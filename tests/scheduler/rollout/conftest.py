@@ -1,5 +1,7 @@
 """Routers for tests: the real service on a free port."""
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -93,3 +95,20 @@ def start_router() -> StartRouter:
             yield Client(router, http)
 
     return start
+
+
+@asynccontextmanager
+async def router_process(port: int, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`rose router` in a process of its own, which listens."""
+    command = [sys.executable, "-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline()
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

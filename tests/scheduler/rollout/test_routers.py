@@ -4,7 +4,6 @@ import asyncio
 import errno
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from rose.scheduler.rollout.http.shared.peers import is_refused
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.trainers.router import router_announcer
 from rose.trainers.turns import RouterTurns
-from tests.scheduler.rollout.conftest import Client, running_router
+from tests.scheduler.rollout.conftest import Client, router_process, running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
@@ -222,47 +221,6 @@ async def test_a_router_alone_starts_again_with_all_that_it_knew(tmp_path: Path)
             assert plane.registry.newest.of("scripted") == {"run": 9}
 
 
-async def test_a_router_keeps_what_an_admin_sets_by_default_where_it_has_an_address_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROSE_STATE_DIR", str(tmp_path / "state"))
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    async with aiohttp.ClientSession() as http:
-
-        async def weight() -> float | None:
-            async with http.get(f"{url}/admin/jobs") as response:
-                jobs = (await response.json())["jobs"]
-                return jobs["math"]["weight"] if "math" in jobs else None
-
-        async with router_process(port) as killed:
-            async with http.put(f"{url}/admin/jobs/math", json={"weight": 3.0}) as response:
-                assert response.status == 200
-            killed.send_signal(signal.SIGKILL)
-            await killed.wait()
-        async with router_process(port):
-            async with http.put(f"{url}/admin/jobs/math", json={}) as response:
-                assert response.status == 200
-            assert await weight() == 3.0
-    (kept,) = (tmp_path / "state").iterdir()
-    assert kept.name.endswith(f"-127.0.0.1-{port}.json") and kept.stat().st_mode & 0o777 == 0o600
-    kept.unlink()
-    nothing = tmp_path / "nothing.yaml"
-    nothing.write_text("{state: null}")
-    for own_port, flags in ((0, []), (port, [str(nothing)])):
-        async with router_process(own_port, *flags):
-            assert list((tmp_path / "state").iterdir()) == []
-
-
-async def test_a_router_without_a_folder_for_its_state_runs_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ROSE_STATE_DIR", str(tmp_path / "file" / "state"))
-    async with router_process(free_port()) as router:
-        assert router.returncode is None
-
-
 async def test_what_was_set_while_a_peer_was_away_reaches_it_and_the_last_change_wins(tmp_path: Path) -> None:
     ports = [free_port(), free_port()]
 
@@ -323,22 +281,6 @@ def patient(tmp_path: Path) -> str:
     file = tmp_path / "router.yaml"
     file.write_text("{stall_s: 300, first_token_s: 300, lost_after_s: 300}")
     return str(file)
-
-
-@asynccontextmanager
-async def router_process(port: int, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, "-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        assert process.stdout is not None
-        assert await process.stdout.readline()
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_turns_of_a_killed_router_go_on_at_the_other_and_the_cap_holds(patient: str) -> None:
