@@ -10,7 +10,7 @@ from served_cluster import wait_until
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 from rose.jobs.on_ray import ending, groups, parts  # noqa: E402 - loads Ray
-from rose.jobs.on_ray.actors import Begun  # noqa: E402
+from rose.jobs.on_ray.actors import Begun, Where  # noqa: E402
 from rose.jobs.on_ray.adopt import find  # noqa: E402
 from rose.jobs.on_ray.attempt import RayAttempt  # noqa: E402
 from rose.jobs.on_ray.ending import Remains, Shared  # noqa: E402
@@ -203,7 +203,12 @@ def test_a_part_whose_processes_do_not_end_is_told_with_its_pids(monkeypatch: py
     clock = Clock(monkeypatch)
     gone = ray.exceptions.ActorDiedError()
     sweeps = [[7], [7], []]
-    monkeypatch.setattr(parts, "_sweep", lambda *_: clock.sleep(10.0) or sweeps.pop(0))
+
+    def sweep(*_: object) -> list[int]:
+        clock.sleep(10.0)
+        return sweeps.pop(0)
+
+    monkeypatch.setattr(parts, "_sweep", sweep)
     said: list[list[str]] = []
     part = PartRef(node="rollout-0", ray_node="node-1", actor=Actor(kill=lambda: Question(gone, clock)))
     nodes: Any = Nodes(*[True] * 20)
@@ -220,7 +225,12 @@ def test_a_part_that_ray_can_not_reach_is_killed_before_its_host_counts_as_swept
     answers = [ray.exceptions.ActorUnavailableError("no route", None), ray.exceptions.ActorDiedError()]
     seen: list[str] = []
     monkeypatch.setattr(ray, "kill", lambda actor: seen.append("kill"))
-    monkeypatch.setattr(parts, "_sweep", lambda *_: seen.append("sweep") or [])
+
+    def sweep(*_: object) -> list[int]:
+        seen.append("sweep")
+        return []
+
+    monkeypatch.setattr(parts, "_sweep", sweep)
     actor = Actor(kill=lambda: Question(answers.pop(0), clock))
     part = PartRef(node="rollout-0", ray_node="node-1", actor=actor)
     nodes: Any = Nodes(*[True] * 5)
@@ -230,7 +240,7 @@ def test_a_part_that_ray_can_not_reach_is_killed_before_its_host_counts_as_swept
 
 def test_keepers_that_answer_slowly_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    where = groups.Where(ray_node="node-1", address="h", devices=())
+    where = Where(ray_node="node-1", address="h", devices=())
     names = ("rollout-0", "train-0")
     num_asked = 0
 

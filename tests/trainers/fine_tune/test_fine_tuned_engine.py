@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -77,10 +78,14 @@ class Served:
         found: dict[str, Any] = self._http.get("/rose/v1/status").raise_for_status().json()
         return found
 
-    def trainer(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        (found,) = [each for each in children if "rose.trainers.fine_tune.command" in each.cmdline()]
-        return found
+    def trainers(self) -> list[psutil.Process]:
+        """The living processes of the trainer, in the order of their ranks."""
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended, and may be a zombie
+                if "rose.trainers.fine_tune.command" in each.cmdline():
+                    found.append((int(each.environ().get("RANK", 0)), each))
+        return [each for _, each in sorted(found, key=lambda pair: pair[0])]
 
     def close(self) -> None:
         self._http.close()
@@ -115,7 +120,7 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
     assert steps[-1]["loss"] < steps[0]["loss"] - 1.0
     assert steps[-1]["grants"] > len(steps)  # a step is several pieces
 
-    trainer = served.trainer()
+    [trainer] = served.trainers()
     with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
         board = observer.board_words
         until(lambda: snapshot(board).rollout.num_steps > 0, "the trainer computes", served)
@@ -126,6 +131,26 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
     assert max(after) < before - 1.0 and len(versions) == 1
     until(lambda: "died name=trainer" in served.log.read_text(), "a line about the trainer", served)
     assert served.process.is_alive()
+
+
+def test_two_processes_train_as_one_guest_and_end_together() -> None:
+    with TemporaryDirectory(prefix="rose-test-") as folder:
+        served = Served(Path(folder), [{"text": text} for text in TEXTS], "--fine-tune-processes", "2")
+        try:
+            before = served.loss()
+            until(lambda: served.loss() < before - 0.3, "the served loss falls", served)
+            _, follower = served.trainers()
+            with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
+                board = observer.board_words
+                until(lambda: snapshot(board).rollout.num_steps > 0, "the trainer computes", served)
+                assert len(snapshot(board).guests) == 1
+                follower.kill()
+                until(lambda: not served.trainers(), "the end of the other process", served)
+                assert not snapshot(board).rollout.alive
+            assert "died name=trainer-1" in served.log.read_text()
+            assert served.loss() < before - 0.3 and served.process.is_alive()
+        finally:
+            served.close()
 
 
 def test_what_is_served_learns_to_prefer_the_chosen_answers() -> None:
