@@ -24,6 +24,11 @@ POOL_TIMEOUT_S = 0.2
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
+def has_gpu() -> bool:
+    """Whether engines and trainers compute on GPUs here: the host has NVIDIA's driver."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 def check_model(model: str) -> None:
     """Raises: ConfigError unless ``model`` is a model directory, or known to the hub or its cache."""
     path = Path(model).expanduser()

@@ -72,7 +72,9 @@ class Polled(msgspec.Struct, frozen=True, kw_only=True):
 
     ended: Ended | None
     output: bytes
-    """The lines that its processes have written since the last poll."""
+    """The lines that its processes have written and nobody has kept yet."""
+    end: int
+    """The end of these lines, for the next poll."""
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +133,8 @@ class Part:
         folder, self._cache = folders(root, name)
         self._folder = folder / node
         self._log = self._folder / "output.log"
-        self._offset = 0
+        self._kept = 0
+        """The end of the output that is in the job's log."""
         self._attempt: LocalAttempt | None = None
         self._lock = threading.Lock()
         """Held while processes are started or killed: what is killed starts none afterwards."""
@@ -187,19 +190,23 @@ class Part:
             pids=self._attempt.pids,
         )
 
-    def poll(self) -> Polled:
-        """How the processes have ended, if they have, and what they have written since."""
+    def poll(self, kept: int | None) -> Polled:
+        """How the processes have ended, if they have, and what they have written behind ``kept``.
+
+        kept: `Polled.end` of what the caller has kept. None, for a new caller: what the one before it has
+        not said to have kept comes again.
+        """
         ended = self._attempt.ended() if self._attempt is not None else None
+        self._kept = kept if kept is not None else self._kept
         output, is_all = b"", True
         if self._log.exists():
             with self._log.open("rb") as log:
-                log.seek(self._offset)
+                log.seek(self._kept)
                 output = log.read(MAX_OUTPUT_BYTES)
             is_all = len(output) < MAX_OUTPUT_BYTES
             if is_all and ended is None:  # a line's end comes with the next poll
                 output = output[: output.rfind(b"\n") + 1]
-            self._offset += len(output)
-        return Polled(ended=ended if is_all else None, output=output)
+        return Polled(ended=ended if is_all else None, output=output, end=self._kept + len(output))
 
     def end(self, grace_s: float) -> None:
         """Tells the processes to end."""

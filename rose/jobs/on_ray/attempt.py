@@ -1,15 +1,13 @@
-"""One attempt of a job on the nodes of its group: placed, started, watched and ended, by a thread of its own.
+"""One attempt of a job on the nodes of its group: placed, started and watched, by a thread of its own.
 
-An attempt has ended when all its parts are known to have ended. It goes on when its scheduler ends: the next
-one adopts it (adopt.py).
+It goes on when its scheduler ends: the next one adopts it (adopt.py).
 """
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ import ray
 
 from rose.errors import ConfigError
 from rose.jobs.on_ray.actors import Part, Polled, Prepared
-from rose.jobs.on_ray.cluster import RayNodes
-from rose.jobs.on_ray.failures import env_limit_s, failure, is_passing, reason
-from rose.jobs.on_ray.groups import GroupNodes, Seat
-from rose.jobs.on_ray.parts import KILL_ASK_S, POLL_S, Hung, PartRef, ask, confirm_end
+from rose.jobs.on_ray.ending import Ending, Say, Shared
+from rose.jobs.on_ray.failures import checked_env, env_limit_s, failure, is_passing, reason
+from rose.jobs.on_ray.groups import Seat
+from rose.jobs.on_ray.parts import KILL_ASK_S, POLL_S, Hung, PartRef, ask
 from rose.jobs.ranks import Attempt, Ended, HostPart
 from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.spec import Launch, RunSpec
@@ -31,27 +29,9 @@ SPREAD_GRACE_S = 10.0
 """Between SIGTERM and SIGKILL for the other processes, when one has failed."""
 ENV_RETRY_S = 65.0
 """Ray answers with the same failure for a minute before it prepares an environment again."""
-Say = Callable[[list[str], bool], None]
-"""Hears where an attempt's processes are, or what it waits for, and whether they have started."""
 
 
-class LetGo(Exception):
-    """The scheduler ends, and the attempt goes on without it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """What all attempts of one scheduler share."""
-
-    nodes: RayNodes
-    groups: GroupNodes
-    channel: str
-    root: str
-    """Names the channel on the hosts."""
-    hung_s: float
-
-
-class RayAttempt:
+class RayAttempt(Ending):
     """One attempt. Its thread owns everything but the wish to end it."""
 
     def __init__(
@@ -71,57 +51,19 @@ class RayAttempt:
         code: packs what is sent to each host, in the attempt's thread. running: the attempt was started by
         an earlier scheduler, on these nodes and with these parts.
         """
-        self._spec, self._order, self._shared = spec, order, shared
-        self._code, self._log, self._tell, self._before = code, log, say, before
+        super().__init__(spec.name, list(running[1]) if running is not None else [], shared, say)
+        self._spec, self._order = spec, order
+        self._code, self._log, self._before = code, log, before
         self._seats: Sequence[Seat] = running[0] if running is not None else []
-        self._parts: list[PartRef] = list(running[1]) if running is not None else []
         self._is_running = running is not None
-        self._said: tuple[list[str], bool] | None = None
         self._kill_s: float | None = None
-        self._leaves = self._is_let_go = False
-        self._ended: Ended | None = None
-        self._thread = threading.Thread(target=self._run, name=f"rose-job-{spec.name}", daemon=True)
         self._thread.start()
 
     def end(self, grace_s: float) -> None:
         kill_s = time.monotonic() + grace_s
         self._kill_s = min(kill_s, self._kill_s) if self._kill_s is not None else kill_s
 
-    def leave_group(self) -> None:
-        """Gives back the nodes of the job's group when the attempt has ended."""
-        self._leaves = True
-        if self._ended is not None:
-            self._shared.groups.leave(self._spec.name)
-
-    def let_go(self) -> None:
-        """The attempt goes on without this object."""
-        self._is_let_go = True
-
-    def wait_gone(self, timeout_s: float) -> None:
-        """Waits until the thread has ended, after `let_go`."""
-        self._thread.join(timeout_s)
-
-    def ended(self) -> Ended | None:
-        return self._ended if not self._thread.is_alive() else None
-
-    def _run(self) -> None:
-        try:
-            ended = self._life()
-        except LetGo:
-            return
-        if self._is_let_go:  # the next scheduler finds out how it has ended
-            return
-        for part in self._parts:
-            confirm_end(part, self._shared.nodes, self._shared.root, self._spec.name)
-        if ended is None:  # Ray may have held a node for alive until now
-            ended = Ended(exit_status=-signal.SIGKILL, lost=self._lost())
-        self._shared.groups.vacate(self._spec.name)
-        self._ended = ended
-        if self._leaves:
-            self._shared.groups.leave(self._spec.name)
-
     def _life(self) -> Ended | None:
-        """Returns how the attempt has ended; None: parts of it have been lost. Parts may still run."""
         try:
             if not self._is_running and not self._start():
                 return Ended(exit_status=-signal.SIGTERM)
@@ -130,27 +72,18 @@ class RayAttempt:
         except Hung as error:
             self._write("", f"{error}\n".encode())
             return Ended(exit_status=-signal.SIGKILL, why=str(error))
-        except (
-            ray.exceptions.RuntimeEnvSetupError,
-            ray.exceptions.RayTaskError,
-            ConfigError,
-            ValueError,
-            TypeError,
-        ) as error:
+        except (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.RayTaskError, ConfigError) as error:
             ended = failure(self._spec.command, error)
             self._write("", f"{ended.cannot_start or ended.why or reason(error)}\n".encode())
             if is_passing(error):
                 self._wait(ENV_RETRY_S, f"{ended.why}; it is tried again in {ENV_RETRY_S:.0f} s")
             return ended
+        except ray.exceptions.ActorAlreadyExistsError as error:  # also a RayError, but no node is lost
+            return Ended(exit_status=-signal.SIGKILL, why=reason(error))
         except ray.exceptions.RayError as error:
             if not self._is_let_go:
-                logger.info("lost job=%s reason=%s", self._spec.name, reason(error))
+                logger.info("lost job=%s reason=%s", self._job, reason(error))
             return None
-        except LetGo:
-            raise
-        except Exception:
-            logger.exception("attempt failed job=%s", self._spec.name)
-            return Ended(exit_status=-signal.SIGKILL)
 
     def _is_wanted(self) -> bool:
         return self._kill_s is None and not self._is_let_go
@@ -160,11 +93,6 @@ class RayAttempt:
         until_s = time.monotonic() + seconds
         while self._is_wanted() and time.monotonic() < until_s:
             time.sleep(POLL_S)
-
-    def _say(self, lines: list[str], *, runs: bool) -> None:
-        if (lines, runs) != self._said:
-            self._said = (lines, runs)
-            self._tell(lines, runs)
 
     # Start --------------------------------------------------------------------------------------------------
 
@@ -201,15 +129,17 @@ class RayAttempt:
         return True
 
     def _create(self, seats: Sequence[Seat], packed: bytes | None) -> None:
-        environment = {
-            name: value
-            for name, value in self._spec.runtime_env.items()
-            if name != "working_dir" or packed is None
-        }
+        environment = checked_env(
+            {
+                name: value
+                for name, value in self._spec.runtime_env.items()
+                if name != "working_dir" or packed is None
+            }
+        )
         actor = ray.remote(Part)
         for seat in seats:
             options: dict[str, Any] = {
-                "name": part_name(self._spec.name, self._order.attempt, seat),
+                "name": part_name(self._order, seat),
                 "lifetime": "detached",
                 "num_cpus": 0,
                 "max_concurrency": 2,
@@ -227,10 +157,11 @@ class RayAttempt:
         """The first one that failed: the others fail because of it."""
         told_s: float | None = None
         while True:
-            asked = [(part, part.actor.poll.remote()) for part in self._parts]
+            asked = [(part, part.actor.poll.remote(part.kept)) for part in self._parts]
             polled: list[Polled] = self._ask(asked, "to say how its processes are", self._shared.hung_s)
             for part, each in zip(self._parts, polled, strict=True):
                 self._write(part.node, each.output)
+                part.kept = each.end
             found = [each.ended for each in polled]
             failed = next((each for each in found if each is not None and each.exit_status), None)
             if None not in found:
@@ -248,17 +179,14 @@ class RayAttempt:
     def _ask(self, questions: Sequence[tuple[PartRef, Any]], what: str, limit_s: float) -> list[Any]:
         """Raises: RayError of the first part that has ended, Hung, LetGo."""
         said = self._said
-        answers = ask(
-            questions, what, limit_s, look=self._look, say=lambda line: self._say([line], runs=False)
-        )
+        answers = ask(questions, what, limit_s, look=self._look, say=partial(self._say, runs=False))
         if said is not None:
             self._say(said[0], runs=said[1])
         self._look()
         return answers
 
     def _look(self) -> None:
-        if self._is_let_go:
-            raise LetGo
+        self._check_held()
         if self._kill_s is not None and time.monotonic() > self._kill_s + KILL_ASK_S:
             raise Hung(f"the processes of {self._spec.name} have not ended in time")
 
@@ -280,9 +208,9 @@ class RayAttempt:
             logger.warning("output lost job=%s reason=%s", self._spec.name, error)
 
 
-def part_name(job: str, attempt: int, seat: Seat) -> str:
-    """Names a part for the next scheduler: the job, the attempt, the node and its Ray node."""
-    return f"part/{job}/{attempt}/{seat.node.name}/{seat.ray_node}"
+def part_name(order: Start, seat: Seat) -> str:
+    """Names a part for the next scheduler: the job, the attempt, the group, the node and its Ray node."""
+    return f"part/{order.job}/{order.attempt}/{order.group}/{seat.node.name}/{seat.ray_node}"
 
 
 def nodes_of(order: Start) -> tuple[str, ...]:

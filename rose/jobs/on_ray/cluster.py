@@ -35,26 +35,40 @@ LOOK_S = 1.0
 CONNECT_S = 10.0
 HEAD_GONE_S = 30.0
 """Ray ends its own nodes and this process a minute after the head was last heard."""
+STILL_S = 5.0
+"""A process that looks at the clock again only after so long stood still meanwhile."""
 
 
 class Silence:
-    """How long the head has left a question without an answer. Time in which nobody asks does not count."""
+    """How long the head has left a question without an answer. All threads may call.
+
+    Time in which nobody asks, or in which this process stands still, does not count.
+    """
 
     def __init__(self) -> None:
-        self._since_s: float | None = None
+        self._lock = threading.Lock()
+        self._seen_s: float | None = None
+        """Up to when the open question's time has been counted; None: no question is open."""
+        self._silent_s = 0.0
 
     def ask(self, now: float) -> None:
         """The head is asked, again or for the first time since it last answered."""
-        if self._since_s is None:
-            self._since_s = now
+        with self._lock:
+            if self._seen_s is None:
+                self._seen_s = now
 
     def answered(self) -> None:
         """The head has answered."""
-        self._since_s = None
+        with self._lock:
+            self._seen_s, self._silent_s = None, 0.0
 
     def seconds(self, now: float) -> float:
-        """Returns 0 for a head that has answered all that it was asked."""
-        return now - self._since_s if self._since_s is not None else 0.0
+        """Returns 0 for a head that has answered all that it was asked. Ask more often than `STILL_S`."""
+        with self._lock:
+            if self._seen_s is not None:
+                self._silent_s += min(now - self._seen_s, STILL_S)
+                self._seen_s = now
+            return self._silent_s
 
 
 class RayNodes:
@@ -215,7 +229,7 @@ def _own(who: str, say: Callable[[str], None]) -> Any:
             return ray.remote(Owner).options(**options).remote(who)  # the name is ours before it runs
         except ValueError as error:
             other = _other()
-            if time.monotonic() >= deadline or (other is not None and not _is_gone(other)):
+            if time.monotonic() >= deadline or (other is not None and _lives_here(other)):
                 found = other if other is not None else "which does not answer"
                 raise ConfigError(
                     f"the Ray cluster has a scheduler already ({found}); submit jobs to it, or stop it first"
@@ -243,7 +257,7 @@ def describe_self(channel: str) -> str:
     return f"host {os.uname().nodename}, pid {os.getpid()}, channel {shown}"
 
 
-def _is_gone(who: str) -> bool:
-    """Whether the other scheduler was a process of this host that has ended."""
+def _lives_here(who: str) -> bool:
+    """Whether the other scheduler is a living process of this host. Of other hosts, Ray alone knows."""
     host, pid = who.split(", ")[:2]
-    return host == f"host {os.uname().nodename}" and not os.path.exists(f"/proc/{pid.removeprefix('pid ')}")
+    return host == f"host {os.uname().nodename}" and os.path.exists(f"/proc/{pid.removeprefix('pid ')}")

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rose.config import parse_config
 from rose.errors import ConfigError, WorkerError
-from rose.jobs.on_ray.adopt import Remains, find
-from rose.jobs.on_ray.attempt import RayAttempt, Shared
+from rose.jobs.on_ray.adopt import find
+from rose.jobs.on_ray.attempt import RayAttempt
 from rose.jobs.on_ray.cluster import NAMESPACE, RayNodes, channel_root, describe_self
+from rose.jobs.on_ray.ending import Ending, Remains, Shared
 from rose.jobs.on_ray.groups import GroupNodes, Seat
 from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
@@ -48,13 +49,13 @@ class RayEngine:
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._cluster, self._spec = cluster, cluster.ray
         self._channel = channel
-        self._attempts: dict[str, RayAttempt] = {}
+        self._attempts: dict[str, Ending] = {}
         """The latest of each job that has nodes."""
         self._adopted: dict[str, tuple[int, Attempt]] = {}
         self._said: queue.SimpleQueue[Callable[[int], Call]] = queue.SimpleQueue()
         self._told: tuple[dict[Phase, int], dict[str, int]] | None = None
         self._waits_for: str | None = "Ray"
-        self._waits_since_s = time.monotonic()
+        self._waits_since_s, self._waits_most_s = time.monotonic(), JOIN_S
         self._failed: Exception | None = None
         self._has_signals = False
         self._thread = threading.Thread(target=self._join, name="rose-ray-join", daemon=True)
@@ -68,7 +69,7 @@ class RayEngine:
             namespace = f"{NAMESPACE}-{root}"
             self._nodes = RayNodes(self._spec, limits, describe_self(self._channel), namespace, self._wait)
             check_channel(self._channel, self._nodes.addresses())
-            self._wait("the jobs that an earlier scheduler has left to answer")
+            self._wait("the jobs that an earlier scheduler has left to answer", JOIN_S + self._spec.hung_s)
             groups = GroupNodes(self._spec, root)
             self._shared = Shared(
                 nodes=self._nodes,
@@ -83,18 +84,22 @@ class RayEngine:
         else:
             self._waits_for = None
 
-    def _wait(self, what: str) -> None:
-        self._waits_for, self._waits_since_s = what, time.monotonic()
+    def _wait(self, what: str, most_s: float = JOIN_S) -> None:
+        self._waits_since_s, self._waits_most_s = time.monotonic(), most_s
+        self._waits_for = what
 
     def _adopt(self) -> None:
-        survivors, remains = find(self._shared.groups)
+        survivors, broken = find(self._shared.groups, self._spec.hung_s)
         for each in survivors:
             spec = parse_config(each.order.spec, RunSpec, f"job {each.order.job}")
             attempt = self._attempt(spec, each.order, running=(each.seats, each.parts))
             self._adopted[spec.name] = (each.order.attempt, attempt)
-        for job, (number, parts) in remains.items():
+        for job, left in broken.items():
+            number, parts = left.attempt, left.parts
             logger.warning("not adopted job=%s attempt=%d parts=%d", job, number, len(parts))
-            self._adopted[job] = (number, Remains(job, parts, self._nodes, self._shared.root))
+            remains = Remains(job, parts, self._shared, partial(self._placed, job, number))
+            self._attempts[job] = remains
+            self._adopted[job] = (number, remains)
 
     def waits_for(self) -> str | None:
         return self._waits_for
@@ -111,7 +116,7 @@ class RayEngine:
                 signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
                 self._has_signals = True
             self._nodes.check()
-        elif (waited_s := time.monotonic() - self._waits_since_s) > JOIN_S:
+        elif (waited_s := time.monotonic() - self._waits_since_s) > self._waits_most_s:
             raise WorkerError(
                 f"waited {waited_s:.0f} s for {waits_for}; see whether `ray status` answers on this host, "
                 "then start this command again: jobs on Ray go on meanwhile"
@@ -132,16 +137,17 @@ class RayEngine:
         before: Attempt | None = None,
         running: tuple[Sequence[Seat], Sequence[PartRef]] | None = None,
     ) -> RayAttempt:
-        attempt = self._attempts[spec.name] = RayAttempt(
+        attempt = RayAttempt(
             spec,
             order,
             shared=self._shared,
             code=partial(packed, spec),
             log=self.log_folder / f"{spec.name}.log",
-            say=partial(self._placed, order),
+            say=partial(self._placed, order.job, order.attempt),
             before=before,
             running=running,
         )
+        self._attempts[spec.name] = attempt
         return attempt
 
     def forget(self, job: str) -> None:
@@ -173,10 +179,8 @@ class RayEngine:
         if self._waits_for is None and self._nodes.is_there():  # else this would wait for the head
             self._nodes.close()
 
-    def _placed(self, order: Start, places: list[str], runs: bool) -> None:
-        self._said.put(
-            lambda seq: Placed(seq=seq, job=order.job, attempt=order.attempt, places=places, runs=runs)
-        )
+    def _placed(self, job: str, attempt: int, places: list[str], runs: bool) -> None:
+        self._said.put(lambda seq: Placed(seq=seq, job=job, attempt=attempt, places=places, runs=runs))
 
 
 def check_channel(channel: str, addresses: Sequence[str]) -> None:

@@ -5,12 +5,14 @@ it. pip says "no matching distribution" also where it reaches no package index, 
 before signs of a wrong package. What has neither sign is tried again, up to the job's limit.
 """
 
+import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.runtime_env import RuntimeEnv
 
 from rose.errors import ConfigError
 from rose.jobs.ranks import START_FAILED_STATUS, Ended
@@ -75,9 +77,22 @@ def reason(error: Exception) -> str:
     return lines[-1][:400]
 
 
+def checked_env(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """Returns the environment. Raises: ConfigError if Ray can't understand it, on whatever host."""
+    try:
+        RuntimeEnv(**runtime_env)
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(
+            f"runtime_env: {reason(error)}; mend the job's runtime_env and submit the job again"
+        ) from error
+    return runtime_env
+
+
 def env_limit_s(runtime_env: Mapping[str, Any]) -> float:
     """Returns the longest time in which Ray starts an actor in this environment, or says that it can't."""
     config = runtime_env.get("config")
     limit = config.get("setup_timeout_seconds") if isinstance(config, Mapping) else None
+    if limit == -1:  # Ray's word for no limit
+        return math.inf
     is_known = isinstance(limit, int | float) and limit > 0
     return WORKER_LIMIT_S + (float(limit) if is_known and limit is not None else ENV_LIMIT_S)

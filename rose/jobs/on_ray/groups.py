@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 FRESH_S = 10.0
-"""An answer that is older, because others took long, is asked for again."""
+"""What a keeper has said longer ago, because others took long, is asked for again."""
 KEEPER_S = 300.0
 """A keeper that has not answered for so long has hung, and another one takes its place."""
 
@@ -52,8 +52,11 @@ class _Placed:
     pg: PlacementGroup
     keepers: dict[str, Any] = field(default_factory=dict)
     asked: dict[str, tuple[Any, float]] = field(default_factory=dict)
-    """Questions to keepers, and when they were asked. Answers wait here for those of the other nodes."""
-    where: dict[str, Where] = field(default_factory=dict)
+    """Questions to keepers that have no answer yet, and when they were asked."""
+    said: dict[str, tuple[Where, float]] = field(default_factory=dict)
+    """Answers of keepers, and when they came. They wait here for those of the other nodes."""
+    ray_nodes: dict[str, str] = field(default_factory=dict)
+    """The Ray node of each node, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +110,11 @@ class GroupNodes:
             time.sleep(POLL_S)
         return None
 
-    def adopt(self, users: Sequence[tuple[str, str, Sequence[Seat]]]) -> None:
-        """Takes over what an earlier scheduler has placed. users: each job, its group and its nodes.
+    def adopt(self, users: Sequence[tuple[str, str, Mapping[str, str]]]) -> None:
+        """Takes over what an earlier scheduler has placed.
 
-        Gives back the nodes of groups that none of these jobs is in.
+        users: each job of which anything may still run, its group, and the Ray node of each of its nodes
+        there. Gives back the nodes of groups that none of these jobs is in.
         """
         with self._lock:
             known = ray.util.list_named_actors()
@@ -130,11 +134,12 @@ class GroupNodes:
                         with contextlib.suppress(ValueError):  # it has ended, and another one is made
                             placed.keepers[node] = ray.get_actor(name)
                 self._groups.setdefault("/".join(fields[:-2]), []).append(placed)
-            for job, group, seats in users:
-                self._users[job] = (group, tuple(seat.node.name for seat in seats))
-                where = {each.node.name: _where(each) for each in seats}
+            for job, group, ray_nodes in users:
+                self._users[job] = (group, tuple(ray_nodes))
                 for placed in self._groups.get(group, []):
-                    placed.where.update({node: where[node] for node in placed.nodes if node in where})
+                    placed.ray_nodes.update(
+                        {node: ray_nodes[node] for node in placed.nodes if node in ray_nodes}
+                    )
             for group in [each for each in self._groups if not self._has_jobs(each)]:
                 self._remove(group)
 
@@ -150,9 +155,10 @@ class GroupNodes:
         with self._lock:
             if job not in self._users:
                 return
-            group, _ = self._users.pop(job)
-            if not self._has_jobs(group):
-                self._remove(group)
+            group, _ = self._users[job]
+            if not any(each == group for other, (each, _) in self._users.items() if other != job):
+                self._remove(group)  # may raise, and is called again then
+            del self._users[job]
 
     def view(self, draining: Collection[str]) -> View:
         """Returns who has to leave, and what is idle; the last answer while Ray is slow to place nodes."""
@@ -165,7 +171,7 @@ class GroupNodes:
 
     def _leaving(self, draining: Collection[str]) -> list[str]:
         for group, placed in self._groups.items():
-            if any(where.ray_node in draining for each in placed for where in each.where.values()):
+            if any(name in draining for each in placed for name in each.ray_nodes.values()):
                 self._condemned.add(group)
         return [job for job, (group, _) in self._users.items() if group in self._condemned]
 
@@ -179,11 +185,12 @@ class GroupNodes:
         return any(each == group for each, _ in self._users.values())
 
     def _remove(self, group: str) -> None:
-        self._condemned.discard(group)
-        for placed in self._groups.pop(group, []):
+        for placed in self._groups.get(group, []):
             for keeper in placed.keepers.values():
                 ray.kill(keeper)
             remove_placement_group(placed.pg)
+        self._groups.pop(group, None)
+        self._condemned.discard(group)
 
     def _seats(self, group: str, nodes: Sequence[str], placement: PlacementStrategy) -> list[Seat] | None:
         """Returns the nodes if all are placed and their keepers answer."""
@@ -200,7 +207,7 @@ class GroupNodes:
         if len(found) < len(nodes):
             return None
         for each in placed:
-            each.asked.clear()
+            each.said.clear()
         return found
 
     def _seat(self, placed: _Placed, node: str) -> Seat | None:
@@ -220,27 +227,8 @@ class GroupNodes:
             }
             keeper = ray.remote(Keeper).options(**options, scheduling_strategy=strategy).remote()
             placed.keepers[node] = keeper
-        if node not in placed.asked:
-            placed.asked[node] = keeper.where.remote(), time.monotonic()
-        asked, since_s = placed.asked[node]
-        if not ray.wait([asked], timeout=0)[0]:
-            if time.monotonic() - since_s > KEEPER_S:
-                logger.warning("no answer keeper=%s/%s", placed.name, node)
-                ray.kill(keeper)
-            return None
-        try:
-            where: Where = ray.get(asked)
-        except ray.exceptions.ActorUnavailableError:
-            del placed.asked[node]
-            return None
-        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle anew
-            del placed.asked[node]
-            placed.keepers.pop(node, None)
-            placed.where.pop(node, None)
-            return None
-        placed.where[node] = where
-        if time.monotonic() - since_s > FRESH_S:
-            del placed.asked[node]
+        where = self._where(placed, node, keeper)
+        if where is None:
             return None
         return Seat(
             node=JobNode(name=node, address=where.address, devices=where.devices),
@@ -248,6 +236,27 @@ class GroupNodes:
             strategy=strategy,
         )
 
-
-def _where(seat: Seat) -> Where:
-    return Where(ray_node=seat.ray_node, address=seat.node.address, devices=seat.node.devices)
+    def _where(self, placed: _Placed, node: str, keeper: Any) -> Where | None:
+        """Returns what the node's keeper has said lately; None: it is asked."""
+        now = time.monotonic()
+        if node in placed.said and now - placed.said[node][1] <= FRESH_S:
+            return placed.said[node][0]
+        if node not in placed.asked:
+            placed.asked[node] = keeper.where.remote(), now
+        asked, since_s = placed.asked[node]
+        if not ray.wait([asked], timeout=0)[0]:
+            if now - since_s > KEEPER_S:
+                logger.warning("no answer keeper=%s/%s", placed.name, node)
+                ray.kill(keeper)
+            return None
+        del placed.asked[node]
+        try:
+            where: Where = ray.get(asked)
+        except ray.exceptions.ActorUnavailableError:
+            return None
+        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle anew
+            placed.keepers.pop(node, None)
+            placed.ray_nodes.pop(node, None)
+            return None
+        placed.said[node], placed.ray_nodes[node] = (where, now), where.ray_node
+        return where

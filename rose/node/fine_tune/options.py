@@ -48,7 +48,9 @@ class FineTuneOptions(Section):
     """Sequences of one optimizer step. They are trained in parts if a part of a layer would take longer than
     a request may wait."""
     processes: Annotated[int, Field(gt=0)] = 1
-    """The trainer's processes, each on a GPU of its own among those of the engine. Each has a microbatch."""
+    """The trainer's processes, each on a GPU of its own among those of the engine. Each has a microbatch.
+
+    Without GPUs they share the engine's CPUs."""
     tokens: Annotated[int, Field(gt=1)] = 512
     """Tokens of an example that are trained on; the rest is cut off."""
     epochs: Annotated[int, Field(gt=0)] = 1
@@ -125,8 +127,16 @@ def take_options(given: dict[str, Any]) -> FineTuneOptions | None:
     return parse_config({"data": data, **found}, FineTuneOptions, "flags", flag)
 
 
-def check(options: FineTuneOptions, model: str) -> None:
-    """Raises: ConfigError if data, packages, folders or memory do not allow the trainer to start."""
+def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
+    """Raises: ConfigError if data, packages, folders, GPUs or memory do not allow the trainer to start.
+
+    num_gpus: those of the engine; 0 without GPUs, where all processes compute on the engine's CPUs.
+    """
+    if 0 < num_gpus < options.processes:
+        raise ConfigError(
+            f"{flag('processes')} {options.processes}: each process needs a GPU of the engine, which has "
+            f"{num_gpus}; use at most {num_gpus}, or a larger --tensor-parallel-size"
+        )
     has_preferences = isinstance(read_examples(options.data)[0], Preference)
     needed = (*_PACKAGES, *(_PREFERENCE_PACKAGES if has_preferences else ()))
     missing = [name for name in needed if importlib.util.find_spec(name) is None]

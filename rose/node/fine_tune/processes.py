@@ -1,12 +1,16 @@
 """The processes beside a serving engine that is fine-tuned: a relay, the trainer, and a pool if it has none.
 
-Promises that serving never depends on them: if the trainer or the relay dies, the log gets a line, and the
-engine goes on serving with the weights that it has. Never starts a process again.
+Promises that serving never depends on them: if the trainer or the relay dies, the log gets a line, what is
+left of the trainer ends too, and the engine goes on serving with the weights that it has. Never starts a
+process again.
 """
 
 import logging
+import math
 import secrets
+import signal
 import sys
+import time
 
 from rose import ports
 from rose.config import Settings
@@ -25,6 +29,8 @@ TRAINER_NICE = 10
 _RELAY_START_S = 120.0
 _SAVE_S = 300.0
 """How long a stopped trainer may take to save its model."""
+_END_S = 10.0
+"""How long it may take to end without saving."""
 
 
 class FineTuning:
@@ -45,8 +51,13 @@ class FineTuning:
             }
         )
         """The configuration with which the engine has to be started."""
-        self._watched: list[ServerProcess] = []
-        self._trainer: ServerProcess | None = None
+        self._relay: ServerProcess | None = None
+        self._trainers: list[ServerProcess] = []
+        """The trainer's processes; the first one saves the model."""
+        self._told: set[str] = set()
+        """The processes whose ends were logged."""
+        self._kill_s: float | None = None
+        """When the rest of a trainer that lost a process is killed."""
 
     def start_ahead(self, group: ProcessGroup, settings: Settings) -> None:
         """Starts the pool and the relay that the engine needs, and returns once they answer. Raises:
@@ -60,7 +71,7 @@ class FineTuning:
         argv = ["-m", "rose.transfer.relay.server", "--port", str(self._relay_port)]
         relay = group.start(ServerProcess([sys.executable, *argv], "relay", None, cpus=self.engine.cpus))
         relay.wait_until(lambda: self._answers(settings), "answer", _RELAY_START_S)
-        self._watched.append(relay)
+        self._relay = relay
 
     def _answers(self, settings: Settings) -> bool:
         assert self.engine.relay is not None
@@ -81,14 +92,14 @@ class FineTuning:
         for rank, environment in enumerate(_rank_environments(count)):
             name = "trainer" if count == 1 else f"trainer-{rank}"
             process = ServerProcess(argv, name, None, environment, cpus=self.engine.cpus, nice=TRAINER_NICE)
-            self._watched.append(group.start(process))
-            self._trainer = process if rank == 0 else self._trainer
+            self._trainers.append(group.start(process))
 
     def let_save(self) -> None:
-        """Stops a trainer that saves its model, and waits until it has saved it. The trainer's first process
-        does."""
-        if self._trainer is not None and self._options.output is not None:
-            self._trainer.stop(_SAVE_S)
+        """Stops a trainer that saves its model, and waits until its first process has saved it."""
+        if self._trainers and self._options.output is not None:
+            for other in self._trainers[1:]:  # the first one may wait for one that hangs
+                other.stop(0.0)
+            self._trainers[0].stop(_SAVE_S)
 
     def _trainer_flags(self) -> list[str]:
         engine, options = self.engine, self._options
@@ -106,17 +117,31 @@ class FineTuning:
         return [text for key, value in flags.items() if value is not None for text in (key, str(value))]
 
     def watch(self) -> None:
-        """Logs the end of each process, once."""
-        for process in [each for each in self._watched if not each.is_alive()]:
-            self._watched.remove(process)
-            if process.exit_status == 0:
-                logger.info("fine-tuning is done; serving goes on with the last weights that went live")
-            else:
+        """Logs the end of each process, once. A trainer that has lost a process or its relay is ended."""
+        relay = [self._relay] if self._relay is not None else []
+        for process in [*relay, *self._trainers]:
+            if process.is_alive() or process.name in self._told:
+                continue
+            self._told.add(process.name)
+            if process.exit_status != 0:
                 logger.error(
                     "died name=%s status=%s: fine-tuning has stopped, serving goes on",
                     process.name,
                     process.exit_status,
                 )
+                self._end_trainer()
+            elif process is self._trainers[0] and self._kill_s is None:
+                logger.info("fine-tuning is done; serving goes on with the last weights that went live")
+        if self._kill_s is not None and time.monotonic() >= self._kill_s:
+            self._kill_s = math.inf
+            for process in self._trainers:
+                process.stop(0.0)
+
+    def _end_trainer(self) -> None:
+        if self._kill_s is None:
+            self._kill_s = time.monotonic() + (_SAVE_S if self._options.output is not None else _END_S)
+            for process in self._trainers:
+                process.send_signal(signal.SIGTERM)
 
 
 def _rank_environments(count: int) -> list[dict[str, str]]:

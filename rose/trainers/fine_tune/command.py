@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from rose.node.fine_tune.examples import Example, Preference, read_examples
 from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
-from rose.trainers.fine_tune.ranks import Ranks
+from rose.trainers.fine_tune.ranks import HUNG_S, Ranks
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
 from rose.trainers.publishing import PublishWeights
@@ -164,7 +165,8 @@ def save(loaded: Loaded, folder: Path) -> None:
 
 def _train(args: argparse.Namespace, stack: ExitStack) -> None:
     # This joins the trainer's other processes, if there are any, and chooses this one's GPU.
-    is_first = PartialState(cpu=not torch.cuda.is_available()).is_main_process
+    hung = timedelta(seconds=HUNG_S)
+    is_first = PartialState(cpu=not torch.cuda.is_available(), timeout=hung).is_main_process
     stack.callback(Ranks.part)
     loaded = load(args)
     if args.output is not None and is_first:

@@ -18,7 +18,7 @@ from rose.admission.gate import GatePolicy, GateReason, GateSettings, ServingVie
 from rose.admission.rollout_side import RolloutSide
 from rose.errors import WorkerError
 from rose.scheduler.node.pieces import GIVE_WAY_S, Piece, PieceTimes, Work
-from rose.trainers.fine_tune.ranks import Ranks
+from rose.trainers.fine_tune.ranks import TELL_S, Ranks
 from rose.types import SLO, GateMode
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,10 @@ class TrainingGuest:
             self._elsewhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, self._cpus)
         safe_s = self.agree(self.times.predict_safe(piece, work))
-        if self._side is not None:
-            self._hold_grant(self._side, piece, work, safe_s)
-        self.agree(0.0)  # the others compute once the leader has the grant
+        has_none = True
+        while has_none:  # the others compute once the leader has the grant
+            is_given = self._side is None or self._hold_grant(self._side, piece, work, safe_s)
+            has_none = self.agree(float(not is_given)) > 0
         self._piece = (piece, work)
         # A forward pass begins with the piece before its first layer: its tokens count once.
         self._tokens += work.tokens if piece == FORWARD_BEGIN else 0
@@ -136,16 +137,19 @@ class TrainingGuest:
         self._piece = None
         return True
 
-    def _hold_grant(self, side: RolloutSide, piece: Piece, work: Work, safe_s: float) -> None:
-        """Keeps the present grant if the piece fits into it, or else hands it back and takes another."""
+    def _hold_grant(self, side: RolloutSide, piece: Piece, work: Work, safe_s: float) -> bool:
+        """Keeps the present grant if the piece fits into it, or else hands it back and takes another.
+
+        Returns False if serving has left none for `TELL_S`.
+        """
         if self._has_grant:
             is_called = self._may_be_called and side.is_called()
             if is_called or time.monotonic() + safe_s > self._ends_s:
                 self._hand_back(side)
-        if not self._has_grant:
-            self._take(side, piece, work, safe_s)
+        if not self._has_grant and self._take(side, piece, work, safe_s):
             self._has_grant = True
             self.num_grants += 1
+        return self._has_grant
 
     def _hand_back(self, side: RolloutSide) -> None:
         if self._has_grant:
@@ -153,9 +157,10 @@ class TrainingGuest:
             side.end_step(max(1, self._tokens))
             self._has_grant, self._tokens = False, 0
 
-    def _take(self, side: RolloutSide, piece: Piece, work: Work, safe_s: float) -> None:
-        asked_s = time.monotonic()
-        while True:
+    def _take(self, side: RolloutSide, piece: Piece, work: Work, safe_s: float) -> bool:
+        """Waits for a grant, for `TELL_S` at most; returns whether there is one."""
+        asked_s = now = time.monotonic()
+        while now < asked_s + TELL_S:
             view, now = side.view(), time.monotonic()
             least_s = self._least_s(piece, work, safe_s, view)
             side.set_want(True, least_s if math.isfinite(least_s) else MAX_STEP_WAIT_S)
@@ -165,8 +170,10 @@ class TrainingGuest:
             elif side.try_begin(now + allowed, view):
                 self._ends_s, self._may_be_called = now + allowed, not view.has_work
                 self.waited_s += now - asked_s
-                return
+                return True
             side.wait_grant()
+        self.waited_s += now - asked_s
+        return False
 
     def _least_s(self, piece: Piece, work: Work, safe_s: float, view: ServingView) -> float:
         """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves so much."""

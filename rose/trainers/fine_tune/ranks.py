@@ -14,17 +14,22 @@ import torch.distributed as dist
 
 from rose.errors import WorkerError
 
-_TIMEOUT = timedelta(days=7)
-"""For as long serving may leave no time to train."""
+HUNG_S = 600.0
+"""A process that the others have waited for so long has hung. Publishing and saving take less."""
+TELL_S = 30.0
+"""Rank 0 tells the others so often that it still waits for a grant: serving may leave no time for long."""
 
 
 class Ranks:
-    """One process among those of a trainer. Raises: WorkerError from any method if another one has died."""
+    """One process among those of a trainer.
+
+    Raises: WorkerError from any method if another process has died, or has not come for `HUNG_S`.
+    """
 
     def __init__(self) -> None:
         """Call it on every rank, once torch's process group is there."""
         # gloo on the host: the trainer's own group may be on devices, which wait for grants.
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=HUNG_S))
         self.is_leader = dist.get_rank() == 0
         self.count = dist.get_world_size()
 
@@ -47,5 +52,5 @@ class Ranks:
         try:
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
-            raise WorkerError(f"another process of the trainer has gone: {error}") from error
+            raise WorkerError(f"another process of the trainer has gone or hangs: {error}") from error
         return float(shared)

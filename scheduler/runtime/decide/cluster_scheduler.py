@@ -179,8 +179,8 @@ class ClusterScheduler:
         self._ticked_s = now
         self._permits.tell_apart(now)
         if was_away:
-            self._permits.wait_for_starts(now)
-        self._permits.end_hung_starts(now)
+            self._permits.wait_for_calls(now)
+        self._permits.end_hung(now)
         self._follow_up(now)
         if was_away:  # the channel was gone, or this process stood still: heartbeats may be on their way
             for permits in self._state.permits.values():

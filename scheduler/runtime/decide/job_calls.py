@@ -13,7 +13,7 @@ from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.order import own_order
 from rose.scheduler.runtime.channel.messages import Cancel, Exited, Start, Stop
 from rose.scheduler.runtime.decide.move_calls import MoveCalls
-from rose.scheduler.runtime.decide.permit_calls import LATE, UNHEARD, PermitCalls, named
+from rose.scheduler.runtime.decide.permit_calls import HUNG, LATE, UNHEARD, PermitCalls, named
 from rose.scheduler.runtime.decide.placing import Groups, JoinedGroup
 from rose.scheduler.runtime.decide.records import JobState
 from rose.scheduler.runtime.decide.state import State
@@ -197,7 +197,7 @@ class JobCalls:
         """A job's process has ended: the job is over, or starts again."""
         self._state.answer(client, call.seq)
         record = self._state.jobs.get(call.job)
-        if record is None or record.attempt != call.attempt or record.state.is_over:
+        if record is None or record.attempt != call.attempt or not record.state.is_placed:
             return
         self._state.event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
         num_iterations = self._state.specs[call.job].iterations
@@ -230,7 +230,7 @@ class JobCalls:
         """Names the ranks that were silent, or for which others waited, for the note of the attempt's end."""
         hold, note = self._state.permits_of(name).holds.get(name), self._state.jobs[name].note
         if hold is None or not hold.silent:
-            return f"; {note}" if note.startswith((LATE, UNHEARD)) else ""
+            return f"; {note}" if note.startswith((LATE, UNHEARD, HUNG)) else ""
         who = named(hold.silent, self._state.specs[name].num_ranks)
         return f": {who} fell silent in {hold.phase} of iteration {hold.iteration}"
 

@@ -104,7 +104,7 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "ranks_holding": sorted(hold.until_s) if hold is not None else [],
         "ranks_waiting": sorted(record.waiting.callers) if record.waiting is not None else [],
         "ranks_unheard": sorted(set(range(spec.num_ranks)) - set(record.heard))
-        if name in state.start_until_s
+        if name in state.hung_s
         else [],
         "waits_for": record.waiting.phase if record.waiting is not None else None,
         "behind": permits.holders_before(name) if permits is not None else [],

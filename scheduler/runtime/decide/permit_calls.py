@@ -2,8 +2,8 @@
 
 Serves only the present attempt of a running job, and only under the epoch of its permit. All ranks of a job
 get one permit for a phase: it is asked for when the last of them has asked, and over when the last has
-released it. A rank that others wait for is named after a lease, and an attempt of which a rank never calls is
-ended. Pure: takes ``now``.
+released it. A rank that others wait for is named after a lease, and an attempt of which a rank calls nothing
+for long, though it is in no phase, is ended. Pure: takes ``now``.
 """
 
 import logging
@@ -51,42 +51,67 @@ class PermitCalls:
     def forget(self, job: str) -> None:
         """The attempt has ended: nothing of it waits."""
         self._apart_s.pop(job, None)
-        self._state.start_until_s.pop(job, None)
+        self._state.hung_s.pop(job, None)
         self._state.jobs[job].waiting = None
 
     def begin(self, job: str, now: float) -> None:
         """The attempt's processes have started: all ranks must call a phase in time."""
-        if len(self._state.jobs[job].heard) < self._num_ranks(job):
-            self._state.start_until_s[job] = now + self._state.specs[job].start_s
+        if self._unheard(job):
+            self._state.hung_s[job] = now + self._state.specs[job].start_s
+        else:
+            self._expect(job, now)
 
-    def _hear(self, call: RankCall) -> None:
+    def _hear(self, call: RankCall, now: float) -> None:
         record = self._state.jobs[call.job]
         if call.rank not in record.heard:
             record.heard.append(call.rank)
             self._state.changed(call.job)
-            if len(record.heard) == self._num_ranks(call.job):
-                self._state.start_until_s.pop(call.job, None)
+            self._expect(call.job, now)
 
-    def wait_for_starts(self, now: float) -> None:
-        """Gives starts that are late a lease more: the ranks' calls may be on their way."""
-        for job, until_s in self._state.start_until_s.items():
-            self._state.start_until_s[job] = max(until_s, now + self._lease_s)
+    def _unheard(self, job: str) -> set[int]:
+        """The ranks that have called no phase since the attempt's start."""
+        return set(range(self._num_ranks(job))) - set(self._state.jobs[job].heard)
 
-    def end_hung_starts(self, now: float) -> None:
-        """Ends the attempts of which a rank has called no phase in time."""
-        for job in [each for each, until_s in self._state.start_until_s.items() if until_s <= now]:
-            record, num_ranks = self._state.jobs[job], self._num_ranks(job)
+    def _outside(self, job: str) -> set[int]:
+        """The ranks that are in no phase and wait for nothing."""
+        hold, asked = self._state.permits_of(job).holds.get(job), self._state.jobs[job].waiting
+        inside = {*(hold.until_s if hold is not None else ()), *(asked.callers if asked is not None else ())}
+        return set(range(self._num_ranks(job))) - inside
+
+    def _expect(self, job: str, now: float) -> None:
+        """A rank has called. When all have, those that are in no phase must call again in time."""
+        if self._unheard(job):
+            return
+        if self._outside(job):
+            spec = self._state.specs[job]
+            self._state.hung_s[job] = now + max(map(spec.after_s, Phase)) + spec.hung_s
+        else:
+            self._state.hung_s.pop(job, None)
+
+    def wait_for_calls(self, now: float) -> None:
+        """Gives ranks that are late a lease more: their calls may be on their way."""
+        for job, until_s in self._state.hung_s.items():
+            self._state.hung_s[job] = max(until_s, now + self._lease_s)
+
+    def end_hung(self, now: float) -> None:
+        """Ends the attempts of which a rank has called nothing in time."""
+        for job in [each for each, until_s in self._state.hung_s.items() if until_s <= now]:
+            record, spec = self._state.jobs[job], self._state.specs[job]
             if record.state is not JobState.RUNNING:
-                del self._state.start_until_s[job]
+                del self._state.hung_s[job]
                 continue
-            self._state.start_until_s[job] = now + self._lease_s  # the order may be lost with its runner
-            missing = sorted(set(range(num_ranks)) - set(record.heard))
-            start_s = self._state.specs[job].start_s
-            record.note = f"{UNHEARD}{named(missing, num_ranks)} called no phase in {start_s:.0f} s (start_s)"
+            self._state.hung_s[job] = now + self._lease_s  # the order may be lost with its runner
+            if ranks := self._unheard(job):
+                event, why = "start_hung", f"called no phase in {spec.start_s:.0f} s (start_s)"
+                record.note = f"{UNHEARD}{named(ranks, spec.num_ranks)} {why}"
+            else:
+                ranks, event, why = self._outside(job), "hung", f"has not called for {spec.hung_s:.0f} s"
+                who = named(ranks, spec.num_ranks)
+                record.note = f"{HUNG}{who} {why} (hung_s), and is in no phase"
             self._state.changed(job)
-            self._state.event("start_hung", job, ranks=missing, note=record.note)
+            self._state.event(event, job, ranks=sorted(ranks), note=record.note)
             self._state.order(Stop(job=job, attempt=record.attempt, is_lost=True))
-            logger.warning("start hung job=%s %s", job, record.note)
+            logger.warning("%s job=%s %s", event, job, record.note)
 
     def request(self, client: str, call: Request, now: float) -> bool:
         """A phase asks for its nodes. Returns whether all ranks have asked and wait, or get them now."""
@@ -94,7 +119,7 @@ class PermitCalls:
         if refusal is not None:
             self._state.answer(client, call.seq, refusal)
             return False
-        self._hear(call)
+        self._hear(call, now)
         permits, record = self._state.permits_of(call.job), self._state.jobs[call.job]
         hold = permits.holds.get(call.job)
         if hold is not None and call.rank in hold.until_s:
@@ -127,6 +152,7 @@ class PermitCalls:
         record.waiting = new
         self._state.changed(call.job)
         self._note_apart(call.job, now)
+        self._expect(call.job, now)
         return len(new.callers) == self._num_ranks(call.job)
 
     def _note_apart(self, job: str, now: float) -> None:
@@ -214,6 +240,7 @@ class PermitCalls:
         if permits.release(call.job, call.epoch, now, call.rank):
             self._state.changed_group(record.group)
             self._note_apart(call.job, now)
+            self._expect(call.job, now)
             if call.job not in permits.holds:
                 record.released_epoch = call.epoch
                 self._state.meter.released(call.job, now)
@@ -238,6 +265,7 @@ class PermitCalls:
             return {}
         assert record.waiting is not None
         callers, record.waiting = record.waiting.callers, None
+        self._expect(call.job, now)
         self._state.meter.completed(call.job, now)
         record.completed(now)
         self._state.groups.touch(record.group)
@@ -266,6 +294,8 @@ LATE = "others wait: "
 """Begins the note of a job of which some ranks wait for others."""
 UNHEARD = "start hung: "
 """Begins the note of a job whose attempt is ended because a rank has not been heard."""
+HUNG = "hung: "
+"""Begins the note of a job whose attempt is ended because a rank that was in no phase fell silent."""
 
 
 def named(ranks: Iterable[int], num_ranks: int) -> str:

@@ -39,19 +39,27 @@ class RunnerCalls:
         self._state.set_runner(runner, call.num_nodes)
         self._state.runner_waits_for = None
         self._state.answer(client, call.seq)
+        lacking = [
+            name for name in self._state.live if call.running.get(name) != self._state.jobs[name].attempt
+        ]
         for name, attempt in call.running.items():
             record = self._state.jobs.get(name)
             is_right = record is not None and record.state is JobState.RUNNING
             if record is None or not is_right or record.attempt != attempt:
                 has_no_place = record is None or not record.state.is_placed
                 self._state.send(client, Stop(job=name, attempt=attempt, is_lost=True, forget=has_no_place))
+            if record is None:
+                self._state.strays[name] = attempt
+            elif record.attempt < attempt:  # this scheduler lacks what an earlier one has committed
+                record.attempt = attempt
+                self._state.changed(name)
         for name in list(self._state.live):
             record = self._state.jobs[name]
             if not record.state.is_placed:
                 continue
             if record.host is None:
                 self._jobs.start(name, now)
-            elif call.running.get(name) != record.attempt:
+            elif name in lacking:
                 self._jobs.bury(name, "its runner was started again", now)
 
     def nodes(self, client: str, call: Nodes) -> None:
@@ -70,5 +78,5 @@ class RunnerCalls:
             if call.runs and record.state.is_placed:
                 self._permits.begin(call.job, now)
             else:
-                self._state.start_until_s.pop(call.job, None)
+                self._state.hung_s.pop(call.job, None)
             self._state.changed(call.job)

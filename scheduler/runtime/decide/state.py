@@ -77,8 +77,10 @@ class State:
         """None until one has been heard."""
         self.runner_waits_for: str | None = "its runner" if cluster.ray is not None else None
         """Why no job can start on Ray yet; None: jobs can start."""
-        self.start_until_s: dict[str, float] = {}
-        """For each job with a rank that has called no phase since the start, the end of its time for that."""
+        self.hung_s: dict[str, float] = {}
+        """For each job with ranks that are in no phase and wait for none, when these have hung."""
+        self.strays: dict[str, int] = {}
+        """Attempts of jobs that this scheduler did not know when a runner named them."""
         self.meter = Meter(now)
         self.progress: dict[str, tuple[int, int]] = {}
         self.past: dict[str, list[list[int]]] = {}
@@ -172,8 +174,13 @@ class State:
         self.changed(job)
 
     def add(self, record: JobRecord, spec: RunSpec) -> None:
-        """A job is submitted. One of this name that is over is forgotten."""
+        """A job is submitted. One of this name that is over is forgotten, but for its attempts' numbers.
+
+        What such an attempt has left, or says late, is never taken for the new job's.
+        """
+        record.attempt = self.strays.pop(spec.name, 0)
         if spec.name in self.jobs:
+            record.attempt = max(record.attempt, self.jobs[spec.name].attempt)
             self._leave(spec.name)
         self.num_submitted += 1
         record.number = self.num_submitted

@@ -7,6 +7,7 @@ import psutil
 from lib.cluster.ray_rig import RayRig
 from served_cluster import wait_until
 
+from rose.jobs.on_ray.leftovers import identity
 from tests.jobs.on_ray.ray_rig import OnRay
 
 
@@ -65,6 +66,26 @@ def test_a_part_that_hangs_is_named_and_the_job_starts_again(rig: RayRig, tmp_pa
         assert "rollout-0 on Ray node" in served.job("a")["note"]
         assert "no answer for 10 s" in served.job("a")["note"]
         wait_until(lambda: not psutil.pid_exists(first), "the end of the first attempt")
+        (tmp_path / "hold-a").unlink()
+        assert served.wait_state("a", "done")["iterations"] == [5, 5]
+
+
+def test_a_part_that_hangs_without_a_scheduler_has_ended_before_its_job_starts_again(
+    rig: RayRig, tmp_path: Path
+) -> None:
+    with OnRay(tmp_path, rig.address, hung_s=10) as served:
+        (tmp_path / "hold-a").touch()
+        served.submit("a", max_restarts=0)
+        wait_until(lambda: len(served.notes("a", "phase")) == 2, served.server.log_tail())
+        pids = [each["pid"] for each in served.notes("a", "told")]
+        actor = psutil.Process(pids[0]).parent()
+        assert actor is not None
+        actor.suspend()
+        served.kill()
+        served.start_again()
+        wait_until(lambda: served.job("a")["attempt"] == 2, "the second attempt")
+        assert [identity(pid) for pid in (*pids, actor.pid)] == ["", "", ""]
+        assert served.job("a")["note"] == "a part of it was lost with its scheduler"
         (tmp_path / "hold-a").unlink()
         assert served.wait_state("a", "done")["iterations"] == [5, 5]
 

@@ -1,5 +1,6 @@
 """What ends an attempt on Ray, its host's folders, and the code that is sent. No Ray cluster runs."""
 
+import math
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from rose.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-from rose.jobs.on_ray import actors, cluster, engine  # noqa: E402 - loads Ray
+from rose.jobs.on_ray import actors, cluster, engine, failures  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.cluster import describe_self  # noqa: E402
-from rose.jobs.on_ray.failures import failure  # noqa: E402
+from rose.jobs.on_ray.failures import checked_env, env_limit_s, failure  # noqa: E402
 from rose.jobs.on_ray.leftovers import identity  # noqa: E402
 from rose.jobs.ranks import HostPart  # noqa: E402
 from rose.scheduler.runtime.channel.messages import Start  # noqa: E402
@@ -78,9 +79,80 @@ def test_time_in_which_nobody_asks_the_head_is_no_silence() -> None:
     assert silence.seconds(cluster.HEAD_GONE_S * 9) == 0, "as when joining takes long, or this host stops"
     silence.ask(10.0)
     silence.ask(15.0)
-    assert silence.seconds(30.0) == 20.0
+    assert [silence.seconds(float(now)) for now in range(11, 31)][-1] == 20.0
     silence.answered()
     assert silence.seconds(99.0) == 0
+
+
+def test_a_head_is_not_silent_while_its_scheduler_stands_still() -> None:
+    silence = cluster.Silence()
+    silence.ask(10.0)
+    assert silence.seconds(12.0) == 2.0
+    assert silence.seconds(12.0 + 9 * cluster.HEAD_GONE_S) == 2.0 + cluster.STILL_S
+
+
+@pytest.mark.parametrize(("num_looks", "is_ours"), [(3, True), (10**6, False)])
+def test_a_cluster_is_taken_over_once_ray_has_noticed_that_a_scheduler_of_another_host_has_ended(
+    monkeypatch: pytest.MonkeyPatch, num_looks: int, is_ours: bool
+) -> None:
+    class Ray:
+        """Says for some looks that the name is taken."""
+
+        num_left, now_s = num_looks, 0.0
+
+        def options(self, **_: Any) -> "Ray":
+            return self
+
+        def remote(self, who: str) -> str:
+            self.num_left -= 1
+            if self.num_left >= 0:
+                raise ValueError("taken")
+            return who
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+        def sleep(self, seconds: float) -> None:
+            self.now_s += seconds
+
+    fake = Ray()
+    monkeypatch.setattr(ray, "remote", lambda _: fake)
+    monkeypatch.setattr(cluster, "time", fake)
+    monkeypatch.setattr(cluster, "on_node", lambda _: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Here", (), {"get_node_id": str}))
+    monkeypatch.setattr(cluster, "_other", lambda: "host elsewhere, pid 1, channel redis://r:1/0")
+    said: list[str] = []
+    if is_ours:
+        assert cluster._own("me", said.append) == "me"
+    else:
+        with pytest.raises(ConfigError, match="has a scheduler already"):
+            cluster._own("me", said.append)
+    assert "host elsewhere" in said[0]
+
+
+def test_an_environment_without_a_limit_is_waited_for_as_long_as_it_takes() -> None:
+    assert env_limit_s({"config": {"setup_timeout_seconds": -1}}) == math.inf
+    assert env_limit_s({"config": {"setup_timeout_seconds": 30}}) == failures.WORKER_LIMIT_S + 30
+    assert env_limit_s({}) == failures.WORKER_LIMIT_S + failures.ENV_LIMIT_S
+
+
+def test_an_environment_that_ray_does_not_understand_fails_the_job_for_good() -> None:
+    assert checked_env({"env_vars": {"A": "1"}}) == {"env_vars": {"A": "1"}}
+    with pytest.raises(ConfigError, match=r"runtime_env: .*; mend the job's runtime_env"):
+        checked_env({"env_vars": {"A": 1}})
+
+
+def test_output_that_nobody_has_kept_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    part = actors.Part("a", "rollout-0", "test-output")
+    part._log.parent.mkdir(parents=True)
+    part._log.write_bytes(b"one\ntwo\nthr")
+    first = part.poll(None)
+    assert (first.output, first.end) == (b"one\ntwo\n", 8)
+    assert part.poll(None) == first, "as when a scheduler was killed before it wrote the lines"
+    part._log.write_bytes(b"one\ntwo\nthree\n")
+    assert part.poll(first.end).output == b"three\n"
+    assert part.poll(None).output == b"three\n"
 
 
 def test_a_host_frees_what_jobs_have_left_whose_parts_have_ended(

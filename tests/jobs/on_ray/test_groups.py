@@ -8,7 +8,6 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 from rose.jobs.on_ray import groups  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.actors import Where  # noqa: E402
-from rose.scheduler.runtime.job.job import JobNode  # noqa: E402
 from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec  # noqa: E402
 
 
@@ -68,10 +67,7 @@ def test_nodes_that_end_while_they_are_taken_over_do_not_end_the_scheduler(
     monkeypatch.setattr(ray.util, "get_placement_group", lambda name: found(name, "root/g/"))
     monkeypatch.setattr(ray, "get_actor", lambda name: found(name, keepers[1]))
     nodes = groups.GroupNodes(RayClusterSpec(), "root")
-    seats = [
-        groups.Seat(node=JobNode(name=name, address="h"), ray_node=name) for name in ("rollout-0", "train-0")
-    ]
-    nodes.adopt([("a", "g", seats)])
+    nodes.adopt([("a", "g", {name: name for name in ("rollout-0", "train-0")})])
     assert list(nodes._groups) == ["g"] and nodes._groups["g"][0].keepers == {"train-0": keepers[1]}
 
 

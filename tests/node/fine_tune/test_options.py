@@ -148,3 +148,13 @@ def test_a_log_without_a_folder_is_refused(tmp_path: Path) -> None:
     data.write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match=r"--fine-tune-log .*: there is no folder .*no; make it"):
         check(FineTuneOptions(data=data, log=tmp_path / "no" / "x.jsonl"), "org/chat")
+
+
+def test_more_processes_than_the_engine_has_gpus_are_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    options = FineTuneOptions(data=data, processes=3)
+    check(options, "org/chat", 4)
+    check(options, "org/chat", 0)
+    with pytest.raises(ConfigError, match=r"--fine-tune-processes 3: .* which has 2; use at most 2"):
+        check(options, "org/chat", 2)

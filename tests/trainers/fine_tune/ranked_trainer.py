@@ -1,6 +1,7 @@
 """One rank of a data-parallel trainer, which trains alone and then as a guest, and compares the weights.
 
-`python ranked_trainer.py POOL FOLDER [STEPS]`, with torchrun's environment; with STEPS it is a guest alone.
+`python ranked_trainer.py POOL FOLDER [STEPS HUNG_S]`, with torchrun's environment; with STEPS it is a guest
+alone, and a rank that is waited for has hung after HUNG_S.
 """
 
 import json
@@ -13,8 +14,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from rose.arguments import run_command
+from rose.trainers.fine_tune import ranks
 from rose.trainers.fine_tune.callback import SlackCallback
-from rose.trainers.fine_tune.ranks import Ranks
 from rose.trainers.fine_tune.sequences import padded
 
 ROWS = [
@@ -36,6 +37,7 @@ def trained(folder: Path, steps: int, callbacks: list[Any]) -> dict[str, torch.T
             max_steps=steps,
             use_cpu=True,
             ddp_backend="gloo",
+            ddp_timeout=60,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     pool, folder, *steps = argv
     slack = SlackCallback(pool)
     if steps:
+        ranks.HUNG_S = float(steps[1])
         trained(Path(folder), int(steps[0]), [slack])
         return 0
     alone = trained(Path(folder), 3, [])
@@ -61,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     is_same = all(torch.equal(alone[name], tensor) for name, tensor in as_guest.items())
     found = {"is_same": is_same, "grants": slack.guest.num_grants, "computed_s": slack.guest.computed_s}
     (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
-    Ranks.part()
+    ranks.Ranks.part()
     return 0
 
 

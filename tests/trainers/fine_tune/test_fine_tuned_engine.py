@@ -1,18 +1,18 @@
 """`rose serve --fine-tune` on a real engine: it learns texts or preferences, and the trainer may die."""
 
 import json
-import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from forked_server import ForkedServer
 from tiny_models import make_rollout_model
@@ -80,9 +80,15 @@ class Served:
         found: dict[str, Any] = self._http.get("/rose/v1/status").raise_for_status().json()
         return found
 
-    def trainer_pid(self) -> int:
-        (pid,) = re.findall(r"started name=trainer pid=(\d+)", self.log.read_text())
-        return int(pid)
+    def trainers(self) -> list[psutil.Process]:
+        """The living processes of the trainer, in the order of their ranks."""
+        found = []
+        for pid in re.findall(r"started name=trainer(?:-\d+)? pid=(\d+)", self.log.read_text()):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     def close(self) -> None:
         self._http.close()
@@ -117,16 +123,37 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
     assert steps[-1]["loss"] < steps[0]["loss"] - 1.0
     assert steps[-1]["grants"] > len(steps)  # a step is several pieces
 
+    [trainer] = served.trainers()
     with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
         board = observer.board_words
         until(lambda: snapshot(board).rollout.num_steps > 0, "the trainer computes", served)
-        os.kill(served.trainer_pid(), signal.SIGKILL)
+        trainer.kill()
         until(lambda: not snapshot(board).rollout.alive, "the trainer is gone", served)
         versions = {served.status()["weight_version"] for _ in range(3)}
         after = [served.loss() for _ in range(3)]
     assert max(after) < before - 1.0 and len(versions) == 1
     until(lambda: "died name=trainer" in served.log.read_text(), "a line about the trainer", served)
     assert served.process.is_alive()
+
+
+def test_two_processes_train_as_one_guest_and_end_together() -> None:
+    with TemporaryDirectory(prefix="rose-test-") as folder:
+        served = Served(Path(folder), [{"text": text} for text in TEXTS], "--fine-tune-processes", "2")
+        try:
+            before = served.loss()
+            until(lambda: served.loss() < before - 0.3, "the served loss falls", served)
+            _, follower = served.trainers()
+            with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
+                board = observer.board_words
+                until(lambda: snapshot(board).rollout.num_steps > 0, "the trainer computes", served)
+                assert len(snapshot(board).guests) == 1
+                follower.kill()
+                until(lambda: not served.trainers(), "the end of the other process", served)
+                assert not snapshot(board).rollout.alive
+            assert "died name=trainer-1" in served.log.read_text()
+            assert served.loss() < before - 0.3 and served.process.is_alive()
+        finally:
+            served.close()
 
 
 def test_what_is_served_learns_to_prefer_the_chosen_answers() -> None:

@@ -14,6 +14,7 @@ from rose.admission.serving_side import NO_WORK, ServingSide, StepStart
 from rose.admission.slack import NEVER
 from rose.errors import WorkerError
 from rose.scheduler.node.pieces import Piece, Work
+from rose.trainers.fine_tune import guest as guest_module
 from rose.trainers.fine_tune.guest import TrainingGuest
 
 FIRST, SECOND = Piece("forward", 0), Piece("forward", 1)
@@ -130,4 +131,33 @@ def test_the_computing_thread_is_on_the_cpus_of_the_gpu_only_while_it_computes(w
     assert os.sched_getaffinity(0) == {min(everywhere)}
     guest.leave()
     assert os.sched_getaffinity(0) == everywhere
+    guest.close()
+
+
+def test_the_other_processes_hear_that_the_first_one_still_waits_for_a_grant(
+    words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_module, "TELL_S", 0.05)
+    told: list[float] = []
+
+    class Ranks:
+        """The first of several processes."""
+
+        def most(self, value: float) -> float:
+            told.append(value)
+            return value
+
+    serving = ServingSide(words)
+    serving.begin_step()
+    guest = TrainingGuest(words, ranks=Ranks())  # type: ignore[arg-type]
+    know(guest, 1e-3)
+    thread = beginning(guest, FIRST)
+    until_s = time.monotonic() + 60
+    while told.count(1.0) < 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert guest.num_grants == 0
+    serving.end_step(NO_WORK)
+    thread.join(60)
+    assert guest.num_grants == 1 and told[-1] == 0.0
     guest.close()

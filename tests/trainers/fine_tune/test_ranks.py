@@ -62,20 +62,22 @@ def test_two_ranks_train_as_one_guest_what_they_train_alone(runtime_dir: Path, t
     assert board.rollout.state is EngineState.DETACHED
 
 
-def test_a_rank_that_dies_ends_the_trainer_with_one_line_and_frees_the_gpu(
-    runtime_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(("number", "hung_s"), [(signal.SIGKILL, 600), (signal.SIGSTOP, 20)])
+def test_a_rank_that_dies_or_hangs_ends_the_trainer_with_one_line_and_frees_the_gpu(
+    runtime_dir: Path, tmp_path: Path, number: signal.Signals, hung_s: int
 ) -> None:
     with (
         start_daemon("gpu0", num_slabs=4, slab_bytes=1 << 20, headroom_slabs=1),
         PoolClient.observe("gpu0") as observer,
-        ranks("1000000", folder=tmp_path) as (leader, follower),
+        ranks("1000000", f"{hung_s}", folder=tmp_path) as (leader, follower),
     ):
         until_s = time.monotonic() + MOST_S
         while snapshot(observer.board_words).rollout.num_steps < 3:
             assert leader.is_alive() and time.monotonic() < until_s, leader.log_tail()
             time.sleep(0.05)
-        follower.send_signal(signal.SIGKILL)
+        follower.send_signal(number)
         wait_ended(leader)
         assert leader.exit_status == 1
-        assert "another process of the trainer has gone" in leader.log_tail()
+        if number == signal.SIGKILL:
+            assert "another process of the trainer has gone or hangs" in leader.log_tail()
         assert not snapshot(observer.board_words).rollout.alive

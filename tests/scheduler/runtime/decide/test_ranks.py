@@ -133,6 +133,39 @@ def test_an_attempt_of_which_all_ranks_have_called_a_phase_has_started() -> None
         assert not [each for each in scheduler.wait(2.0) if isinstance(each, Stop)]
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_rank_that_hangs_between_two_phases_ends_the_attempt_and_is_named(is_killed: bool) -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    outside = {"outside": {"after_rollout_s": 4.0}}
+    scheduler.submit("a", num_ranks=2, hung_s=20.0, max_restarts=0, **outside)
+    for grant, rank in zip(both_ask(scheduler, "a"), (0, 1), strict=True):
+        release(scheduler, grant, rank)
+    scheduler.wait(8.0)
+    scheduler.request("a", "train", rank=1)
+    if is_killed:
+        scheduler.restart(scheduler.now)
+    assert not [each for each in scheduler.wait(23.0) if isinstance(each, Stop)], "24 s after the last call"
+    assert only(Stop, scheduler.wait(2.0)).is_lost
+    said = "hung: rank 0 has not called for 20 s (hung_s), and is in no phase"
+    assert scheduler.job("a")["note"] == said
+    scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="runner")
+    job = scheduler.job("a")
+    assert job["state"] == "failed" and said in job["note"]
+
+
+def test_ranks_in_phases_or_waiting_for_them_have_not_hung() -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    for name in ("a", "b"):
+        scheduler.submit(name, hung_s=5.0)
+    [grant] = grants(scheduler.request("a"))
+    scheduler.request("b")
+    for _ in range(8):
+        beat(scheduler, grant, rank=0)
+        assert not [each for each in scheduler.wait(2.0) if isinstance(each, Stop)]
+
+
 def test_a_rank_that_others_wait_for_is_named_after_a_lease(scheduler: Scheduler) -> None:
     scheduler.request("a", rank=1)
     assert scheduler.job("a")["ranks_waiting"] == [1]

@@ -117,6 +117,28 @@ def test_a_job_that_ended_while_its_runner_was_away_gives_its_nodes_back() -> No
     assert [(each.job, each.is_lost, each.forget) for each in stops] == [("gone", True, True)]
 
 
+def test_a_job_that_is_submitted_again_goes_on_counting_its_attempts() -> None:
+    scheduler = two_jobs()
+    scheduler.call(Cancel, job="a")
+    exited(scheduler, "a")
+    assert only(Start, scheduler.submit("a", **{**spec_of("a"), "group": None})).attempt == 2
+    exited(scheduler, "a")  # it comes again
+    assert (scheduler.job("a")["state"], scheduler.job("a")["attempt"]) == ("running", 2)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_runs_of_a_forgotten_job_is_not_taken_for_a_new_one_of_its_name(is_known: bool) -> None:
+    scheduler = Scheduler(policy="solo", groups={}, ray=RAY)
+    if is_known:
+        scheduler.submit("a", **{**spec_of("a"), "group": None})
+    answers = hello(scheduler, 2, a=1)
+    stop = only(Stop, answers)
+    assert (stop.job, stop.attempt, stop.is_lost, stop.forget) == ("a", 1, True, True)
+    if not is_known:
+        answers = scheduler.submit("a", **{**spec_of("a"), "group": None})
+    assert only(Start, answers).attempt == 2
+
+
 def test_the_note_of_a_crash_has_what_the_runner_knows_of_it() -> None:
     scheduler = two_jobs()
     exited(scheduler, "a", why="train-0 on Ray node 12: no answer for 60 s")
