@@ -2,18 +2,23 @@
 
 It keeps a sliding window of observed steps, and is cautious where it knows little: a stale profile is widened
 within a few steps and refitted within a few hundred, and without a profile almost nothing is admitted.
+
+The first step of each size may be cold: it compiles kernels and touches memory for the first time, which no
+later step does again. It widens the bound like any other step, but only until another step of its size has
+shown what such a step costs, or for MIN_OBSERVATIONS steps.
 """
 
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rose.admission.step_time import (
     MIN_MARGIN_S,
     MIN_OBSERVATIONS,
     UNPROFILED,
     StepObservation,
+    StepShape,
     StepTimeModel,
     fit,
     refit,
@@ -26,6 +31,22 @@ REFRESH_STEPS = 8
 REFIT_STEPS = 256
 # A fit on the steps that happened to come, not on a planned grid, extrapolates: it keeps at least this ratio.
 UNPLANNED_RATIO = 2.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """A step of the window, and how far the base model was from it."""
+
+    step: StepObservation
+    counts_until: float = math.inf
+    """The number of the step from which on this one no longer counts for the errors."""
+    ratio: float = 1.0
+    error_s: float = 0.0
+
+    def compare(self, base: StepTimeModel) -> None:
+        predicted_s = base.predict_step(self.step)
+        self.ratio = self.step.seconds / predicted_s
+        self.error_s = abs(self.step.seconds - predicted_s)
 
 
 class OnlineStepTime:
@@ -53,10 +74,10 @@ class OnlineStepTime:
         self._ratio_floor = 1.0 if profile is not None else UNPLANNED_RATIO
         self._model = profile if profile is not None else UNPROFILED
         self._observed = self._model
-        self._window: deque[StepObservation] = deque(maxlen=window_steps)
-        self._ratios: deque[float] = deque(maxlen=window_steps)
-        self._errors_s: deque[float] = deque(maxlen=window_steps)
-        """The errors of the window's steps against the base model; empty without one."""
+        self._window: deque[_Seen] = deque(maxlen=window_steps)
+        self._firsts: dict[tuple[int, int], _Seen] = {}
+        """The first step of each size."""
+        self._num_observed = 0
         self._steps_since_refresh = 0
         self._steps_since_refit = 0
         if profile is not None and planned:
@@ -82,9 +103,15 @@ class OnlineStepTime:
         once."""
         if step.seconds <= 0 or step.prefill_tokens + step.num_decodes <= 0:
             raise ValueError(f"a step needs tokens and time, got {step}")
-        self._window.append(step)
+        self._num_observed += 1
+        seen = _Seen(step=step)
+        if (first := self._firsts.setdefault(_size_of(step), seen)) is seen:
+            seen.counts_until = self._num_observed + MIN_OBSERVATIONS
+        else:
+            first.counts_until = 0
+        self._window.append(seen)
         if self._base is not None:
-            self._compare(step, self._base)
+            seen.compare(self._base)
         self._steps_since_refresh += 1
         self._steps_since_refit += 1
         model = self._model
@@ -95,15 +122,16 @@ class OnlineStepTime:
 
     def _refresh(self) -> None:
         if self._base is None and self._has_variety():
-            self._rebase(fit(list(self._window)))
+            self._rebase(fit(self._steps()))
         elif self._base is not None and self._planned and self._steps_since_refit >= REFIT_STEPS:
             base = self._base
-            fitted = refit(base, self._planned, list(self._window))
+            fitted = refit(base, self._planned, self._steps())
             self._rebase(replace(fitted, ratio_q99=base.ratio_q99, margin_s=base.margin_s))
         if self._base is None:
             return
-        ratio_q99, margin_s = self._window_errors()
-        if len(self._window) < MIN_OBSERVATIONS:
+        counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
+        ratio_q99, margin_s = _errors_of(counted)
+        if len(counted) < MIN_OBSERVATIONS:
             # With so few steps a better figure than the profile's is not trusted; a worse one counts at once.
             ratio_q99 = max(ratio_q99, self._base.ratio_q99)
             margin_s = max(margin_s, self._base.margin_s)
@@ -113,24 +141,27 @@ class OnlineStepTime:
     def _rebase(self, base: StepTimeModel) -> None:
         self._base = base
         self._steps_since_refit = 0
-        self._ratios.clear()
-        self._errors_s.clear()
-        for observation in self._window:
-            self._compare(observation, base)
+        for seen in self._window:
+            seen.compare(base)
+
+    def _steps(self) -> list[StepObservation]:
+        return [seen.step for seen in self._window]
 
     def _has_variety(self) -> bool:
         # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
-        prefills = {o.prefill_tokens for o in self._window if o.prefill_tokens > 0}
-        decodes = {o.num_decodes for o in self._window if o.num_decodes > 0}
-        return len(self._window) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
+        steps = self._steps()
+        prefills = {o.prefill_tokens for o in steps if o.prefill_tokens > 0}
+        decodes = {o.num_decodes for o in steps if o.num_decodes > 0}
+        return len(steps) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
 
-    def _compare(self, o: StepObservation, base: StepTimeModel) -> None:
-        predicted_s = base.predict_step(o)
-        self._ratios.append(o.seconds / predicted_s)
-        self._errors_s.append(abs(o.seconds - predicted_s))
 
-    def _window_errors(self) -> tuple[float, float]:
-        ratios, errors = sorted(self._ratios), sorted(self._errors_s)
-        # The 99th percentile's rank, rounded up: the worst value of a short window.
-        ratio_q99 = ratios[math.ceil(0.99 * len(ratios)) - 1]
-        return max(1.0, ratio_q99), max(MIN_MARGIN_S, errors[len(errors) // 2])
+def _size_of(step: StepShape) -> tuple[int, int]:
+    """Returns the size of a step, in powers of two: kernels are chosen and compiled for such ranges."""
+    return step.prefill_tokens.bit_length(), step.num_decodes.bit_length()
+
+
+def _errors_of(counted: Sequence[_Seen]) -> tuple[float, float]:
+    ratios, errors = sorted(seen.ratio for seen in counted), sorted(seen.error_s for seen in counted)
+    # The 99th percentile's rank, rounded up: the worst value of a short window.
+    ratio_q99 = ratios[math.ceil(0.99 * len(ratios)) - 1]
+    return max(1.0, ratio_q99), max(MIN_MARGIN_S, errors[len(errors) // 2])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rose.admission.online import REFIT_STEPS, UNPLANNED_RATIO, OnlineStepTime
+from rose.admission.online import REFIT_STEPS, REFRESH_STEPS, UNPLANNED_RATIO, OnlineStepTime
 from rose.admission.step_time import MIN_OBSERVATIONS, UNPROFILED, StepObservation, StepShape, StepTimeModel
 
 CPU = StepTimeModel(
@@ -109,3 +109,32 @@ def test_what_was_observed_is_told_without_the_caution_for_unplanned_steps() -> 
     assert online.model.ratio_q99 == UNPLANNED_RATIO
     assert online.observed.ratio_q99 < 1.1
     assert online.observed.base_s == online.model.base_s
+
+
+def test_a_cold_first_step_does_not_outlive_the_steps_that_show_it_was_cold() -> None:
+    """Without a profile, and with a size that comes only once, whose step compiles for two seconds."""
+    online = OnlineStepTime(None)
+    online.observe(shape(32, 0).observed(2.0))
+    run(online, 3 * MIN_OBSERVATIONS, slowdown=1.0)
+    assert online.is_profiled
+    assert online.model.ratio_q99 == UNPLANNED_RATIO
+    assert online.observed.ratio_q99 < 1.2
+
+
+def test_a_cold_step_of_a_running_engine_counts_until_the_next_one_of_its_size() -> None:
+    online = OnlineStepTime(CPU)
+    run(online, 100, slowdown=1.0)
+    online.observe(shape(0, 100).observed(35 * CPU.predict(0, 100)))
+    assert online.model.ratio_q99 == pytest.approx(35.0), "nothing has shown yet that it was cold"
+    for _ in range(REFRESH_STEPS):
+        online.observe(shape(0, 100).observed(CPU.predict(0, 100)))
+    assert online.model.ratio_q99 < 1.05
+
+
+def test_a_size_that_is_slow_twice_is_slow() -> None:
+    online = OnlineStepTime(CPU)
+    run(online, 50, slowdown=1.0)
+    for _ in range(2):
+        online.observe(shape(0, 100).observed(3 * CPU.predict(0, 100)))
+    run(online, 2 * REFRESH_STEPS, slowdown=1.0)
+    assert online.model.ratio_q99 == pytest.approx(3.0)

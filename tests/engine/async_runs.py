@@ -25,6 +25,9 @@ SLO = {"slo_ttft_ms": 8000.0, "slo_tpot_ms": 2000.0}
 """Loose, so that there is slack on a busy machine."""
 PATIENT_S = 1200.0
 ROLLOUT_STEP_S = 0.003
+COLD_S = 4.0
+MOST_TURN_ROUNDS = 6
+"""Steps that a busy machine held up widen serving's predictions until they have left its window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,30 +85,42 @@ class Turns:
     num_overlaps: int
 
 
-def offer_turns(model: Path, pool: str, prompts: Prompts, max_tokens: int) -> Turns:
-    """A serving engine with slack to spend, first alone, then beside an engine that always wants the GPU."""
-    device = use_late_device()
-    driver = _gated(model, "serving", pool, prompts, max_tokens)
+def offer_turns(
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    speculative: dict[str, Any] | None = None,
+) -> Turns:
+    """A serving engine with slack to spend, first alone, then beside an engine that always wants the GPU.
+
+    The first step of its warm-up is cold.
+    """
+    device = use_late_device(cold_s=COLD_S)
+    driver = _gated(model, "serving", pool, prompts, max_tokens, speculative_config=speculative)
     device.most_in_flight = 0
     driver.answer(prompts, max_tokens)
     alone = device.most_in_flight
     words = tenant_of(driver).client.board_words
     with _Rollouts(words) as rollouts:
-        before = words.load(Word.S_STEPS)
-        replies = driver.answer(prompts, max_tokens)
-        num_serving_steps = words.load(Word.S_STEPS) - before
-    return Turns(
-        replies=replies,
-        alone_in_flight=alone,
-        num_serving_steps=num_serving_steps,
-        num_rollout_steps=rollouts.num_steps,
-        num_overlaps=rollouts.num_overlaps,
-    )
+        for _ in range(MOST_TURN_ROUNDS):
+            before, rollouts.num_steps = words.load(Word.S_STEPS), 0
+            replies = driver.answer(prompts, max_tokens)
+            turns = Turns(
+                replies=replies,
+                alone_in_flight=alone,
+                num_serving_steps=words.load(Word.S_STEPS) - before,
+                num_rollout_steps=rollouts.num_steps,
+                num_overlaps=rollouts.num_overlaps,
+            )
+            if turns.num_rollout_steps > turns.num_serving_steps / 2:
+                break
+    return turns
 
 
-def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int) -> Driver:
+def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int, **args: Any) -> Driver:
     """Returns an engine that has learned how long its steps take, and then shuts its gate."""
-    driver = Driver(make_engine(model, {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}))
+    driver = Driver(make_engine(model, {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}, **args))
     for round_number in range(WARM_UP_ROUNDS):
         driver.answer(prompts[: len(prompts) - round_number], max_tokens)
     scheduler = driver.scheduler

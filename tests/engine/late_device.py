@@ -25,6 +25,8 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
 
     is_fenced = True
     """Whether unmapping waits for the device where it is told to."""
+    cold_s = 0.0
+    """How much longer the first step takes, as one that compiles kernels does."""
     most_in_flight = 0
     num_in_flight = 0
     """Steps whose output is not there yet."""
@@ -46,7 +48,8 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
         LateDevice.most_in_flight = max(LateDevice.most_in_flight, LateDevice.num_in_flight)
 
         def step() -> Any:
-            time.sleep(LATE_S)
+            time.sleep(LATE_S + LateDevice.cold_s)
+            LateDevice.cold_s = 0.0
             return worker.execute_model(scheduler_output)
 
         return self._later(step, non_block)
@@ -85,9 +88,9 @@ class _LateRange:
         return getattr(self._range, name)
 
 
-def use_late_device(*, is_fenced: bool = True) -> type[LateDevice]:
+def use_late_device(*, is_fenced: bool = True, cold_s: float = 0.0) -> type[LateDevice]:
     """Gives the engines of this process a late device, and async scheduling."""
     os.environ.update(ASYNC)
-    LateDevice.is_fenced = is_fenced
+    LateDevice.is_fenced, LateDevice.cold_s = is_fenced, cold_s
     vllm.v1.executor.UniProcExecutor = LateDevice
     return LateDevice
