@@ -140,7 +140,7 @@ def test_what_changed_is_written_in_place_also_over_several_versions(
 
 
 def test_changes_are_taken_back_where_a_parameter_does_not_hold_the_old_bits(
-    engine: StagedWeightEngine, mirrored: Mirrored
+    engine: StagedWeightEngine, mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.arange(16.0).view(4, 4)
     deliver(engine, mirrored.put(named(first=weight, second=weight + 1)))
@@ -153,6 +153,18 @@ def test_changes_are_taken_back_where_a_parameter_does_not_hold_the_old_bits(
         engine.model.second.weight[0, 0] = 5.0
     with pytest.raises(FrameError, match=r"holds test/2 of state hash .*weights kept"):
         deliver(engine, late)
+    assert torch.equal(engine.model.first.weight, weight)
+    assert float(engine.model.second.weight[0, 0]) == 5.0
+
+    def failing(*_: object) -> None:
+        raise FrameError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_load_whole", failing)
+        with pytest.raises(FrameError, match="no memory"):
+            deliver(engine, mirrored.update_from("test/0"))
+    assert engine.why_whole == "second.weight does not hold the weights of the last update"
+    assert not engine.is_mixed
     assert torch.equal(engine.model.first.weight, weight)
     assert float(engine.model.second.weight[0, 0]) == 5.0
     reason = deliver(engine, mirrored.update_from("test/0"))

@@ -101,14 +101,20 @@ def test_no_step_computes_with_weights_that_could_not_be_loaded_to_the_end(
     assert following.wrong() == []
 
 
-def test_changes_that_an_update_does_not_take_leave_the_memory(following: Following) -> None:
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_changes_that_an_update_does_not_take_leave_the_memory(
+    mirrored: Mirrored, tmp_path: Path, is_tied: bool
+) -> None:
     """A changes file whose name is gone takes memory as long as it is mapped."""
 
     def num_mapped() -> int:
         gc.collect()
         return Path("/proc/self/maps").read_text().count("changes-test-1")
 
-    before = num_mapped()  # a test that failed may have left some
-    assert before > 0
-    following.engine.receive_weights(StagedUpdate(following.path, following.state_hash))
-    assert num_mapped() < before
+    checkpoint = Checkpoint(tmp_path / "model", dense(is_tied))
+    with pretended_rank(checkpoint.vllm_config) as config:
+        following = Following(config, checkpoint, mirrored)
+        assert num_mapped() > 0
+        following.engine.receive_weights(StagedUpdate(following.path, following.state_hash))
+        assert num_mapped() == 0
+        following.engine.shutdown()
