@@ -1,6 +1,5 @@
 """Staged checkpoints on a model of two layers, without an engine."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import safetensors.torch
 import torch
-from mirrored import Mirrored
+from mirrored import Mirrored, prepare
 from rank_models import without_weights
 from vllm import ModelRegistry
 from vllm.config import WeightTransferConfig
@@ -107,10 +106,7 @@ def deliver(engine: StagedWeightEngine, update: WeightUpdate) -> str | None:
     """Does what the engine's API server does; returns why the checkpoint was loaded whole."""
     reason = update.whole_because
     if reason is None:
-        reason = engine.begin_changes(update.changes, update.state_hash)
-        while reason is None and not engine.changes_result()[0]:
-            time.sleep(0.001)
-        reason = reason if reason is not None else engine.changes_result()[1]
+        reason = prepare(engine, update.changes, update.state_hash)
     is_prepared = reason is None
     engine.receive_weights(
         StagedUpdate(path=update.path, state_hash=update.state_hash, is_prepared=is_prepared)
@@ -191,10 +187,9 @@ def test_changes_of_another_base_or_with_a_wrong_checksum_or_none_leave_the_whol
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert engine.begin_changes([*skipped.changes, *last.changes], last.state_hash) is None
-    while not engine.changes_result()[0]:
-        time.sleep(0.001)
-    assert "bucket 0 does not have its checksum" in str(engine.changes_result()[1])
+    assert "bucket 0 does not have its checksum" in str(
+        prepare(engine, [*skipped.changes, *last.changes], last.state_hash)
+    )
     path.write_bytes(b"short")
     assert "not a changes file" in str(engine.begin_changes(last.changes, last.state_hash))
     assert float(engine.model.first.weight[2, 2]) == 1.0

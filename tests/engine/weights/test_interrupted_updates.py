@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from mirrored import Mirrored
+from mirrored import Mirrored, prepare
 from rank_models import Checkpoint, after_a_step, dense, differing, loaded_model
 
 from rose.engine.weights.shard_recorder import pretended_rank
@@ -33,9 +32,7 @@ class Following:
         self.later = after_a_step(checkpoint.tensors, 0.05, seed=1, is_finite=True)
         update = mirrored.put(self.later)
         self.path, self.state_hash = update.path, update.state_hash
-        assert self.engine.begin_changes(update.changes, update.state_hash) is None
-        while not self.engine.changes_result()[0]:
-            time.sleep(0.001)
+        assert prepare(self.engine, update.changes, update.state_hash) is None
 
     def receive(self) -> None:
         self.engine.receive_weights(StagedUpdate(self.path, self.state_hash, is_prepared=True))
