@@ -23,7 +23,7 @@ from rich.table import Table
 from rose.arguments import CommandParser
 from rose.engine.hooks.vllm_version import is_supported, supported_range
 from rose.errors import install_hint
-from rose.node.checks import installed_vllm
+from rose.node.checks import GPU_DRIVER, installed_vllm
 
 MIN_PYTHON = (3, 11)
 MIN_SHM_BYTES = 64 * 1024 * 1024
@@ -146,12 +146,12 @@ def _torch() -> Finding:
 
 
 def _gpu() -> Finding:
-    driver = Path("/proc/driver/nvidia/version")
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
+    is_there = GPU_DRIVER.exists()
     return Finding(
         name="CUDA driver",
-        is_ok=driver.exists(),
-        detail=f"{driver.read_text().splitlines()[0]}; {len(gpus)} GPUs" if driver.exists() else "none",
+        is_ok=is_there,
+        detail=f"{GPU_DRIVER.read_text().splitlines()[0]}; {len(gpus)} GPUs" if is_there else "none",
         enables="engines on GPUs (without one they run on the CPU)",
         fix="install NVIDIA's driver and vllm-rose[cuda]",
         is_optional=True,

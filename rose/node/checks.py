@@ -21,12 +21,9 @@ logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
 POOL_TIMEOUT_S = 0.2
+GPU_DRIVER = Path("/proc/driver/nvidia/version")
+"""Where it exists, engines and trainers compute on GPUs."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-
-def has_gpu() -> bool:
-    """Whether engines and trainers compute on GPUs here: the host has NVIDIA's driver."""
-    return Path("/proc/driver/nvidia/version").exists()
 
 
 def check_model(model: str) -> None:

@@ -1,6 +1,9 @@
 """A mirror whose versions are given as tensors, without a relay: what a subscriber hands to engines."""
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +16,9 @@ from rose.transfer.format.layout import Layout, TensorCut
 from rose.transfer.format.shared_planes import SharedPlanes
 from rose.transfer.publish.torch_source import TorchSource
 from rose.types import WeightVersion
+
+if TYPE_CHECKING:
+    from rose.engine.weights.weights import StagedWeightEngine
 
 BUCKET_BYTES = 4096
 """Small, so that buckets begin and end inside tensors."""
@@ -63,3 +69,14 @@ class Mirrored:
 
     def close(self) -> None:
         self.store.close()
+
+
+def prepare(engine: "StagedWeightEngine", paths: Sequence[str], state_hash: str) -> str | None:
+    """Has a rank prepare the changes in these files, to the end; returns why it has to load all weights."""
+    reason = engine.begin_changes(list(paths), state_hash)
+    while reason is None:
+        is_done, reason = engine.changes_result()
+        if is_done:
+            break
+        time.sleep(0.001)
+    return reason

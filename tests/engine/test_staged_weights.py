@@ -1,6 +1,5 @@
 """Staged checkpoints on a model of two layers, without an engine."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import safetensors.torch
 import torch
-from mirrored import Mirrored
+from mirrored import Mirrored, prepare
 from rank_models import without_weights
 from vllm import ModelRegistry
 from vllm.config import WeightTransferConfig
@@ -107,10 +106,7 @@ def deliver(engine: StagedWeightEngine, update: WeightUpdate) -> str | None:
     """Does what the engine's API server does; returns why the checkpoint was loaded whole."""
     reason = update.whole_because
     if reason is None:
-        reason = engine.begin_changes(update.changes, update.state_hash)
-        while reason is None and not engine.changes_result()[0]:
-            time.sleep(0.001)
-        reason = reason if reason is not None else engine.changes_result()[1]
+        reason = prepare(engine, update.changes, update.state_hash)
     is_prepared = reason is None
     engine.receive_weights(
         StagedUpdate(path=update.path, state_hash=update.state_hash, is_prepared=is_prepared)
@@ -140,7 +136,7 @@ def test_what_changed_is_written_in_place_also_over_several_versions(
 
 
 def test_changes_are_taken_back_where_a_parameter_does_not_hold_the_old_bits(
-    engine: StagedWeightEngine, mirrored: Mirrored
+    engine: StagedWeightEngine, mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.arange(16.0).view(4, 4)
     deliver(engine, mirrored.put(named(first=weight, second=weight + 1)))
@@ -153,7 +149,18 @@ def test_changes_are_taken_back_where_a_parameter_does_not_hold_the_old_bits(
         engine.model.second.weight[0, 0] = 5.0
     with pytest.raises(FrameError, match=r"holds test/2 of state hash .*weights kept"):
         deliver(engine, late)
+    assert torch.equal(engine.model.first.weight, weight)
+    assert float(engine.model.second.weight[0, 0]) == 5.0
+
+    def failing(*_: object) -> None:
+        raise FrameError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_load_whole", failing)
+        with pytest.raises(FrameError, match="no memory"):
+            deliver(engine, mirrored.update_from("test/0"))
     assert engine.why_whole == "second.weight does not hold the weights of the last update"
+    assert not engine.is_mixed
     assert torch.equal(engine.model.first.weight, weight)
     assert float(engine.model.second.weight[0, 0]) == 5.0
     reason = deliver(engine, mirrored.update_from("test/0"))
@@ -180,10 +187,9 @@ def test_changes_of_another_base_or_with_a_wrong_checksum_or_none_leave_the_whol
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert engine.begin_changes([*skipped.changes, *last.changes], last.state_hash) is None
-    while not engine.changes_result()[0]:
-        time.sleep(0.001)
-    assert "bucket 0 does not have its checksum" in str(engine.changes_result()[1])
+    assert "bucket 0 does not have its checksum" in str(
+        prepare(engine, [*skipped.changes, *last.changes], last.state_hash)
+    )
     path.write_bytes(b"short")
     assert "not a changes file" in str(engine.begin_changes(last.changes, last.state_hash))
     assert float(engine.model.first.weight[2, 2]) == 1.0

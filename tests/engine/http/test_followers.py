@@ -37,9 +37,9 @@ class Engine:
     async def resume_generation(self) -> None:
         self.known_at_resume.append(self.known())
 
-    async def collective_rpc(self, *_: object, **__: object) -> list[bool]:
-        """One rank, which loads whole files."""
-        return [False]
+    async def collective_rpc(self, *_: object, **__: object) -> list[tuple[None, None, None]]:
+        """One rank, which has nothing to say of what it loaded."""
+        return [(None, None, None)]
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
         async def call(*_: object, **__: object) -> None:

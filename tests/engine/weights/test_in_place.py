@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from mirrored import Mirrored
+from mirrored import Mirrored, prepare
 from rank_models import (
     Checkpoint,
     after_a_step,
@@ -210,9 +210,7 @@ def test_a_drafter_with_a_checkpoint_of_its_own_follows_the_tensors_that_are_pub
             tensors = after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
             drafter_tensors = after_a_step(drafter_tensors, 0.05, seed + 10, only=only, is_finite=True)
             update = mirrored.put(published())
-            assert engine.begin_changes(update.changes, update.state_hash) is None
-            while not engine.changes_result()[0]:
-                time.sleep(0.001)
+            assert prepare(engine, update.changes, update.state_hash) is None
             engine.receive_weights(StagedUpdate(update.path, update.state_hash, is_prepared=True))
             assert engine.why_whole is None
             assert differing(model, loaded_model(config, tensors, is_processed=True)) == []
@@ -232,18 +230,14 @@ def test_a_mirror_that_moves_on_ahead_of_the_pause_leaves_the_old_weights(
         engine = StagedWeightEngine(None, config, torch.device("cpu"), model)
         engine.receive_weights(StagedUpdate(first.path, first.state_hash))
         second = mirrored.put(after_a_step(checkpoint.tensors, 0.05, seed=1, is_finite=True))
-        assert engine.begin_changes(second.changes, second.state_hash) is None
-        while not engine.changes_result()[0]:
-            time.sleep(0.001)
+        assert prepare(engine, second.changes, second.state_hash) is None
         newest = after_a_step(checkpoint.tensors, 0.05, seed=2, is_finite=True)
         mirrored.put(newest)
         with pytest.raises(FrameError, match=r"holds test/2 of state hash .*; weights kept"):
             engine.receive_weights(StagedUpdate(second.path, second.state_hash, is_prepared=True))
         assert differing(model, loaded_model(config, checkpoint.tensors, is_processed=True)) == []
         third = mirrored.update_from("test/0")
-        assert engine.begin_changes(third.changes, third.state_hash) is None
-        while not engine.changes_result()[0]:
-            time.sleep(0.001)
+        assert prepare(engine, third.changes, third.state_hash) is None
         engine.receive_weights(StagedUpdate(third.path, third.state_hash, is_prepared=True))
         assert engine.why_whole is None
         assert differing(model, loaded_model(config, newest, is_processed=True)) == []

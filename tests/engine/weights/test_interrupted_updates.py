@@ -2,7 +2,6 @@
 
 import fcntl
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from mirrored import Mirrored
+from mirrored import Mirrored, prepare
 from rank_models import Checkpoint, after_a_step, dense, differing, loaded_model
 
 from rose.engine.weights.shard_recorder import pretended_rank
@@ -33,9 +32,7 @@ class Following:
         self.later = after_a_step(checkpoint.tensors, 0.05, seed=1, is_finite=True)
         update = mirrored.put(self.later)
         self.path, self.state_hash = update.path, update.state_hash
-        assert self.engine.begin_changes(update.changes, update.state_hash) is None
-        while not self.engine.changes_result()[0]:
-            time.sleep(0.001)
+        assert prepare(self.engine, update.changes, update.state_hash) is None
 
     def receive(self) -> None:
         self.engine.receive_weights(StagedUpdate(self.path, self.state_hash, is_prepared=True))
@@ -101,13 +98,20 @@ def test_no_step_computes_with_weights_that_could_not_be_loaded_to_the_end(
     assert following.wrong() == []
 
 
-def test_changes_that_an_update_does_not_take_leave_the_memory(following: Following) -> None:
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_changes_that_an_update_does_not_take_leave_the_memory(
+    mirrored: Mirrored, tmp_path: Path, is_tied: bool
+) -> None:
     """A changes file whose name is gone takes memory as long as it is mapped."""
 
     def num_mapped() -> int:
         gc.collect()
         return Path("/proc/self/maps").read_text().count("changes-test-1")
 
-    assert num_mapped() > 0
-    following.engine.receive_weights(StagedUpdate(following.path, following.state_hash))
-    assert num_mapped() == 0
+    checkpoint = Checkpoint(tmp_path / "model", dense(is_tied))
+    with pretended_rank(checkpoint.vllm_config) as config:
+        following = Following(config, checkpoint, mirrored)
+        assert num_mapped() > 0
+        following.engine.receive_weights(StagedUpdate(following.path, following.state_hash))
+        assert num_mapped() == 0
+        following.engine.shutdown()

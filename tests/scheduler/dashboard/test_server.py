@@ -116,6 +116,7 @@ def test_serve_refuses_an_address_before_anything_starts(tmp_path: Path) -> None
         f"unix:{tmp_path}",
         "--folder",
         str(tmp_path),
+        "--insecure",
     ]
     for http, said in {
         "localhost:http": "1 to 65535",

@@ -150,7 +150,7 @@ def test_two_processes_train_as_one_guest_and_end_together() -> None:
                 follower.kill()
                 until(lambda: not served.trainers(), "the end of the other process", served)
                 assert not snapshot(board).rollout.alive
-            assert "died name=trainer-1" in served.log.read_text()
+            until(lambda: "died name=trainer-1" in served.log.read_text(), "a line about it", served)
             assert served.loss() < before - 0.3 and served.process.is_alive()
         finally:
             served.close()
