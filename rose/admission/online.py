@@ -55,8 +55,9 @@ class OnlineStepTime:
     With a profile it starts from the profile's costs, and the window's ratio and margin, which are not better
     than the profile's until the window has more than a few steps. Every REFIT_STEPS the costs are fitted
     again, to the window and the profile's own steps. Without a profile it is UNPROFILED, so that rollouts run
-    one small step at a time and only while serving is idle, until the window has MIN_OBSERVATIONS steps of
-    different prefill and decode sizes. From then on it is a fit of those with a doubled safety ratio.
+    one small step at a time and only while serving is idle, until the window has MIN_OBSERVATIONS counted
+    steps of different prefill and decode sizes. From then on it is a fit of those with a doubled safety
+    ratio, and they take the place of the profile's steps.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class OnlineStepTime:
         *,
         window_steps: int = WINDOW_STEPS,
     ) -> None:
-        """``planned`` are the steps that the profile was fitted to; without them its costs stay."""
+        """``planned`` are the steps that the profile was fitted to; without them the profile's costs stay."""
         if window_steps < MIN_OBSERVATIONS:
             raise ValueError(f"window_steps must be at least {MIN_OBSERVATIONS}, got {window_steps}")
         self._base = profile
@@ -121,15 +122,16 @@ class OnlineStepTime:
             self._refresh()
 
     def _refresh(self) -> None:
-        if self._base is None and self._has_variety():
-            self._rebase(fit(self._steps()))
+        counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
+        if self._base is None and _has_variety(steps := [seen.step for seen in counted]):
+            self._planned = steps
+            self._rebase(fit(steps))
         elif self._base is not None and self._planned and self._steps_since_refit >= REFIT_STEPS:
             base = self._base
-            fitted = refit(base, self._planned, self._steps())
+            fitted = refit(base, self._planned, [seen.step for seen in self._window])
             self._rebase(replace(fitted, ratio_q99=base.ratio_q99, margin_s=base.margin_s))
         if self._base is None:
             return
-        counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
         ratio_q99, margin_s = _errors_of(counted)
         if len(counted) < MIN_OBSERVATIONS:
             # With so few steps a better figure than the profile's is not trusted; a worse one counts at once.
@@ -144,15 +146,12 @@ class OnlineStepTime:
         for seen in self._window:
             seen.compare(base)
 
-    def _steps(self) -> list[StepObservation]:
-        return [seen.step for seen in self._window]
 
-    def _has_variety(self) -> bool:
-        # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
-        steps = self._steps()
-        prefills = {o.prefill_tokens for o in steps if o.prefill_tokens > 0}
-        decodes = {o.num_decodes for o in steps if o.num_decodes > 0}
-        return len(steps) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
+def _has_variety(steps: Sequence[StepObservation]) -> bool:
+    # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
+    prefills = {o.prefill_tokens for o in steps if o.prefill_tokens > 0}
+    decodes = {o.num_decodes for o in steps if o.num_decodes > 0}
+    return len(steps) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
 
 
 def _size_of(step: StepShape) -> tuple[int, int]:

@@ -91,6 +91,13 @@ def test_without_a_profile_own_steps_give_a_cautious_one() -> None:
     assert CPU.predict(512, 8) <= online.model.predict_safe(512, 8) <= 3 * CPU.predict(512, 8)
 
 
+def test_without_a_profile_the_costs_follow_the_steps() -> None:
+    online = OnlineStepTime(None)
+    run(online, 64, slowdown=3.0)
+    run(online, 6 * REFIT_STEPS, slowdown=1.0)
+    assert online.observed.predict(512, 8) == pytest.approx(CPU.predict(512, 8), rel=0.1)
+
+
 def test_steps_of_one_shape_teach_nothing_about_others() -> None:
     online = OnlineStepTime(None)
     for _ in range(200):
