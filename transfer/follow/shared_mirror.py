@@ -176,6 +176,7 @@ class SharedMirror:
         try:
             self._writer.put(bucket, elements)
         except OSError as error:
+            self._writer.discard()
             self._problem, self._writer = f"changes can't be kept: {error}", None
 
     def _step(self, version: str, state_hash: str) -> _Step:

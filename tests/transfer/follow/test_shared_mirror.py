@@ -21,7 +21,7 @@ from rose.messages import WeightUpdate
 from rose.transfer.follow import shared_mirror
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
-from rose.transfer.format.changes import Changes
+from rose.transfer.format.changes import Changes, ChangesWriter
 from rose.transfer.format.codec import Bits, Codec, Elements
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import PlanesFile
@@ -179,7 +179,7 @@ def test_where_much_changes_or_memory_is_full_engines_are_told_why_they_load_eve
 
     apply_delta(mirror, *versions.deltas[1])
     with monkeypatch.context() as patched:
-        patched.setattr(shared_mirror.ChangesWriter, "put", full)
+        patched.setattr(ChangesWriter, "put", full)
         apply_delta(mirror, *versions.deltas[2])
     update = update_of(store, "run/0")
     assert update.changes == []
