@@ -30,8 +30,10 @@ from rose.measure.figures import Figure
 from rose.measure.rig import Rig
 from rose.messages import WeightUpdate
 from rose.transfer.follow.follower import Follower
-from rose.transfer.follow.mirror import Change, WeightMirror
+from rose.transfer.follow.mirror import Note, WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
+from rose.transfer.format.codec import Elements
+from rose.transfer.format.layout import Bucket
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import PlanesFile
 from rose.transfer.format.state_hash import StateHash
@@ -70,25 +72,21 @@ class TimedMirror(SharedMirror):
 
     apply_s = 0.0
     file_s = 0.0
-    _began_s = 0.0
 
     @contextmanager
-    def changing(self, planes: WeightPlanes) -> Iterator[None]:
-        with super().changing(planes):
-            self._began_s = time.process_time()
-            yield
+    def changing(self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]) -> Iterator[Note | None]:
+        began_s, self.file_s = time.process_time(), 0.0
+        with super().changing(planes, counts) as note:
+            assert note is not None
 
-    def arrived(
-        self,
-        planes: WeightPlanes,
-        version: WeightVersion,
-        state_hash: StateHash,
-        num_changed: int,
-        changes: Sequence[Change],
-    ) -> None:
-        self.apply_s = time.process_time() - self._began_s
-        arrive = partial(super().arrived, planes, version, state_hash, num_changed, changes)
-        self.file_s = timed(arrive)
+            def noted(bucket: Bucket, elements: Elements) -> None:
+                self.file_s += timed(partial(note, bucket, elements))
+
+            yield noted
+        self.apply_s = time.process_time() - began_s - self.file_s
+
+    def arrived(self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash) -> None:
+        self.file_s += timed(partial(super().arrived, planes, version, state_hash))
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -125,7 +123,7 @@ class Engine:
 
     def prepare(self, update: WeightUpdate) -> None:
         """Raises: WorkerError unless the changes can be written."""
-        self._writer.begin(self._planes.layout, update.changes, self._state_hash, update.state_hash)
+        self._writer.begin(self._planes, update.changes, self._state_hash, update.state_hash)
         while not self._writer.result()[0]:
             time.sleep(0.001)
         if problem := self._writer.result()[1]:

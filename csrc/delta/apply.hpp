@@ -65,7 +65,7 @@ ROSE_AVX512 std::size_t add_block_avx512(const Adder<T> add_one, std::size_t cou
     if (asked + 8 <= num_left) {
       const T* const ahead = asked < count ? add_one.data : add_one.data + kBlock;
       for (std::size_t i = 0; i < 8; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + add_one.places[asked + i]), _MM_HINT_T0);
+        prefetch(ahead + add_one.places[asked + i]);
       }
     }
     for (std::size_t i = 0; i < 8; ++i) {

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <variant>
 #include <vector>
 
@@ -62,6 +63,15 @@ py::bytes to_bytes(const Bytes& bytes) { return {reinterpret_cast<const char*>(b
 template <typename T>
 py::array copy_of(const T* data, std::size_t size) {
   return py::array_t<T>(static_cast<py::ssize_t>(size), data);
+}
+
+// Returns an array of a buffer's memory, which goes back to the spare memory when the array does.
+template <typename T>
+py::array array_of(Buffer<T>&& buffer) {
+  auto kept = std::make_unique<Buffer<T>>(std::move(buffer));
+  const py::capsule owner(kept.get(), [](void* freed) { delete static_cast<Buffer<T>*>(freed); });
+  const Buffer<T>* const held = kept.release();
+  return py::array_t<T>(static_cast<py::ssize_t>(held->size()), held->data(), owner);
 }
 
 py::tuple to_tuple(const Streams& streams) {
@@ -246,18 +256,25 @@ class Delta {
     if (num_elements() > INT32_MAX) {
       throw py::value_error(std::to_string(num_elements()) + " elements have no places of 32 bits");
     }
-    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(num_changed())};
-    py::array_t<std::int32_t> places(shape);
-    py::array before(base.dtype(), shape);
-    py::array after(base.dtype(), shape);
-    std::int32_t* const to_places = places.mutable_data();
-    void* const to_before = before.mutable_data();
-    void* const to_after = after.mutable_data();
-    const StateHash change = visit([&]<typename T>(const SparseDelta<T>& delta) {
-      const Notes<T> notes{to_places, static_cast<T*>(to_before), static_cast<T*>(to_after)};
-      return add(delta, static_cast<T*>(const_cast<void*>(base.data())), first_index, false, &notes);
-    });
-    return py::make_tuple(lanes(change), places, before, after);
+    return std::visit(
+        [&]<typename T>(const SparseDelta<T>& delta) {
+          Buffer<std::int32_t> places;
+          Buffer<T> before;
+          Buffer<T> after;
+          StateHash change;
+          {
+            py::gil_scoped_release release;
+            const std::size_t count = delta.num_changed();
+            const Notes<T> notes{places.reserve(count), before.reserve(count), after.reserve(count)};
+            change = add(delta, static_cast<T*>(const_cast<void*>(base.data())), first_index, false, &notes);
+            places.grow(count);
+            before.grow(count);
+            after.grow(count);
+          }
+          return py::make_tuple(lanes(change), array_of(std::move(places)), array_of(std::move(before)),
+                                array_of(std::move(after)));
+        },
+        delta_);
   }
 
   std::size_t num_elements() const {

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from rose.messages import WeightUpdate
-from rose.transfer.follow.mirror import Change
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.codec import Elements
-from rose.transfer.format.layout import Layout, TensorCut
+from rose.transfer.format.layout import Bucket, Layout, TensorCut
+from rose.transfer.format.partition import held_buckets
+from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.shared_planes import SharedPlanes
 from rose.transfer.publish.torch_source import TorchSource
 from rose.types import WeightVersion
@@ -25,11 +26,14 @@ BUCKET_BYTES = 4096
 
 
 class Mirrored:
-    """Versions 0, 1, ... of a run."""
+    """Versions 0, 1, ... of a run. plans: those of the ranks whose part alone it holds; none: everything."""
 
-    def __init__(self, folder: Path, cuts: dict[str, TensorCut] | None = None) -> None:
+    def __init__(
+        self, folder: Path, cuts: dict[str, TensorCut] | None = None, plans: Sequence[ShardPlan] = ()
+    ) -> None:
         self.store = SharedMirror(folder)
         self._cuts = cuts
+        self._plans = plans
         self._planes: SharedPlanes | None = None
         self._number = -1
 
@@ -43,24 +47,31 @@ class Mirrored:
         source = TorchSource(tensors, dtype=None)
         self._number += 1
         version = WeightVersion(run_id="test", number=self._number)
-        changes: list[Change] = []
         if self._planes is None:
-            self._planes = self.store.make_planes(Layout(source.specs(), BUCKET_BYTES, self._cuts), None)
-            for bucket in self._planes.layout.buckets:
-                self._planes.fill(bucket, np.concatenate(source.read(self._planes.layout, bucket)))
-            self.store.arrived(self._planes, version, self._planes.state_hash, 0, changes)
+            layout = Layout(source.specs(), BUCKET_BYTES, self._cuts)
+            held = held_buckets(layout, self._plans) if self._plans else None
+            planes = self._planes = self.store.make_planes(layout, held)
+            for bucket in (layout.buckets[index] for index in planes.held):
+                planes.fill(bucket, np.concatenate(source.read(layout, bucket)))
+            self.store.arrived(planes, version, planes.state_hash)
         else:
-            with self.store.changing(self._planes):
-                for bucket in self._planes.layout.buckets:
-                    old = self._planes.bits(bucket).copy()
-                    self._planes.follow(bucket, source.read(self._planes.layout, bucket))
-                    new = self._planes.bits(bucket)
-                    places = np.flatnonzero(old != new).astype(np.int32)
-                    if places.size > 0:
-                        changes.append((bucket, Elements(places=places, old=old[places], new=new[places])))
-                num_changed = sum(elements.places.size for _, elements in changes)
-                self.store.arrived(self._planes, version, self._planes.state_hash, num_changed, changes)
+            self._change(self._planes, source, version)
         return self.update_from(before)
+
+    def _change(self, planes: SharedPlanes, source: TorchSource, version: WeightVersion) -> None:
+        changes: list[tuple[Bucket, Elements]] = []
+        for bucket in (planes.layout.buckets[index] for index in sorted(planes.held)):
+            old, new = planes.bits(bucket), np.concatenate(source.read(planes.layout, bucket))
+            places = np.flatnonzero(old != new).astype(np.int32)
+            if places.size > 0:
+                changes.append((bucket, Elements(places=places, old=old[places], new=new[places])))
+        counts = [(bucket, elements.places.size) for bucket, elements in changes]
+        with self.store.changing(planes, counts) as note:
+            for bucket, elements in changes:
+                planes.follow(bucket, np.concatenate(source.read(planes.layout, bucket)))
+                if note is not None:
+                    note(bucket, elements)
+            self.store.arrived(planes, version, planes.state_hash)
 
     def update_from(self, base: str | None) -> WeightUpdate:
         update = self.store.update_from(base)

@@ -1,5 +1,6 @@
 """Small checkpoints of random bits, and the configurations of engines that load them, without an engine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def shape() -> dict[str, Any]:
         "pad_token_id": 0,
         "eos_token_id": 0,
     }
+
+
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "untied": (lambda: dense(False), {}),
+    "tied": (lambda: dense(True), {}),
+    "float32": (lambda: dense(True), {"dtype": "float32"}),
+    "biases": (biased, {}),
+    "experts": (experts, {}),
+    "expert parallel": (experts, {"enable_expert_parallel": True}),
+    "latent": (latent, {}),
+    "state space": (state_space, {}),
+    "int8": (int8, {}),
+}
+"""Makers of configurations, and arguments of the engines that load them."""
 
 
 def without_weights(folder: Path, **arguments: Any) -> Any:

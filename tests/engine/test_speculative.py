@@ -8,6 +8,7 @@ from typing import Any
 import engine_runs
 import pytest
 import speculative_runs
+import torch
 from forked_engines import Fork, forks
 from probes import prompt
 from real_engine import runtime_dir
@@ -145,24 +146,30 @@ def test_new_weights_count_at_once_and_the_drafter_follows_if_its_tensors_come_t
     tmp_path: Path,
 ) -> None:
     """The EAGLE3 head shares the model's embeddings, and has the rest of its weights in a checkpoint of its
-    own.
+    own. Its table of tokens stays if a trainer leaves it out, and can be published as int32.
     """
     newer = run(engine_runs.stock_answers, model=models.untied[1]).result()
     (alone,) = models.untied[1].glob("*.safetensors")
     head = load_file(Path(drafters["eagle3"]["model"]) / "model.safetensors")
+    table = head.pop("d2t")
     trained = {name: each + 0.25 for name, each in head.items()}
-    both = tmp_path / "both.safetensors"
-    save_file(load_file(alone) | {f"drafter.{name}": each for name, each in trained.items()}, both)
+    both, table_too = tmp_path / "both.safetensors", tmp_path / "table.safetensors"
+    published = load_file(alone) | {f"drafter.{name}": each for name, each in trained.items()}
+    save_file(published, both)
+    save_file(published | {"drafter.d2t": torch.zeros_like(table, dtype=torch.int32)}, table_too)
     updated: Updated = run(
         speculative_runs.answer_under_new_weights,
         model=models.untied[0],
         pool=pool,
         speculative=drafters["eagle3"],
-        checkpoints=[alone, both],
+        checkpoints=[alone, both, table_too],
     ).result()
-    assert updated.answers == [expected, newer, newer]
-    assert "keeps the weights of its checkpoint" in str(updated.stale[0]) and updated.stale[1] is None
-    for found, tensors in zip(updated.drafter, (head, trained), strict=True):
+    assert updated.answers == [expected, newer, newer, newer]
+    assert "keeps the weights of its checkpoint" in str(updated.stale[0])
+    assert updated.stale[1:] == [None, None]
+    tables = (table, table, torch.zeros_like(table))
+    for found, tensors, wanted in zip(updated.drafter, (head, trained, trained), tables, strict=True):
         assert (found["model.norm.weight"] == tensors["norm.weight"].numpy()).all()
+        assert (found["draft_id_to_target_id"] == wanted.numpy()).all()
         # The other layers are packed on a CPU, and have a parameter without elements.
-    assert updated.drafter[0].keys() == updated.drafter[1].keys()
+        assert found.keys() == updated.drafter[0].keys()

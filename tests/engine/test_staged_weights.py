@@ -200,7 +200,7 @@ def test_where_much_changes_or_the_engine_is_far_behind_the_checkpoint_is_loaded
 ) -> None:
     deliver(engine, mirrored.put(named(first=torch.ones(4, 4), second=torch.ones(4, 4))))
     far = mirrored.put(named(first=torch.zeros(4, 4), second=torch.zeros(4, 4)))
-    assert deliver(engine, far) == "32 of 32 elements change from test/0 to test/1"
+    assert deliver(engine, far) == "from test/0 to test/1, 32 of 32 elements change"
     assert engine.model.values() == [0.0, 0.0]
     mirrored.store.forget(set())
     assert deliver(engine, mirrored.update_from("test/0")) == "the changes since test/0 are not kept"

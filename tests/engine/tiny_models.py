@@ -224,7 +224,10 @@ def with_mtp_head(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_eagle3_head(folder: Path) -> Path:
-    """An EAGLE3 head for the Qwen3, with KV heads of the same size and random weights."""
+    """An EAGLE3 head for the Qwen3, with KV heads of the same size and random weights.
+
+    It drafts every second token of the vocabulary, by a table that its checkpoint has in int64.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig
@@ -234,7 +237,7 @@ def make_eagle3_head(folder: Path) -> Path:
     queries, keys = shape["num_attention_heads"] * heads, shape["num_key_value_heads"] * heads
     rows = {
         "fc": (hidden, 3 * hidden),
-        "lm_head": (VOCABULARY, hidden),
+        "lm_head": (VOCABULARY // 2, hidden),
         "midlayer.self_attn.q_proj": (queries, 2 * hidden),
         "midlayer.self_attn.k_proj": (keys, 2 * hidden),
         "midlayer.self_attn.v_proj": (keys, 2 * hidden),
@@ -247,10 +250,11 @@ def make_eagle3_head(folder: Path) -> Path:
     draws = torch.Generator().manual_seed(8)
     weights = {f"{name}.weight": 0.2 * torch.randn(size, generator=draws) for name, size in rows.items()}
     weights |= {f"{name}.weight": torch.ones(hidden) for name in [*norms, "norm"]}
+    weights["d2t"] = torch.arange(VOCABULARY // 2)
     config = LlamaConfig(
         architectures=["LlamaForCausalLMEagle3"],
         num_hidden_layers=1,
-        draft_vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY // 2,
         eagle_aux_hidden_state_layer_ids=[1, 2, 3],  # vLLM's own choice names one of four layers twice
         **shape,
     )

@@ -15,8 +15,7 @@ import numpy as np
 
 from rose.messages import WeightUpdate
 from rose.transfer.adapters.description import CONFIG_FILE, TENSORS_FILE
-from rose.transfer.follow.mirror import Change
-from rose.transfer.format.layout import Layout, TensorSpec
+from rose.transfer.format.layout import Bucket, Layout, TensorSpec
 from rose.transfer.format.manifest import AdapterBody
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.state_hash import StateHash
@@ -49,20 +48,12 @@ class AdapterFolders:
     def has_room(self) -> bool:
         return True
 
-    def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
+    def changing(
+        self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
-        return False
-
-    def arrived(
-        self,
-        planes: WeightPlanes,
-        version: WeightVersion,
-        state_hash: StateHash,
-        num_changed: int,
-        changes: Sequence[Change],
-    ) -> None:
+    def arrived(self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash) -> None:
         self._planes, self._version, self._state_hash = planes, version, str(state_hash)
 
     def update_from(self, base: str | None) -> WeightUpdate | None:

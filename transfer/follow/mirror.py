@@ -42,7 +42,7 @@ class _Step:
         return self.after - self.before
 
 
-Change = tuple[Bucket, Elements]
+Note = Callable[[Bucket, Elements], None]
 
 
 class MirrorStore(Protocol):
@@ -51,28 +51,20 @@ class MirrorStore(Protocol):
     def make_planes(self, layout: Layout, held: frozenset[int] | None) -> WeightPlanes:
         """Returns new planes. Raises: OSError when there is no room."""
 
-    def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
-        """Whether arrived() is to be told so many changes."""
-
     def has_room(self) -> bool:
         """Whether one more version may arrive without that the changes of those since the last look go."""
 
-    def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
-        """Keeps readers out while the bits lie between two versions. Raises: FrameError."""
+    def changing(
+        self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]
+    ) -> AbstractContextManager[Note | None]:
+        """Keeps readers out while the bits lie between two versions.
 
-    def arrived(
-        self,
-        planes: WeightPlanes,
-        version: WeightVersion,
-        state_hash: StateHash,
-        num_changed: int,
-        changes: Sequence[Change],
-    ) -> None:
-        """Notes that the planes hold a version now.
-
-        num_changed: the elements in which it differs from the one before, if they held one. changes: those,
-        if keeps_changes().
+        counts: the buckets that change, and how many of their elements. Gives what takes these elements,
+        bucket by bucket in this order; None where nobody asks for them. Raises: FrameError.
         """
+
+    def arrived(self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash) -> None:
+        """Notes that the planes hold a version now: new planes, or the end of what changing() has begun."""
 
 
 class WeightMirror:
@@ -204,11 +196,10 @@ class WeightMirror:
             return
         steps = sorted([*self._ahead.values(), *steps], key=lambda step: step.bucket.index)
         self._ahead.clear()  # a patch is applied once
-        num_changed = sum(step.patch.num_changed for step in steps)
-        is_noting = self._store.keeps_changes(planes, num_changed)
-        with self._store.changing(planes):
-            changes = _apply_all(planes, steps, is_noting=is_noting)
-            self._arrive(manifest, planes, whole, num_changed, changes)
+        counts = [(step.bucket, step.patch.num_changed) for step in steps]
+        with self._store.changing(planes, counts) as note:
+            _apply_all(planes, steps, note)
+            self._arrive(manifest, planes, whole)
 
     def check_integrity(self) -> None:
         """Raises: AssertionError when the bits don't have the hash that is kept for them."""
@@ -221,20 +212,13 @@ class WeightMirror:
             is_whole = len(self.planes.held) == len(self.planes.layout.buckets)
             assert not is_whole or self._held_hash == self._version_hash
 
-    def _arrive(
-        self,
-        manifest: Manifest,
-        planes: WeightPlanes,
-        whole: StateHash,
-        num_changed: int = 0,
-        changes: Sequence[Change] = (),
-    ) -> None:
+    def _arrive(self, manifest: Manifest, planes: WeightPlanes, whole: StateHash) -> None:
         self._ahead.clear()
         self.planes = planes
         self._version_hash, self._held_hash = whole, planes.state_hash
         self.version = WeightVersion(run_id=manifest.run_id, number=manifest.version)
         if self._store is not None:
-            self._store.arrived(planes, self.version, self._held_hash, num_changed, changes)
+            self._store.arrived(planes, self.version, self._held_hash)
 
     def _require_base(self, manifest: Manifest) -> tuple[WeightPlanes, StateHash]:
         have = (self.version.run_id, self.version.number) if self.version is not None else None
@@ -280,15 +264,12 @@ class WeightMirror:
         return _Step(bucket=bucket, patch=patch, before=before, after=frame.new_hash)
 
 
-def _apply_all(planes: WeightPlanes, steps: Sequence[_Step], *, is_noting: bool = False) -> list[Change]:
-    """Applies all steps, or none if one of them leads to another hash than its frame says.
-
-    Returns what they change if `is_noting`.
-    """
-    changes: list[Change] = []
+def _apply_all(planes: WeightPlanes, steps: Sequence[_Step], note: Note | None = None) -> None:
+    """Applies all steps, or none if one of them leads to another hash than its frame says."""
     for number, step in enumerate(steps):
-        if is_noting:
-            changes.append((step.bucket, planes.patch_noting(step.bucket, step.patch)))
+        elements = None
+        if note is not None:
+            elements = planes.patch_noting(step.bucket, step.patch)
         else:
             planes.patch(step.bucket, step.patch)
         found = planes.bucket_hash(step.bucket)
@@ -296,7 +277,8 @@ def _apply_all(planes: WeightPlanes, steps: Sequence[_Step], *, is_noting: bool 
             for done in steps[: number + 1]:
                 planes.revert(done.bucket, done.patch, done.before)
             raise FrameError(f"bucket {step.bucket.index} hashes to {found}, its frame says {step.after}")
-    return changes
+        if note is not None and elements is not None:
+            note(step.bucket, elements)
 
 
 def _require_changes(manifest: Manifest, before: StateHash) -> StateHash:

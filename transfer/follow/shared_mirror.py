@@ -9,15 +9,16 @@ import fcntl
 import logging
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rose.messages import WeightUpdate
-from rose.transfer.follow.mirror import Change
-from rose.transfer.format.changes import write_changes
-from rose.transfer.format.layout import Layout
+from rose.transfer.follow.mirror import Note
+from rose.transfer.format.changes import ChangesWriter
+from rose.transfer.format.codec import Elements
+from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import SharedPlanes
 from rose.transfer.format.state_hash import StateHash
@@ -62,6 +63,9 @@ class SharedMirror:
         self._version: str | None = None
         self._state_hash = ""
         self._steps: deque[_Step] = deque()
+        self._writer: ChangesWriter | None = None
+        """Of the changes file of the version that is being written, unless there is a problem with it."""
+        self._problem: str | None = None
         self._is_followed = False
         """Whether an engine runs or takes a version from which the kept changes lead on."""
 
@@ -73,11 +77,17 @@ class SharedMirror:
         self._coming = SharedPlanes(self._folder / "weights.partial", layout, held)
         return self._coming
 
-    def changing(self, planes: WeightPlanes) -> AbstractContextManager[None]:
-        return planes.changing() if isinstance(planes, SharedPlanes) else nullcontext()
-
-    def keeps_changes(self, planes: WeightPlanes, num_changed: int) -> bool:
-        return num_changed <= MOST_CHANGED * _num_held(planes)
+    @contextmanager
+    def changing(self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]) -> Iterator[Note | None]:
+        assert isinstance(planes, SharedPlanes) and planes is self._planes
+        with planes.changing():
+            self._problem = self._begin_changes(planes, counts)
+            try:
+                yield self._note if self._writer is not None else None
+            finally:
+                if self._writer is not None:  # the bits are those of the version before
+                    self._writer.discard()
+                    self._writer = None
 
     def has_room(self) -> bool:
         """Whether engines that follow can take what changed, after one more version, too, or can't in any
@@ -86,20 +96,13 @@ class SharedMirror:
         is_whole = not self._is_followed or any(step.reason is not None for step in self._steps)
         return is_whole or not self._is_too_much(self._steps)
 
-    def arrived(
-        self,
-        planes: WeightPlanes,
-        version: WeightVersion,
-        state_hash: StateHash,
-        num_changed: int,
-        changes: Sequence[Change],
-    ) -> None:
+    def arrived(self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash) -> None:
         assert isinstance(planes, SharedPlanes)
         if planes is self._planes:
             if self._coming is not None:  # of a snapshot that was not fetched to its end
                 self._coming.remove()
                 self._coming = None
-            self._steps.append(self._step(planes, str(version), str(state_hash), num_changed, changes))
+            self._steps.append(self._step(str(version), str(state_hash)))
             planes.settle(str(version), str(state_hash))
         else:
             with planes.changing():
@@ -154,31 +157,43 @@ class SharedMirror:
         self._steps.clear()
         self._remove("changes-*")
 
-    def _step(
-        self,
-        planes: SharedPlanes,
-        version: str,
-        state_hash: str,
-        num_changed: int,
-        changes: Sequence[Change],
-    ) -> _Step:
+    def _begin_changes(self, planes: SharedPlanes, counts: Sequence[tuple[Bucket, int]]) -> str | None:
+        """Opens the next changes file; returns why there is to be none, or None."""
+        num_changed, num_held = sum(count for _, count in counts), _num_held(planes)
+        if num_changed > MOST_CHANGED * num_held:
+            return f"{num_changed} of {num_held} elements change"
+        try:
+            path = self._folder / "changes-partial"
+            self._writer = ChangesWriter(path, planes.layout, self._state_hash, counts)
+        except OSError as error:
+            return f"changes can't be kept: {error}"
+        return None
+
+    def _note(self, bucket: Bucket, elements: Elements) -> None:
         """Writes what changed. A failure is a reason and no error, as an engine can load everything."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.put(bucket, elements)
+        except OSError as error:
+            self._writer.discard()
+            self._problem, self._writer = f"changes can't be kept: {error}", None
+
+    def _step(self, version: str, state_hash: str) -> _Step:
+        """Ends the changes file of the version that the planes hold now."""
         assert self._version is not None
-        path: Path | None = self._folder / f"changes-{version.replace('/', '-')}"
-        num_bytes, reason = 0, None
-        if not self.keeps_changes(planes, num_changed):
-            held = _num_held(planes)
-            reason = f"{num_changed} of {held} elements change from {self._version} to {version}"
-        else:
-            try:
-                assert path is not None
-                num_bytes = write_changes(path, planes.layout, self._state_hash, state_hash, changes)
-            except OSError as error:
-                reason = f"the changes from {self._version} to {version} can't be kept: {error}"
-        if reason is not None:
-            logger.info("engines load all weights: %s", reason)
-            path = None
-        return _Step(base=self._version, version=version, path=path, num_bytes=num_bytes, reason=reason)
+        path, num_bytes, writer = self._folder / f"changes-{version.replace('/', '-')}", 0, self._writer
+        try:
+            if writer is not None:
+                num_bytes = writer.finish(state_hash, path)
+        except OSError as error:
+            self._problem = f"changes can't be kept: {error}"
+        self._writer = None
+        if self._problem is None:
+            return _Step(base=self._version, version=version, path=path, num_bytes=num_bytes, reason=None)
+        reason = f"from {self._version} to {version}, {self._problem}"
+        logger.info("engines load all weights: %s", reason)
+        return _Step(base=self._version, version=version, path=None, num_bytes=0, reason=reason)
 
     def _steps_from(self, base: str | None) -> tuple[list[_Step], str | None]:
         """Returns the steps from that version to the newest, or none and why."""

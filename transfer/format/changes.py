@@ -12,6 +12,7 @@ do not have their checksum is refused.
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from rose.transfer.format.codec import Elements
 from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import unpack_body
 from rose.transfer.format.planes import bits_dtype
+
+_UNKNOWN = "0" * 32
+"""Stands for a hash or a checksum until it is known. It has their length."""
 
 
 class _BucketChanges(BaseModel):
@@ -49,14 +53,37 @@ class ChangesHead(BaseModel):
     buckets: list[_BucketChanges]
 
 
-def write_changes(
-    path: Path, layout: Layout, base_hash: str, state_hash: str, changes: Sequence[tuple[Bucket, Elements]]
-) -> int:
-    """Writes the file; returns its bytes. Raises: OSError with the numbers when the memory is full."""
-    at = 0
-    buckets: list[_BucketChanges] = []
-    bodies: list[bytes | memoryview] = []
-    for bucket, elements in changes:
+class ChangesWriter:
+    """Writes a changes file, one bucket after the other, so that no more than one lies in memory twice."""
+
+    def __init__(
+        self, path: Path, layout: Layout, base_hash: str, counts: Sequence[tuple[Bucket, int]]
+    ) -> None:
+        """path: where the file lies until finish(). counts: the buckets that come, and how many of their
+        elements change. Raises: OSError.
+        """
+        self._path = path
+        self._entries: list[_BucketChanges] = []
+        at = 0
+        for bucket, count in counts:
+            end = at + _rounded(4 * count) + 2 * _rounded(count * bits_dtype(bucket.dtype).itemsize)
+            self._entries.append(
+                _BucketChanges(index=bucket.index, num_changed=count, begin=at, end=end, check=_UNKNOWN)
+            )
+            at = end
+        self._num_bytes = at
+        self._head = ChangesHead(
+            layout=layout.digest, base_hash=base_hash, state_hash=_UNKNOWN, buckets=self._entries
+        )
+        self._checks: list[str] = []
+        self._body_at = len(_packed(self._head))
+        self._file = path.open("wb")
+        self._file.seek(self._body_at)
+
+    def put(self, bucket: Bucket, elements: Elements) -> None:
+        """Writes the next bucket's elements. Raises: OSError with the numbers when the memory is full."""
+        entry = self._entries[len(self._checks)]
+        assert (entry.index, entry.num_changed) == (bucket.index, elements.places.size)
         vectors: list[bytes | memoryview] = [
             *_padded(elements.places),
             *_padded(elements.old),
@@ -65,31 +92,47 @@ def write_changes(
         check = xxhash.xxh3_128()
         for vector in vectors:
             check.update(vector)
-        end = at + sum(map(len, vectors))
-        entry = _BucketChanges(
-            index=bucket.index,
-            num_changed=elements.places.size,
-            begin=at,
-            end=end,
-            check=check.hexdigest(),
-        )
-        at = end
-        buckets.append(entry)
-        bodies += vectors
-    head = ChangesHead(layout=layout.digest, base_hash=base_hash, state_hash=state_hash, buckets=buckets)
+        with self._told_of_room():
+            self._file.writelines(vectors)
+        self._checks.append(check.hexdigest())
+
+    def finish(self, state_hash: str, path: Path) -> int:
+        """Shows the file under its name; returns its bytes. Raises: OSError."""
+        assert len(self._checks) == len(self._entries)
+        buckets = [
+            entry.model_copy(update={"check": check})
+            for entry, check in zip(self._entries, self._checks, strict=True)
+        ]
+        head = _packed(self._head.model_copy(update={"state_hash": state_hash, "buckets": buckets}))
+        assert len(head) == self._body_at
+        with self._told_of_room():
+            self._file.seek(0)
+            self._file.write(head)
+            self._file.close()
+            os.replace(self._path, path)
+        return self._body_at + self._num_bytes
+
+    def discard(self) -> None:
+        """Removes what is written. May be called at any time, and after finish() does nothing."""
+        with suppress(OSError):  # what is still buffered has no room
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _told_of_room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.discard()  # before the free space is measured
+            room = shutil.disk_usage(self._path.parent)
+            reason = f"{error.strerror}: {self._num_bytes} bytes of changes, {room.free} of {room.total} free"
+            raise OSError(error.errno, reason, str(self._path)) from error
+
+
+def _packed(head: ChangesHead) -> bytes:
     text = head.model_dump_json().encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines((len(text).to_bytes(8, "little"), text, *bodies))
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)  # before the free space is measured
-        room = shutil.disk_usage(path.parent)
-        reason = f"{error.strerror}: {at} bytes of changes, {room.free} of {room.total} free"
-        raise OSError(error.errno, reason, str(path)) from error
-    return 8 + len(text) + at
+    return len(text).to_bytes(8, "little") + text
 
 
 class Changes:

@@ -200,7 +200,10 @@ class TorchSource:
         target = self._target(tensor)
         dtype = str(target if target is not None else tensor.dtype).removeprefix("torch.")
         if dtype not in _SAFETENSORS_NAMES:
-            raise ValueError(f"tensor {name}: dtype {dtype} can't be published")
+            raise ValueError(
+                f"tensor {name}: dtype {dtype} can't be published: publish it as one of "
+                f"{', '.join(_SAFETENSORS_NAMES)}, or leave it out if training does not change it"
+            )
         return _SAFETENSORS_NAMES[dtype]
 
 

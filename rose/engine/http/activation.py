@@ -27,6 +27,8 @@ INACTIVE = "this rollout engine is inactive; POST /rose/v1/activate brings its w
 OBEYED_WITHIN_S = 30.0
 """Longest wait for the scheduler, which looks before every step and at least every 50 ms."""
 POLL_S = 0.002
+RESTORED = ("compressed-tensors",)
+"""Quantizations whose weights are as vLLM's loader makes them of what a checkpoint or a run has."""
 
 
 class Activation:
@@ -115,7 +117,8 @@ def _why_not(config: VllmConfig, *, is_updated: bool) -> str | None:
             f"weights can be dropped and restored on vLLM's CPU platform only so far, not on "
             f"{current_platform.device_type}"
         )
-    if (method := config.model_config.quantization) is not None:
+    method = config.model_config.quantization
+    if method not in (None, *RESTORED):
         return f"weights quantized with {method} may not all be in the checkpoint"
     if not is_updated and not hasattr(get_model_loader(config.load_config), "get_all_weights"):
         return f"weights of load format {config.load_config.load_format} can't be read twice"

@@ -258,10 +258,8 @@ class ServedEngine:
         return next((problem for problem in problems if problem is not None), None)
 
     async def _count_update(self, update: WeightUpdate, reason: str | None) -> None:
-        ranks = await self._client.collective_rpc("loaded_weights")
-        self._stale_drafter = next((stale for _, _, stale in ranks if stale is not None), None)
-        if reason is None:
-            reason = next((why for _, why, _ in ranks if why is not None), None)
+        _, why = await self._loaded()
+        reason = reason if reason is not None else why
         if reason is None:
             self._weights_in_place += 1
             return
@@ -278,7 +276,8 @@ class ServedEngine:
                 try:
                     await self._update_weights(update, info)
                 except Exception:
-                    if (loaded := await self._loaded_version()) is not None:
+                    loaded, _ = await self._loaded()
+                    if loaded is not None:
                         await self._use(loaded)  # the old weights may be nowhere any more
                     raise
                 await self._use(update.version)
@@ -293,10 +292,13 @@ class ServedEngine:
         self._weight_version = version
         await self.followers.until_told(version)
 
-    async def _loaded_version(self) -> str | None:
-        """Returns the version that was loaded whole since the last update began, where it is known."""
-        version: str | None = (await self._client.collective_rpc("loaded_weights"))[0][0]
-        return version
+    async def _loaded(self) -> tuple[str | None, str | None]:
+        """Returns the version that was loaded whole since the last update began, where it is known, and why a
+        prepared update was loaded whole. The status then tells of a drafter that was not updated.
+        """
+        ranks = await self._client.collective_rpc("loaded_weights")
+        self._stale_drafter = next((stale for _, _, stale in ranks if stale is not None), None)
+        return ranks[0][0], next((why for _, why, _ in ranks if why is not None), None)
 
     async def _update_weights(self, update: WeightUpdate, info: dict[str, object]) -> None:
         # If update_weights fails, vLLM closes the session itself.
@@ -311,7 +313,8 @@ class ServedEngine:
 
     async def _before_turns(self) -> None:
         # The mirror may have moved on since the last update that the engine was told of.
-        if (loaded := await self._loaded_version()) is not None:
+        loaded, _ = await self._loaded()
+        if loaded is not None:
             self._weight_version = loaded
         if self.adapters is not None:
             await self.adapters.load_kept()

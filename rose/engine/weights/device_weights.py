@@ -1,7 +1,7 @@
 """The memory that a model's weights take on the device, and the storages that they lie in.
 
-Owns the knowledge of where vLLM keeps weights beside the parameters: on a CPU a layer's ``cpu_linear`` may
-hold a packed copy. A storage that several of them share counts once. Never changes the model.
+On a CPU a layer may have a packed copy beside its parameters. A storage that several of them share counts
+once. Never changes the model.
 """
 
 from __future__ import annotations

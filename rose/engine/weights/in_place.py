@@ -161,7 +161,7 @@ def _finish_on_device() -> None:
 
 
 class InPlaceWriter:
-    """One rank's writer, for its model and the speculative head that comes with the model's checkpoint."""
+    """One rank's writer, for its model and the speculative heads and drafters that follow with it."""
 
     def __init__(self, models: Sequence[LiveModel], vllm_config: Any) -> None:
         """models: a head may share layers with the models ahead of it."""
@@ -169,11 +169,13 @@ class InPlaceWriter:
         self._vllm_config = vllm_config
         self._routes: list[LiveRoutes] = []
         self._problem = ""
-        self._layout: str | None = None
+        self._recorded: tuple[str, frozenset[int]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-changes")
         self._coming: Future[PreparedChanges] | None = None
+        self.stale: list[LiveModel] = []
+        """The heads and drafters of which tensors are missing, after record(). They take no changes."""
 
-    def begin(self, layout: Layout, paths: Sequence[str], base_hash: str, state_hash: str) -> None:
+    def begin(self, planes: PlanesFile, paths: Sequence[str], base_hash: str, state_hash: str) -> None:
         """Begins to prepare beside the steps what leads from one state of the weights to the other.
 
         Raises: FrameError, OSError where the checkpoint has to be loaded whole.
@@ -183,27 +185,53 @@ class InPlaceWriter:
         hashes = [base_hash, *(file.head.state_hash for file in files)]
         if [file.head.base_hash for file in files] != hashes[:-1] or hashes[-1] != state_hash:
             raise FrameError("the changes don't lead from the weights in use to the new ones")
-        if self._layout != layout.digest:
-            self._layout, self._routes = layout.digest, []
-            self._record_routes(layout)
+        self.record(planes.layout, planes.held)
         if not self._routes:
             raise FrameError(f"no plan of this model: {self._problem}")
-        self._coming = self._thread.submit(self._prepare, layout, files)
+        self._coming = self._thread.submit(self._prepare, planes.layout, files)
 
-    def _record_routes(self, layout: Layout) -> None:
+    def record(self, layout: Layout, held: frozenset[int]) -> None:
+        """Records the ways from a run's tensors to the models, unless that was done.
+
+        held: the buckets that are there. Raises: FrameError where the main model needs others.
+        """
+        if self._recorded == (layout.digest, held):
+            return
+        self._recorded, self._routes = None, []
+        names = [spec.name for spec in layout.tensors]
+        self.stale = [model for model in self._models[1:] if not any(map(model.owns, names))]
+        routes = self._routes_of(layout)
+        if not routes and len(held) < len(layout.buckets):
+            raise FrameError(f"nobody knows which part of the weights this rank needs: {self._problem}")
+        for each in routes:
+            missing = each.missing_in(layout, held)
+            if each.model is self._models[0]:
+                if missing:
+                    raise FrameError(
+                        f"the mirror lacks a part of {missing[0]} that rank {each.plan.rank} needs: give the "
+                        "subscriber the plans of all ranks that it feeds (--plan)"
+                    )
+            elif missing or not each.takes_any:
+                self.stale.append(each.model)
+        self._routes = [each for each in routes if each.model not in self.stale]
+        self._recorded = (layout.digest, held)
+
+    def _routes_of(self, layout: Layout) -> list[LiveRoutes]:
+        """Returns the ways to each model that owns tensors; none where a loader can't be recorded."""
         from rose.engine.weights.shard_recorder import record_loading
 
+        routes: list[LiveRoutes] = []
         try:
-            routes: list[LiveRoutes] = []
             for model in self._models:
-                if not any(model.owns(spec.name) for spec in layout.tensors):
+                if model in self.stale:
                     continue
                 loading = record_loading(self._vllm_config, layout.tensors, model)
                 shared = {module for each in routes for module in each.model.module.modules()}
                 routes.append(LiveRoutes(model, loading, shared))
-            self._routes = routes
         except Exception as error:  # a loader may fail in any way, and loading whole checkpoints still works
             self._problem = repr(error)
+            return []
+        return routes
 
     def result(self) -> tuple[bool, str | None]:
         """Returns whether the preparation has ended, and why the checkpoint has to be loaded whole."""

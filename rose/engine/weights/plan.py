@@ -6,11 +6,13 @@ plans to their WeightPublisher, and each host's subscriber takes the plans of it
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rose.arguments import CommandParser, positive_int, run_command
 from rose.errors import ConfigError, FrameError
@@ -26,9 +28,7 @@ def main(argv: Sequence[str]) -> int:
     total = sum(spec.num_elements for spec in specs)
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        for plan in _plans(
-            arguments.model, specs, arguments.tensor_parallel_size, arguments.pipeline_parallel_size
-        ):
+        for plan in _plans(arguments, specs):
             path = arguments.output / f"{plan.rank}.json"
             path.write_text(plan.model_dump_json() + "\n")
             share = {"plan": str(path), "share": round(plan.held_elements() / total, 4), "whole": plan.whole}
@@ -38,15 +38,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _plans(model: Path, specs: list[TensorSpec], tp_size: int, pp_size: int) -> Iterator[ShardPlan]:
+def _plans(arguments: argparse.Namespace, specs: list[TensorSpec]) -> Iterator[ShardPlan]:
     """Yields the plan of each rank. Raises: ConfigError where vLLM refuses the model or the sizes."""
     from vllm.engine.arg_utils import EngineArgs
 
     from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
 
+    model, tp_size, pp_size = (
+        arguments.model,
+        arguments.tensor_parallel_size,
+        arguments.pipeline_parallel_size,
+    )
     try:
         vllm_config = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, enforce_eager=True
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            speculative_config=arguments.speculative_config,
         ).create_engine_config()
         for pp_rank, tp_rank in product(range(pp_size), range(tp_size)):
             with pretended_rank(
@@ -71,6 +79,16 @@ def _read_specs(model: Path) -> list[TensorSpec]:
     return specs
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not an object like {{"method": "mtp", ...}}')
+    return found
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose plan",
@@ -82,6 +100,12 @@ def _parser() -> CommandParser:
         parser.add_argument(
             flag, type=positive_int, default=1, help="the engine's flag of this name (default: %(default)s)"
         )
+    parser.add_argument(
+        "--speculative-config",
+        type=_json_object,
+        metavar="JSON",
+        help="the engine's flag of this name: a head in the model's own checkpoint needs its tensors, too",
+    )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the plans, one file ppN-tpN.json for each rank"
     )

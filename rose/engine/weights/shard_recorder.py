@@ -37,8 +37,22 @@ class RecordedLoading:
 
 
 def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardPlan:
-    """Returns the plan of :func:`record_loading`."""
-    return record_loading(vllm_config, tensors).plan
+    """Returns the plan of :func:`record_loading`, with what a speculative head in the model's own checkpoint
+    takes.
+    """
+    specs = list(tensors)
+    plan = record_loading(vllm_config, specs).plan
+    speculative = vllm_config.speculative_config
+    head = speculative.draft_model_config if speculative is not None else None
+    is_here = parallel_state.get_pp_group().is_last_rank
+    if head is None or head.model != vllm_config.model_config.model or not is_here:
+        return plan
+    of_head = record_loading(vllm_config, specs, LiveModel(torch.nn.Module(), head)).plan
+    copies = list(plan.copies)
+    for each in of_head.copies:
+        target = each.target.model_copy(update={"name": f"head.{each.target.name}"})
+        copies.append(ShardCopy(source=each.source, target=target))
+    return plan.model_copy(update={"copies": copies, "whole": sorted({*plan.whole, *of_head.whole})})
 
 
 def record_loading(

@@ -20,6 +20,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepMode
 from vllm.platforms import current_platform
 
 from rose.engine.weights.device_weights import device_bytes, storages
+from rose.engine.weights.packed import drop_packed_copy
 from rose.engine.weights.weights import StagedWeightEngine
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ class HostWeightsBackend(SleepModeBackend):
         for storage, _ in self._storages:
             storage.resize_(0)
         for module in self.engine.model.modules():
-            if "cpu_linear" in vars(module):  # its own: wrappers for LoRA hand on their layer's
-                module.cpu_linear = None  # held the packed copy, if there is one
+            drop_packed_copy(module)
         _trim()
         self._state, self.engine.is_resident = "SUSPENDED", False
 

@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 
 from rose.errors import FrameError
-from rose.transfer.format.checkpoint import checkpoint_state_hash
+from rose.transfer.format.checkpoint import checkpoint_state_hash, read_checkpoint
+from rose.transfer.format.layout import Layout
 from rose.transfer.format.shared_planes import PlanesFile, is_planes_file
 
 TORCH_DTYPES = {
@@ -88,12 +89,12 @@ class StagedFile:
                 raise FrameError(f"{self._name}: holds {holds}, expected {state_hash}; weights kept")
             yield version, found
 
-    def names(self) -> list[str]:
-        """Returns the names of all tensors."""
+    def layout_and_held(self) -> tuple[Layout, frozenset[int]]:
+        """Returns the layout of the run's tensors, and the buckets of which the file has the bits."""
         if self.planes is not None:
-            return [spec.name for spec in self.planes.tensors]
-        with safe_open(self._path, framework="pt", device="cpu") as checkpoint:
-            return list(checkpoint.keys())
+            return self.planes.layout, self.planes.held
+        layout = Layout(spec for spec, _ in read_checkpoint(self._path).values())
+        return layout, frozenset(range(len(layout.buckets)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors by name. Call it inside reading()."""

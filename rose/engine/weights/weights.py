@@ -100,13 +100,17 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             return "the weights are not on the device"
         if staged is None or staged.planes is None or self._state_hash is None:
             return "the weights in use do not come from the mirror"
-        if self._in_place is None:
-            self._in_place = InPlaceWriter(self._models, self.vllm_config)
         try:
-            self._in_place.begin(staged.planes.layout, paths, self._state_hash, state_hash)
+            self._writer.begin(staged.planes, paths, self._state_hash, state_hash)
         except (OSError, FrameError) as error:
             return str(error)
         return None
+
+    @property
+    def _writer(self) -> InPlaceWriter:
+        if self._in_place is None:
+            self._in_place = InPlaceWriter(self._models, self.vllm_config)
+        return self._in_place
 
     def changes_result(self) -> tuple[bool, str | None]:
         """Returns whether the preparation has ended, and why the checkpoint has to be loaded whole."""
@@ -221,12 +225,23 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
-            names = staged.names()
-            models = [model for model in self._models if any(map(model.owns, names))]
+            stale = self._stale_in(staged)
+            models = [model for model in self._models if model not in stale]
             self._load_all(models, lambda model: model.own(staged.tensors()))
-        self._note_stale([model for model in self._models if model.is_drafter and model not in models])
+        self._note_stale(stale)
         self.version = state[0] if state is not None else None
         self._state_hash = state[1] if state is not None else self._state_hash
+
+    def _stale_in(self, staged: StagedFile) -> list[LiveModel]:
+        """Returns the speculative heads and drafters of which the file lacks tensors.
+
+        Raises: FrameError where the file is a mirror that lacks something of the main model.
+        """
+        layout, held = staged.layout_and_held()
+        if len(self._models) == 1 and len(held) == len(layout.buckets):
+            return []
+        self._writer.record(layout, held)
+        return self._writer.stale
 
     def _load_all(
         self,
@@ -238,12 +253,17 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             load_layers(model, [model.module], tensors(model))
         self.is_mixed = False
 
-    def _note_stale(self, drafters: Sequence[LiveModel]) -> None:
+    def _note_stale(self, heads: Sequence[LiveModel]) -> None:
         was_stale, self.stale_drafter = self.stale_drafter, None
-        for drafter in drafters:
+        for head in heads:
+            if head.is_drafter:
+                what = f"the drafter {head.config.model}"
+                fix = f"publish them under their names behind {DRAFTER_PREFIX!r}"
+            else:
+                what = "the speculative head"
+                fix = "publish them too, and make plans with rose plan --speculative-config"
             self.stale_drafter = (
-                f"the drafter {drafter.config.model} keeps the weights of its checkpoint: the run has no "
-                f"tensors for it; publish them under their names behind {DRAFTER_PREFIX!r}"
+                f"{what} keeps the weights of its checkpoint: the run has no tensors for it; {fix}"
             )
             if was_stale is None:
                 logger.warning("drafter not updated: %s", self.stale_drafter)
@@ -274,6 +294,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             is_needed = self.is_resident or opened[0].planes is None
             if is_needed and update.checked != opened[0].identity:
                 opened[0].check(update.state_hash)
+            self._stale_in(opened[0])
 
         try:
             _on_all_ranks(check)

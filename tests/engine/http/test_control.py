@@ -195,19 +195,21 @@ async def test_a_failed_update_that_left_other_weights_drops_the_kv_and_tells_th
     assert client.seen[-1] == ("resume_generation", True, "run/3")
 
 
-async def test_an_activated_engine_knows_its_version_before_it_takes_turns(
+async def test_an_activated_engine_knows_its_version_and_its_drafters_state_before_it_takes_turns(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
     with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.OFF) as scheduler:
         client = UpdatedClient()
         control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
         client.status, client.loaded = control.status, "run/3"
+        client.stale_drafter = "the run has no tensors for it"
         control._activation.is_active = False
         obeying = asyncio.create_task(obey(scheduler))
         await control.activate()
         obeying.cancel()
     assert client.was_active == [False]
     assert (control.status().is_active, control.status().weight_version) == (True, "run/3")
+    assert control.status().stale_drafter == "the run has no tensors for it"
 
 
 async def test_the_status_tells_why_updates_were_loaded_whole(

@@ -1,39 +1,33 @@
 """Changes written in place leave the model bit for bit as its loader would have made it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 from mirrored import Mirrored, prepare
 from rank_models import (
+    KINDS,
     Checkpoint,
     after_a_step,
-    biased,
     dense,
     differing,
-    experts,
     int8,
-    latent,
     loaded_model,
-    state_space,
-    with_head,
 )
 
 from rose import _delta
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges, replace_on_device
-from rose.engine.weights.reload import DRAFTER_PREFIX, LiveModel
+from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
 from rose.errors import FrameError
-from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.transfer.format.shared_planes import PlanesFile
 
 
@@ -57,7 +51,7 @@ def writer_of(model: torch.nn.Module, config: Any) -> InPlaceWriter:
 def prepared(writer: InPlaceWriter, planes: PlanesFile, paths: list[str], base: str) -> str | None:
     """Has the changes prepared from the state of that hash to the mirror's; returns why they can't be."""
     with planes.reading() as (_, state_hash):
-        writer.begin(planes.layout, paths, base, state_hash)
+        writer.begin(planes, paths, base, state_hash)
     while not writer.result()[0]:
         time.sleep(0.001)
     return writer.result()[1]
@@ -104,19 +98,6 @@ def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
     planes.close()
 
 
-KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "untied": (lambda: dense(False), {}),
-    "tied": (lambda: dense(True), {}),
-    "float32": (lambda: dense(True), {"dtype": "float32"}),
-    "biases": (biased, {}),
-    "experts": (experts, {}),
-    "expert parallel": (experts, {"enable_expert_parallel": True}),
-    "latent": (latent, {}),
-    "state space": (state_space, {}),
-    "int8": (int8, {}),
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_is_ready_to_compute_ends_up_as_one_that_was_loaded_anew(
     kind: str, mirrored: Mirrored, tmp_path: Path
@@ -143,80 +124,6 @@ def test_a_model_that_is_ready_to_compute_ends_up_as_one_that_was_loaded_anew(
         assert num_loaded[2:] == [0, 1 if kind == "float32" else 0, 0]
     writer.close()
     planes.close()
-
-
-def test_a_speculative_head_in_the_models_checkpoint_follows_with_it(
-    mirrored: Mirrored, tmp_path: Path
-) -> None:
-    """It shares the model's embedding and output head, as vLLM has it share them."""
-    speculation = {"method": "mtp", "num_speculative_tokens": 1}
-    checkpoint = Checkpoint(tmp_path / "model", with_head(), is_finite=True, speculative_config=speculation)
-    with pretended_rank(checkpoint.vllm_config) as config:
-        draft_config = config.speculative_config.draft_model_config
-        assert draft_config.model == config.model_config.model
-
-        def pair(tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-            model = loaded_model(config, tensors, is_processed=True)
-            head = loaded_model(config, tensors, is_processed=True, model_config=draft_config)
-            head.model.embed_tokens, head.lm_head = model.model.embed_tokens, model.lm_head
-            return model, head
-
-        tensors = checkpoint.tensors
-        update = mirrored.put(tensors)
-        planes = PlanesFile(Path(update.path))
-        model, head = pair(tensors)
-        models = [LiveModel(model, config.model_config), LiveModel(head, draft_config)]
-        writer = InPlaceWriter(models, config)
-        for seed, only in enumerate(("mtp_layers", ""), start=1):
-            base, tensors = update.state_hash, after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
-            update = mirrored.put(tensors)
-            assert prepared(writer, planes, update.changes, base) is None
-            assert written(writer, planes).num_changed > 0
-            fresh_model, fresh_head = pair(tensors)
-            assert differing(model, fresh_model) == differing(head, fresh_head) == []
-    writer.close()
-    planes.close()
-
-
-def test_a_drafter_with_a_checkpoint_of_its_own_follows_the_tensors_that_are_published_for_it(
-    mirrored: Mirrored, tmp_path: Path
-) -> None:
-    drafts = Checkpoint(tmp_path / "drafter", dense(is_tied=True), is_finite=True)
-    speculation = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 1}
-    checkpoint = Checkpoint(tmp_path / "model", biased(), is_finite=True, speculative_config=speculation)
-    with pretended_rank(checkpoint.vllm_config) as config:
-        draft_config = config.speculative_config.draft_model_config
-
-        def loaded_drafter(tensors: dict[str, torch.Tensor]) -> Any:
-            return loaded_model(drafts.vllm_config, tensors, is_processed=True)
-
-        def published() -> dict[str, torch.Tensor]:
-            return tensors | {f"{DRAFTER_PREFIX}{name}": each for name, each in drafter_tensors.items()}
-
-        tensors, drafter_tensors = checkpoint.tensors, drafts.tensors
-        model = loaded_model(config, tensors, is_processed=True)
-        drafter = loaded_drafter(drafter_tensors)
-        engine = StagedWeightEngine(None, config, torch.device("cpu"), model)
-        engine.add_head(drafter, draft_config)
-        alone = tmp_path / "alone.safetensors"
-        safetensors.torch.save_file(tensors, alone)
-        engine.receive_weights(StagedUpdate(str(alone), str(checkpoint_state_hash(alone))))
-        assert f"the drafter {tmp_path / 'drafter'} keeps the weights" in str(engine.stale_drafter)
-        assert differing(drafter, loaded_drafter(drafts.tensors)) == []
-        update = mirrored.put(published())
-        engine.receive_weights(StagedUpdate(update.path, update.state_hash))
-        assert engine.stale_drafter is None
-        for seed, only in enumerate(("layers.1.", ""), start=1):
-            tensors = after_a_step(tensors, 0.05, seed, only=only, is_finite=True)
-            drafter_tensors = after_a_step(drafter_tensors, 0.05, seed + 10, only=only, is_finite=True)
-            update = mirrored.put(published())
-            assert prepare(engine, update.changes, update.state_hash) is None
-            engine.receive_weights(StagedUpdate(update.path, update.state_hash, is_prepared=True))
-            assert engine.why_whole is None
-            assert differing(model, loaded_model(config, tensors, is_processed=True)) == []
-            assert differing(drafter, loaded_drafter(drafter_tensors)) == []
-        assert engine.stale_drafter is None
-        engine.shutdown()
 
 
 def test_a_mirror_that_moves_on_ahead_of_the_pause_leaves_the_old_weights(

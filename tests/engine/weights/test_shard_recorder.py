@@ -81,15 +81,23 @@ def test_the_command_writes_a_plan_for_every_rank(
         main(["--model", folder, "--output", "/dev/null/plans"])
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_an_engine_of_no_ranks_is_one_clear_line_and_status_2(
-    flag: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--tensor-parallel-size", "0", "'0' is not a whole number of at least 1"),
+        ("--pipeline-parallel-size", "0", "'0' is not a whole number of at least 1"),
+        ("--speculative-config", "mtp", "'mtp' is not JSON"),
+        ("--speculative-config", "[1]", "'[1]' is not an object like"),
+    ],
+)
+def test_a_bad_value_is_one_clear_line_and_status_2(
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--model", "anything", "--output", "anywhere", flag, "0"])
+        main(["--model", "anything", "--output", "anywhere", flag, value])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "'0' is not a whole number of at least 1" in line
+    assert message in line
 
 
 def test_a_parameter_computed_from_what_was_copied_needs_the_loader(tmp_path: Path) -> None:

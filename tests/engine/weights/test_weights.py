@@ -110,8 +110,10 @@ def check_follows_in_place(
     mirrored: Mirrored,
     folder: Path,
     probe: Callable[[RealEngine], Probed] = probe,
-) -> None:
-    """Checks that changes leave the engine with the bits of a whole load of the same checkpoint."""
+) -> Probed:
+    """Checks that changes leave the engine with the bits of a whole load of the same checkpoint. Returns its
+    last answers.
+    """
     tensors = tensors_of(model)
     deliver(engine, mirrored.put(tensors))
     before = engine.status()
@@ -136,6 +138,7 @@ def check_follows_in_place(
     deliver(engine, staged_update(folder, "whole/0"))
     assert engine.status().weights_whole == after.weights_whole + 1
     assert probe(engine) == probed
+    return probed
 
 
 def test_changes_of_a_tied_model_leave_the_bits_of_a_whole_load(
@@ -155,10 +158,17 @@ def test_changes_of_a_model_that_is_packed_on_a_cpu_leave_the_bits_of_a_whole_lo
 def test_changes_of_an_int8_model_leave_the_bits_of_a_whole_load(
     engines_dir: Path, mirrored: Mirrored, tmp_path: Path
 ) -> None:
+    """They come back with the same bits after the engine was inactive, too."""
     model = make_int8_model(tmp_path / "model")
     engine = RealEngine(model, Role.ROLLOUT, engines_dir)
     try:
-        check_follows_in_place(engine.wait_ready(), model, mirrored, tmp_path)
+        probed = check_follows_in_place(engine.wait_ready(), model, mirrored, tmp_path)
+        active = engine.status().device_weights_bytes
+        engine.deactivate()
+        assert active > engine.status().device_weights_bytes == 0
+        engine.activate()
+        assert engine.status().device_weights_bytes == active
+        assert probe(engine) == probed
     finally:
         engine.stop()
 

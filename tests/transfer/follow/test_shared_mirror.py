@@ -1,5 +1,6 @@
 """A host's mirror hands engines the changes of each version, or says why they have to load everything."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from rose.messages import WeightUpdate
 from rose.transfer.follow import shared_mirror
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
-from rose.transfer.format.changes import Changes
-from rose.transfer.format.codec import Bits, Codec
+from rose.transfer.format.changes import Changes, ChangesWriter
+from rose.transfer.format.codec import Bits, Codec, Elements
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import PlanesFile
 
@@ -127,6 +128,21 @@ def test_a_failed_delta_leaves_the_file_at_its_version(
     check_holds(mirror, versions, 1)
 
 
+def test_a_version_that_fails_half_way_leaves_no_changes_file(
+    store: SharedMirror, mirror: WeightMirror, tmp_path: Path
+) -> None:
+    bucket, place, bits = LAYOUT.buckets[0], np.array([3], np.int32), np.zeros(1, np.uint16)
+    assert mirror.planes is not None
+    with (
+        pytest.raises(FrameError, match="as its frame says"),
+        store.changing(mirror.planes, [(bucket, 1), (LAYOUT.buckets[1], 1)]) as note,
+    ):
+        assert note is not None
+        note(bucket, Elements(places=place, old=bits, new=bits))
+        raise FrameError("bucket 1 does not hash as its frame says")
+    assert [path.name for path in (tmp_path / "mirror").iterdir()] == ["weights.safetensors"]
+
+
 def test_changes_that_no_engine_needs_are_removed_and_others_kept(
     store: SharedMirror,
     versions: Versions,
@@ -163,14 +179,14 @@ def test_where_much_changes_or_memory_is_full_engines_are_told_why_they_load_eve
 
     apply_delta(mirror, *versions.deltas[1])
     with monkeypatch.context() as patched:
-        patched.setattr(shared_mirror, "write_changes", full)
+        patched.setattr(ChangesWriter, "put", full)
         apply_delta(mirror, *versions.deltas[2])
     update = update_of(store, "run/0")
     assert update.changes == []
-    assert "can't be kept: [Errno 28] No space left" in reason_of(store, "run/0")
+    assert "from run/1 to run/2, changes can't be kept: [Errno 28] No space" in reason_of(store, "run/0")
     monkeypatch.setattr(shared_mirror, "MOST_CHANGED", 0.001)
     apply_delta(mirror, *versions.deltas[3])
-    assert "elements change from run/2 to run/3" in reason_of(store, "run/2")
+    assert re.fullmatch(r"from run/2 to run/3, \d+ of \d+ elements change", reason_of(store, "run/2"))
     check_holds(mirror, versions, 3)
 
 
