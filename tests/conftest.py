@@ -21,8 +21,8 @@ for _name in [each for each in os.environ if each.startswith("ROSE_")]:
 _FOLDERS = {"RUNTIME": "run", "CACHE": "cache", "STATE": "state"}
 os.environ.update({f"ROSE_{name}_DIR": f"{_OWN.name}/{folder}" for name, folder in _FOLDERS.items()})
 
-# Hundreds of processes import the same modules. To compile them anew each time, vLLM and torch among them, would
-# take longer than all tests.
+# Hundreds of processes import the same modules, vLLM's and torch's among them. To compile these each time is
+# more than half of the work of an import.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
