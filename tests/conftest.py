@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +20,11 @@ for _name in [each for each in os.environ if each.startswith("ROSE_")]:
     del os.environ[_name]
 _FOLDERS = {"RUNTIME": "run", "CACHE": "cache", "STATE": "state"}
 os.environ.update({f"ROSE_{name}_DIR": f"{_OWN.name}/{folder}" for name, folder in _FOLDERS.items()})
+
+# Hundreds of processes import the same modules, vLLM's and torch's among them. To compile these each time is
+# more than half of the work of an import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The plugin, where a test registers it in this process, then leaves the log to pytest.
 logging.getLogger("rose").addHandler(logging.NullHandler())

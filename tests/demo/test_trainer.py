@@ -171,6 +171,7 @@ def trainer_command(server_url: str, relay_url: str, model_dir: Path, events: Pa
     return [*where, "--run-id", "test-run", "--events", str(events), *extra]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
     server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -4,9 +4,10 @@ Command line, environment, session, log and watcher are those of the ``ServerPro
 From vLLM's ``main`` on, all code is vLLM's and ROSE's. What vLLM would spawn is forked off a second process
 of the server's session. That one has loaded vLLM and never computes, so it has no threads, and nothing that
 the API server has opened or changed. A command of ROSE is forked as well as a server, together with the
-servers that it starts itself. Most of tests/node and all of tests/ray start fresh processes.
+servers that it starts itself. The services of tests/ray are fresh processes.
 """
 
+import asyncio
 import contextlib
 import importlib
 import multiprocessing
@@ -85,14 +86,22 @@ def forking(*modules: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forked(modules: Sequence[str]) -> Iterator[None]:
-    start = ServerProcess.start
+    start, execute = ServerProcess.start, asyncio.create_subprocess_exec
 
     def fork(server: ServerProcess) -> ServerProcess:
         if any(module in server.argv for module in modules):
             server.__class__ = ForkedServer
         return start(server)
 
-    with patch.object(ServerProcess, "start", fork):
+    async def fork_from_loop(*argv: str, **options: Any) -> Any:
+        if any(module in argv for module in modules):
+            return _ForkedWithInput(list(argv), options["env"])
+        return await execute(*argv, **options)
+
+    with (
+        patch.object(ServerProcess, "start", fork),
+        patch.object(asyncio, "create_subprocess_exec", fork_from_loop),
+    ):
         yield
 
 
@@ -126,12 +135,36 @@ class _Forked:
         return self.process.exitcode
 
 
+class _ForkedWithInput:
+    """Has what a front of the router needs of ``asyncio.subprocess.Process``."""
+
+    def __init__(self, argv: list[str], environment: dict[str, str]) -> None:
+        source, self.stdin = FORKS.Pipe(duplex=False)
+        self._started, sink = FORKS.Pipe(duplex=False)
+        arguments = (sink, None, dict(environment), _Program.of(argv), (), source)
+        self._process = FORKS.Process(target=_run, args=arguments)
+        self._process.start()
+        sink.close()
+        source.close()
+        self.kill = self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    async def wait(self) -> int | None:
+        while self.returncode is None:
+            await asyncio.sleep(0.1)
+        return self.returncode
+
+
 def _run(
     started: Connection,
     log: Path | None,
     environment: dict[str, str],
     program: _Program,
     modules: Sequence[str],
+    standard_input: Connection | None = None,
 ) -> None:
     """Without a log its output goes where that of the process goes that it is forked off."""
     os.setsid()
@@ -139,8 +172,10 @@ def _run(
     if program.cpus is not None:
         os.sched_setaffinity(0, program.cpus)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if log is not None else 1
-    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+    given = standard_input.fileno() if standard_input is not None else os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((given, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]

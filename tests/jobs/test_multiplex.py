@@ -49,6 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return status, report
 
 
+@pytest.mark.slow
 def test_a_shared_run_gives_the_same_rewards_and_weights_as_a_serial_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

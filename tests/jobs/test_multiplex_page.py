@@ -14,10 +14,13 @@ from http_calls import wait_answers
 from rose.config import child_environment
 from rose.ports import free_port
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or CHROMEDRIVER is None or len(os.sched_getaffinity(0)) < 2,
-    reason="no browser: sudo apt-get install chromium chromium-driver; or one core, which can't be split",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None or CHROMEDRIVER is None or len(os.sched_getaffinity(0)) < 2,
+        reason="no browser: sudo apt-get install chromium chromium-driver; or one core, which can't be split",
+    ),
+]
 STOP_S = 120.0
 
 

@@ -11,9 +11,9 @@ from tests.commands import in_sessions
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("ray_using_job.py")
-
-
 RAY = {"num_cpus": 2, "object_store_gb": 0.08}
 
 

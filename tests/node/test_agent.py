@@ -1,7 +1,7 @@
 """`rose node`, `rose serve` and `rose profile` on real engines, as processes.
 
-All three start at once: alone, each would keep one core busy with imports for most of a minute. `rose serve`,
-`rose profile` and their engines are forked off a process that has loaded vLLM; `rose node` is not.
+All three start at once. They and their engines are forked off a process that has loaded vLLM; in tests/ray
+`rose node` starts its engine as in production.
 """
 
 import dataclasses
@@ -64,12 +64,11 @@ class Home:
         self._undo = undo
         self.processes: dict[str, ServerProcess] = {}
 
-    def start(self, name: str, *arguments: str, is_forked: bool = False) -> None:
+    def start(self, name: str, *arguments: str) -> None:
         """`rose NAME ARGUMENTS`, stopped after the tests."""
         argv = [sys.executable, "-m", "rose.cli", name, *arguments]
-        process = ServerProcess(argv, name, self.folder / f"{name}.log", self._environment)
-        if is_forked:
-            process = ForkedServer(process, "vllm.entrypoints.openai.api_server")
+        command = ServerProcess(argv, name, self.folder / f"{name}.log", self._environment)
+        process = ForkedServer(command, "vllm.entrypoints.openai.api_server")
         self.processes[name] = self._undo.enter_context(process)
 
     def running(self, name: str) -> list[int]:
@@ -110,11 +109,11 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]
         serve.processes["pool"].wait_until(lambda: serve.has_pool("serve-test"), "answer", READY_TIMEOUT_S)
         pool = ("--role", "serving", "--pool", "serve-test")
         port = ("--port", str(serve.port))
-        serve.start("serve", str(serve.model), *pool, *port, *VLLM_FLAGS, is_forked=True)
+        serve.start("serve", str(serve.model), *pool, *port, *VLLM_FLAGS)
         profile = homes["profile"]
         plot = ("--plot", str(profile.folder / "profile.png"))
         flags = ("--role", "serving", *plot, *VLLM_FLAGS)
-        profile.start("profile", str(profile.model), *flags, is_forked=True)
+        profile.start("profile", str(profile.model), *flags)
         yield homes
 
 

@@ -79,6 +79,7 @@ def told(name: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
     address: str, config_file: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_actor_and_the_status_says_so(
     address: str, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_process_ends_with_its_actor_and_the_status_says_so(
     assert services.num_placed("one") == 0
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_start_takes_the_others_down_and_shows_its_log(
     address: str, config_file: Callable[..., Path]
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_service_that_does_not_start_takes_the_others_down_and_shows_its_log(
     assert services.status("broken") == {} and services.num_placed("broken") == 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_numbers(
     address: str, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,12 +72,13 @@ class ProxyThread:
 def front_router(
     folder: Path, worker_url: str, model: Path, wait_worker: Callable[[], object]
 ) -> Iterator[str]:
-    """The user's own command, started while its worker starts; ready once its front answers."""
+    """The user's own command, started while its worker starts; ready once its front answers. Both are forked:
+    test_tls.py starts them as a user does."""
     port, file, log = free_port(), folder / "router.yaml", folder / "router.log"
     flags = ", ".join(f'"{flag}"' for flag in ("--model", str(model), *PARSERS))
     file.write_text(ROUTER.format(port=port, url=worker_url, flags=flags))
     argv = [sys.executable, "-m", "rose.cli", "router", str(file)]
-    with ServerProcess(argv, "router", log, ENVIRONMENT) as router:
+    with ForkedServer(ServerProcess(argv, "router", log, ENVIRONMENT), "rose.cli") as router:
         url = f"http://127.0.0.1:{port}"
         wait_worker()
         router.wait_until(lambda: _num_fronts(url) == 1, "a front answers", READY_S)

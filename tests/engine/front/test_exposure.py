@@ -1,41 +1,36 @@
 """A front listens beyond this machine only before a router that wants a key from every client."""
 
 import asyncio
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+from forked_server import ForkedServer
+from front.running import READY_S
 
-from rose.config import child_environment
 from rose.engine.front.agreement import RouterQuestions
 from rose.http import http_client
+from rose.node.processes import ServerProcess
 from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 
 pytestmark = pytest.mark.vllm
 
 
-def front(router_url: str, model: str, environment: Mapping[str, str]) -> str:
+def front(router_url: str, log: Path, environment: Mapping[str, str]) -> str:
     """Returns what a front that should listen everywhere says when it ends."""
-    argv = [sys.executable, "-m", "rose.cli", "front", "--router", router_url, "--model", model]
-    ended = subprocess.run(
-        [*argv, "--host", "0.0.0.0"],
-        env=child_environment({"VLLM_API_KEY": "", **environment}),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert ended.returncode == 2, (signal.strsignal(-ended.returncode), ended.stderr)
-    return ended.stderr.splitlines()[-1]
+    argv = [sys.executable, "-m", "rose.cli", "front", "--router", router_url, "--model", "scripted"]
+    command = ServerProcess([*argv, "--host", "0.0.0.0"], "front", log, {"VLLM_API_KEY": "", **environment})
+    with ForkedServer(command) as started:
+        assert started.wait(READY_S) == 2, started.log_tail()
+    return log.read_text().splitlines()[-1]
 
 
-async def test_a_front_everywhere_is_refused_without_a_key_and_before_an_open_router() -> None:
+async def test_a_front_everywhere_is_refused_without_a_key_and_before_an_open_router(tmp_path: Path) -> None:
     async with ScriptedWorker() as worker, running_router(worker.url) as router:
         for environment in ({}, {"ROSE_ROUTER_API_KEY": "unknown"}):
-            line = await asyncio.to_thread(front, router.url, "scripted", environment)
+            line = await asyncio.to_thread(front, router.url, tmp_path / "front.log", environment)
             assert "--host 0.0.0.0: whoever reaches" in line and "ROSE_ROUTER_API_KEY" in line
 
 

@@ -4,11 +4,14 @@ import socket
 from pathlib import Path
 
 import psutil
+import pytest
 from lib.cluster.ray_rig import RayRig
 from served_cluster import wait_until
 
 from rose.jobs.on_ray.leftovers import identity
 from tests.jobs.on_ray.ray_rig import OnRay
+
+pytestmark = pytest.mark.slow
 
 
 def test_jobs_go_on_when_the_scheduler_is_killed_and_the_next_one_has_them(

@@ -15,6 +15,8 @@ from served_cluster import PATIENCE_S, kill, wait_until
 from rose.node import watcher
 from tests.jobs.on_ray.ray_rig import OnRay, ray_nodes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def shared(rig: RayRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:

@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lib.cluster.ray_rig import RayRig
 from served_cluster import PATIENCE_S, wait_until
 
 from tests.jobs.on_ray.ray_rig import OnRay, ray_nodes
+
+pytestmark = pytest.mark.slow
 
 FOREVER = 1_000_000
 

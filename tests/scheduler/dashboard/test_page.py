@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 
 
+@pytest.mark.slow
 def test_the_page_follows_jobs_and_says_when_the_scheduler_is_gone(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     groups = {"main": {"num_rollout_nodes": 2}, HOSTILE: {}}

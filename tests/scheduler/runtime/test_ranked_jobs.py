@@ -39,6 +39,7 @@ def test_two_fsdp_jobs_alternate_and_end_with_the_weights_of_each_alone(tmp_path
                 assert kept[each].tobytes() == expected[each].tobytes(), (name, rank, each)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_job_goes_on_behind_its_last_iteration(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, lease_s=5.0) as cluster:
         (tmp_path / "hold-a").touch()

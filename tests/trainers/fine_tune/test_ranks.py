@@ -18,6 +18,8 @@ from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.node.processes import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("ranked_trainer.py")
 MOST_S = 300.0
 
@@ -81,3 +83,4 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer_with_one_line_and_frees_the_
         if number == signal.SIGKILL:
             assert "another process of the trainer has gone or hangs" in leader.log_tail()
         assert not snapshot(observer.board_words).rollout.alive
+        follower.send_signal(signal.SIGKILL)  # one that is stopped would be waited for

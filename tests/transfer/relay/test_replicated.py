@@ -240,6 +240,7 @@ def test_one_relay_can_not_be_named_as_two_copies() -> None:
         open_relay("embedded://127.0.0.1:1,nonsense")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair: Pair, victim: int) -> None:
     """Uses production's time limits: if a writer waited little longer for a relay than that waits for its
