@@ -10,8 +10,10 @@ Everything here is a pure function of records. Nothing is estimated in an engine
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +27,10 @@ PART_CONFIDENCE = 1 - (1 - CONFIDENCE) / 2
 MIN_REQUESTS = 30
 MAX_REQUESTS = 2000
 """The most requests that an estimate uses, evenly taken from all. More would cost time and add little."""
-MIN_SLICES = 6
+MIN_GROUPS = 6
+"""The least groups of slices with both closed and open ones, for an estimate."""
 SLICES_TO_EXTRAPOLATE = 30
 """The least slices for a forecast. With fewer, Student's quantile makes the noise look larger than it is."""
-NEIGHBOUR_SLICES = 40
-"""The slices on either side of a closed one with which it is compared."""
 QUANTILES = (50, 99)
 BUSY_PERCENTILES = (75, 90)
 """For each quantile, the percentile of the slices, ordered by how full their batches are, from which its
@@ -126,8 +127,8 @@ class HarmReport:
     num_requests: int
     num_closed_slices: int
     slowdown: Estimate | None
-    """The slowdown of serving's own steps with rollouts let in; None until MIN_SLICES closed slices had
-    steps."""
+    """The slowdown of serving's own steps with rollouts let in; None until MIN_GROUPS groups had steps
+    in slices of both kinds."""
     latencies: dict[str, Estimate]
     """Estimates by name, such as "ttft_p99". Empty while the slowdown is unknown or requests are too few."""
     measured_s: dict[str, float]
@@ -163,7 +164,8 @@ class StepHarm:
     """What rollouts do to serving's own steps in a stretch of time. All requests of that time share it."""
 
     slowdown: Estimate | None
-    """By how much steps are slower in open slices; None until MIN_SLICES closed slices had steps."""
+    """By how much steps are slower in open slices; None until MIN_GROUPS groups had steps in slices of both
+    kinds."""
     num_closed_slices: int
     seconds: float = 0.0
     """In steps."""
@@ -241,7 +243,7 @@ def bound_problem(allowed: float) -> str | None:
 
 def least_seconds_to_know(allowed: float) -> float:
     """Returns the least seconds of continuous traffic that can show a difference of ``allowed``."""
-    num_slices = max(MIN_SLICES, (STUDENT_Z * LEAST_NOISE / allowed) ** 2)
+    num_slices = max(MIN_GROUPS, (STUDENT_Z * LEAST_NOISE / allowed) ** 2)
     return num_slices * SLICE_S / MEASURING_SHARE
 
 
@@ -267,27 +269,25 @@ def _waiting(
 def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
     """Returns by how much steps are slower in open slices, and the number of closed slices that were used.
 
-    Each closed slice is compared with the open ones around it, so that a drift of the machine cancels.
+    Closed slices are compared with the open ones of their group, so that a drift of the machine cancels. A
+    group gives one difference, however many slices it has of either kind: two differences never share a
+    slice, and are independent.
     """
-    used = [each for each in slices if each.predicted_s > 0]
-    ratios = {each.number: each.seconds / each.predicted_s for each in used}
-    open_numbers = {each.number for each in used if not each.is_closed}
-    differences = []
-    for each in used:
-        if not each.is_closed:
-            continue
-        around = range(each.number - NEIGHBOUR_SLICES, each.number + NEIGHBOUR_SLICES + 1)
-        neighbours = [ratios[number] for number in around if number in open_numbers]
-        if neighbours:
-            differences.append(math.log(float(np.mean(neighbours)) / ratios[each.number]))
+    groups = defaultdict[int, tuple[list[float], list[float]]](lambda: ([], []))
+    for each in slices:
+        if each.predicted_s > 0:
+            groups[each.number // GROUP_SLICES][each.is_closed].append(each.seconds / each.predicted_s)
+    compared = [(opened, closed) for opened, closed in groups.values() if opened and closed]
+    num_closed = sum(len(closed) for _, closed in compared)
+    differences = [math.log(fmean(opened) / fmean(closed)) for opened, closed in compared]
     count = len(differences)
-    if count < MIN_SLICES:
-        return None, count
+    if count < MIN_GROUPS:
+        return None, num_closed
     mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
     reach = _student_t(count - 1) * error
     return (
         Estimate(value=math.expm1(mean), low=math.expm1(mean - reach), high=math.expm1(mean + reach)),
-        count,
+        num_closed,
     )
 
 

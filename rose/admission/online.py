@@ -72,6 +72,8 @@ class OnlineStepTime:
             raise ValueError(f"window_steps must be at least {MIN_OBSERVATIONS}, got {window_steps}")
         self._base = profile
         self._planned = planned
+        self._planned_base = profile
+        """The model that the planned steps made."""
         self._ratio_floor = 1.0 if profile is not None else UNPLANNED_RATIO
         self._model = profile if profile is not None else UNPROFILED
         self._observed = self._model
@@ -124,11 +126,11 @@ class OnlineStepTime:
     def _refresh(self) -> None:
         counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
         if self._base is None and _has_variety(steps := [seen.step for seen in counted]):
-            self._planned = steps
-            self._rebase(fit(steps))
-        elif self._base is not None and self._planned and self._steps_since_refit >= REFIT_STEPS:
-            base = self._base
-            fitted = refit(base, self._planned, [seen.step for seen in self._window])
+            self._planned, self._planned_base = steps, fit(steps)
+            self._rebase(self._planned_base)
+        elif self._planned_base is not None and self._planned and self._steps_since_refit >= REFIT_STEPS:
+            base = self._base or self._planned_base
+            fitted = refit(self._planned_base, self._planned, [seen.step for seen in self._window])
             self._rebase(replace(fitted, ratio_q99=base.ratio_q99, margin_s=base.margin_s))
         if self._base is None:
             return

@@ -235,8 +235,6 @@ def refit(
     """
     recent_rows, recent_s = _design(recent)
     slowdown = float(np.median(recent_s / (recent_rows @ np.array(base.costs))))
-    if not planned:
-        return StepTimeModel.of_costs(_fit_robust(recent_rows, recent_s, rounds=REFIT_ROUNDS))
     planned_rows, planned_s = _design(planned)
     trust = np.full(len(planned) + len(recent), PLANNED_WEIGHT * len(recent) / len(planned))
     trust[len(planned) :] = 1.0

@@ -77,6 +77,11 @@ class HarmRecords:
         """Whether requests have ended that the ring no longer holds."""
         return self._counts.load(0) >= NUM_REQUESTS
 
+    @property
+    def has_dropped_slices(self) -> bool:
+        """Whether there were slices with steps that the ring no longer holds."""
+        return self._counts.load(1) >= NUM_SLICES
+
     def slices(self) -> list[SliceTime]:
         """Returns the last NUM_SLICES records, oldest first. Only new ones are read from the file."""
         self._slices.extend(

@@ -100,6 +100,15 @@ class EngineConfig(EngineSettings):
         return int(given) if given is not None and given.isdigit() and int(given) > 0 else 1
 
     @property
+    def num_gpus(self) -> int:
+        """How many GPUs the engine computes on, where there are any."""
+        return (
+            self.vllm_count("--tensor-parallel-size", "-tp")
+            * self.vllm_count("--pipeline-parallel-size", "-pp")
+            * self.vllm_count("--data-parallel-size", "-dp")
+        )
+
+    @property
     def listens_on(self) -> str | None:
         """The host that vLLM listens on; None for a Unix socket."""
         if self.vllm_flag("--uds") is not None:

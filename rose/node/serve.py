@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     check_engine(engine)
     tuning = None
     if options is not None:
-        num_gpus = engine.vllm_count("--tensor-parallel-size", "-tp") if checks.GPU_DRIVER.exists() else 0
+        num_gpus = engine.num_gpus if checks.GPU_DRIVER.exists() else 0
         fine_tune_options.check(options, engine.model, num_gpus)
         tuning = FineTuning(options, engine)
         engine = tuning.engine

@@ -76,6 +76,8 @@ class HarmWatch:
         self._recent: HarmWindow | None = None
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
+        self._oldest_slice_s = -math.inf
+        """Of steps before this time nothing is known."""
         self._hour = self._window(HarmReport.nothing(), self._hour_began_s, -math.inf, self._hour_began_s)
         self._num_looks = 0
         self._note: str | None = NO_ROLLOUTS
@@ -104,12 +106,15 @@ class HarmWatch:
         seen = snapshot(self._board)
         self._harvest.add(seen)
         if not seen.rollout.alive:
-            self._note = NO_ROLLOUTS
+            # What the last rollout engine cost says nothing about the next one.
+            self._control.let_in(now)
+            self._note, self._recent = NO_ROLLOUTS, None
             self._set_closed_share(0.0)
             return
-        dropped = self._records.has_dropped_requests
         requests, slices = self._records.requests(), self._records.slices()
-        oldest_s = requests[0].at_s if dropped and requests else -math.inf
+        oldest_s = requests[0].at_s if self._records.has_dropped_requests and requests else -math.inf
+        if self._records.has_dropped_slices and slices:
+            self._oldest_slice_s = slices[0].number * SLICE_S
         report, began_s = HarmReport.nothing(), now
         for began_s in self._control.window_starts(now):
             report = estimate_harm(_since(requests, began_s), _steps_since(slices, began_s))
@@ -235,16 +240,16 @@ class HarmWatch:
     def _window(self, report: HarmReport, began_s: float, oldest_s: float, now: float) -> HarmWindow:
         """Returns the message for a report on the time from ``began_s`` to now. Of requests that ended before
         ``oldest_s`` nothing is known."""
-        seconds = now - began_s
+        slices_s = now - max(began_s, self._oldest_slice_s)
         needed = report.closed_slices_needed(self._control.allowed)
         until_s = None
         if needed is not None:
-            until_s = max(0.0, seconds * (needed / report.num_closed_slices - 1))
+            until_s = max(0.0, slices_s * (needed / report.num_closed_slices - 1))
         with_ms = {name: 1000 * value_s for name, value_s in report.measured_s.items()}
         return HarmWindow(
             gate=self._mode,
             ended_at_s=time.time(),
-            seconds=seconds,
+            seconds=now - began_s,
             num_requests=report.num_requests,
             requests_s=now - max(began_s, oldest_s),
             num_closed_slices=report.num_closed_slices,
@@ -253,7 +258,7 @@ class HarmWatch:
             with_rollouts_ms=with_ms,
             without_rollouts_ms={n: with_ms[n] / (1 + one.value) for n, one in report.latencies.items()},
             seconds_until_known=until_s,
-            shown_in_a_day=report.shown_in_a_day(seconds),
+            shown_in_a_day=report.shown_in_a_day(slices_s),
         )
 
     def _why_unknown(self, window: HarmWindow) -> str | None:

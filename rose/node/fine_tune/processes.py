@@ -56,8 +56,10 @@ class FineTuning:
         """The trainer's processes; the first one saves the model."""
         self._told: set[str] = set()
         """The processes whose ends were logged."""
+        self._is_done = False
+        """Whether the first process has ended well. What the others say then is of no use."""
         self._kill_s: float | None = None
-        """When the rest of a trainer that lost a process is killed."""
+        """When the rest of a trainer is killed that has lost a process or is done."""
 
     def start_ahead(self, group: ProcessGroup, settings: Settings) -> None:
         """Starts the pool and the relay that the engine needs, and returns once they answer. Raises:
@@ -97,9 +99,14 @@ class FineTuning:
     def let_save(self) -> None:
         """Stops a trainer that saves its model, and waits until its first process has saved it."""
         if self._trainers and self._options.output is not None:
-            for other in self._trainers[1:]:  # the first one may wait for one that hangs
-                other.stop(0.0)
-            self._trainers[0].stop(_SAVE_S)
+            leader, *others = self._trainers
+            for process in self._trainers:
+                process.send_signal(signal.SIGTERM)
+            # The first one may wait for one that hangs. One that is killed while it computes with the others
+            # on a GPU would have them wait.
+            for other in others:
+                other.stop(_END_S)
+            leader.stop(_SAVE_S)
 
     def _trainer_flags(self) -> list[str]:
         engine, options = self.engine, self._options
@@ -123,31 +130,35 @@ class FineTuning:
             if process.is_alive() or process.name in self._told:
                 continue
             self._told.add(process.name)
+            if self._is_done:
+                continue
             if process.exit_status != 0:
                 logger.error(
                     "died name=%s status=%s: fine-tuning has stopped, serving goes on",
                     process.name,
                     process.exit_status,
                 )
-                self._end_trainer()
+                self._end_trainer(_SAVE_S if self._options.output is not None else _END_S)
             elif process is self._trainers[0] and self._kill_s is None:
                 logger.info("fine-tuning is done; serving goes on with the last weights that went live")
+                self._is_done = True
+                self._end_trainer(_END_S)
         if self._kill_s is not None and time.monotonic() >= self._kill_s:
             self._kill_s = math.inf
             for process in self._trainers:
                 process.stop(0.0)
 
-    def _end_trainer(self) -> None:
+    def _end_trainer(self, grace_s: float) -> None:
         if self._kill_s is None:
-            self._kill_s = time.monotonic() + (_SAVE_S if self._options.output is not None else _END_S)
+            self._kill_s = time.monotonic() + grace_s
             for process in self._trainers:
                 process.send_signal(signal.SIGTERM)
 
 
 def _rank_environments(count: int) -> list[dict[str, str]]:
     """Returns what tells each of a trainer's processes about the others, by torch's names."""
-    if count == 1:
-        return [{}]
+    if count == 1:  # a launcher of this command may have set these names for its own processes
+        return [{"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "-1"}]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -90,28 +90,29 @@ class TrainingGuest:
 
         Raises: WorkerError if the piece takes longer than serving ever allows.
         """
-        self._note_end()
+        soon = self._note_end()
         if self._cpus and self._elsewhere is None:
             self._elsewhere = os.sched_getaffinity(0)
             os.sched_setaffinity(0, self._cpus)
-        safe_s = self.agree(self.times.predict_safe(piece, work))
+        safe_s = self.agree(self.times.predict_safe(piece, work), soon=soon)
         has_none = True
         while has_none:  # the others compute once the leader has the grant
             is_given = self._side is None or self._hold_grant(self._side, piece, work, safe_s)
-            has_none = self.agree(float(not is_given)) > 0
+            has_none = self.agree(float(not is_given), soon=True) > 0
         self._piece = (piece, work)
         # A forward pass begins with the piece before its first layer: its tokens count once.
         self._tokens += work.tokens if piece == FORWARD_BEGIN else 0
         self._began_s = time.monotonic()
 
-    def agree(self, value: float) -> float:
-        """Returns the largest value of all the trainer's processes, once all are here."""
-        return self._ranks.most(value) if self._ranks is not None else value
+    def agree(self, value: float, *, soon: bool = False) -> float:
+        """Returns the largest value of all the trainer's processes, once all are here. ``soon``: whether the
+        others must be here within `LATE_S`."""
+        return self._ranks.most(value, soon=soon) if self._ranks is not None else value
 
     def leave(self) -> None:
         """Hands the GPU back, because what follows needs no grant. Does nothing without a grant."""
         if self._note_end():
-            self.agree(0.0)  # the last process ends its piece
+            self.agree(0.0, soon=True)  # the last process ends its piece
         if self._side is not None:
             self._hand_back(self._side)
             self._side.set_want(False)

@@ -16,20 +16,26 @@ from rose.errors import WorkerError
 
 HUNG_S = 600.0
 """A process that the others have waited for so long has hung. Publishing and saving take less."""
+LATE_S = 60.0
+"""A process that is so late at the end of a piece, or with its answer about a grant, has hung: rank 0 may hold
+the GPU meanwhile."""
 TELL_S = 30.0
-"""Rank 0 tells the others so often that it still waits for a grant: serving may leave no time for long."""
+"""Rank 0 tells the others so often that it still waits for a grant: serving may leave no time for long. Less
+than LATE_S."""
 
 
 class Ranks:
     """One process among those of a trainer.
 
-    Raises: WorkerError from any method if another process has died, or has not come for `HUNG_S`.
+    Raises: WorkerError from any method if another process has died, or has not come for `HUNG_S`, or for
+    `LATE_S` where it must be near.
     """
 
     def __init__(self) -> None:
         """Call it on every rank, once torch's process group is there."""
         # gloo on the host: the trainer's own group may be on devices, which wait for grants.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=HUNG_S))
+        self._soon = dist.new_group(backend="gloo", timeout=timedelta(seconds=LATE_S))
         self.is_leader = dist.get_rank() == 0
         self.count = dist.get_world_size()
 
@@ -46,11 +52,12 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
-    def most(self, value: float) -> float:
-        """Returns the largest value of all ranks, once all have come here."""
+    def most(self, value: float, *, soon: bool = False) -> float:
+        """Returns the largest value of all ranks, once all have come here. ``soon``: within `LATE_S`."""
         shared = torch.tensor([value], dtype=torch.float64)
+        group = self._soon if soon else self._group
         try:
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
             raise WorkerError(f"another process of the trainer has gone or hangs: {error}") from error
         return float(shared)

@@ -68,7 +68,7 @@ def record_minute(writer: HarmRecords, *, slowdown: float) -> None:
                 tenant="slow" if is_slow else "quick",
             )
         )
-    for number in range(slice_number(now) - 200, slice_number(now)):
+    for number in range(slice_number(now) - 400, slice_number(now)):
         is_closed = number % 10 == 0
         factor = (1 if is_closed else 1 + slowdown) * (1 + 0.001 * (number % 7))
         writer.add_slice(
@@ -91,6 +91,22 @@ def test_harm_above_the_bound_shuts_rollouts_out_and_another_mode_lets_them_in(
     assert HarmHistory.model_validate_json(history.model_dump_json()) == history
     watch.look(GateMode.DUAL)
     assert not watch.status().is_retreating
+
+
+def test_a_new_rollout_engine_is_not_held_back_for_what_the_last_one_cost(
+    board: Words, writer: HarmRecords
+) -> None:
+    first = RolloutSide(board)
+    watch = watch_of(board, writer, 0.02)
+    record_minute(writer, slowdown=0.05)
+    watch.look(GateMode.IDLE)
+    assert watch.status().is_retreating
+    first.detach()
+    watch.look(GateMode.IDLE)
+    assert watch.status().recent is None
+    RolloutSide(board)
+    watch.look(GateMode.IDLE)
+    assert closed_slices(board).share == MEASURING_SHARE
 
 
 def test_the_log_warns_when_rollouts_are_held_back_and_tells_when_they_are_let_in_again(
@@ -250,6 +266,28 @@ def test_requests_that_are_no_longer_kept_shorten_what_the_hour_rests_on(
     hour = watch.history().hours[0]
     assert hour.seconds >= 3000 and 999 < hour.requests_s < 1001
     assert hour.num_requests == NUM_REQUESTS - 1
+
+
+def test_forecasts_rest_on_the_time_whose_slices_are_kept(board: Words, writer: HarmRecords) -> None:
+    RolloutSide(board)
+    record_minute(writer, slowdown=0.05)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 3000
+    watch.look(GateMode.IDLE)
+    rests_on_all = watch.status().hour
+    for number in range(slice_number(time.monotonic()) - NUM_SLICES, slice_number(time.monotonic()) - 400):
+        writer.add_slice(SliceTime(number=number, is_closed=False, seconds=0.0, predicted_s=0.0, fixed_s=0.0))
+    record_minute(writer, slowdown=0.05)
+    watch = watch_of(board, writer)
+    watch._hour_began_s -= 3000
+    watch.look(GateMode.IDLE)
+    rests_on_kept = watch.status().hour
+    assert rests_on_all is not None and rests_on_all.shown_in_a_day is not None
+    assert rests_on_kept is not None and rests_on_kept.shown_in_a_day is not None
+    kept_share = (NUM_SLICES / 10) / 3000
+    assert rests_on_kept.shown_in_a_day / rests_on_all.shown_in_a_day == pytest.approx(
+        kept_share**0.5, rel=0.05
+    )
 
 
 def test_an_slo_that_serving_alone_misses_is_told_with_the_numbers(

@@ -1,7 +1,7 @@
 """One rank of a data-parallel trainer, which trains alone and then as a guest, and compares the weights.
 
-`python ranked_trainer.py POOL FOLDER [STEPS HUNG_S]`, with torchrun's environment; with STEPS it is a guest
-alone, and a rank that is waited for has hung after HUNG_S.
+`python ranked_trainer.py POOL FOLDER [STEPS LATE_S]`, with torchrun's environment; with STEPS it is a guest
+alone, and a rank that is LATE_S late after a piece has hung.
 """
 
 import json
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     pool, folder, *steps = argv
     slack = SlackCallback(pool)
     if steps:
-        ranks.HUNG_S = float(steps[1])
+        ranks.LATE_S = float(steps[1])
         trained(Path(folder), int(steps[0]), [slack])
         return 0
     alone = trained(Path(folder), 3, [])

@@ -143,7 +143,7 @@ def test_the_other_processes_hear_that_the_first_one_still_waits_for_a_grant(
     class Ranks:
         """The first of several processes."""
 
-        def most(self, value: float) -> float:
+        def most(self, value: float, *, soon: bool) -> float:
             told.append(value)
             return value
 

@@ -64,14 +64,14 @@ def test_two_ranks_train_as_one_guest_what_they_train_alone(runtime_dir: Path, t
     assert board.rollout.state is EngineState.DETACHED
 
 
-@pytest.mark.parametrize(("number", "hung_s"), [(signal.SIGKILL, 600), (signal.SIGSTOP, 20)])
+@pytest.mark.parametrize(("number", "late_s"), [(signal.SIGKILL, 600), (signal.SIGSTOP, 20)])
 def test_a_rank_that_dies_or_hangs_ends_the_trainer_with_one_line_and_frees_the_gpu(
-    runtime_dir: Path, tmp_path: Path, number: signal.Signals, hung_s: int
+    runtime_dir: Path, tmp_path: Path, number: signal.Signals, late_s: int
 ) -> None:
     with (
         start_daemon("gpu0", num_slabs=4, slab_bytes=1 << 20, headroom_slabs=1),
         PoolClient.observe("gpu0") as observer,
-        ranks("1000000", f"{hung_s}", folder=tmp_path) as (leader, follower),
+        ranks("1000000", f"{late_s}", folder=tmp_path) as (leader, follower),
     ):
         until_s = time.monotonic() + MOST_S
         while snapshot(observer.board_words).rollout.num_steps < 3:
