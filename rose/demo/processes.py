@@ -7,16 +7,16 @@ even from another CPU they would slow it down, through the caches and the memory
 `rose.measure.rig` starts and stops everything.
 """
 
+import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
-from rose._shm import Words
 from rose.admission.board import Word
 from rose.admission.claim import has_work
 from rose.demo.plan import DemoPlan
@@ -77,8 +77,9 @@ class Machine:
         stands for other machines stand still while serving has work."""
         subscriber_pid = self._rig.start_subscriber(ROLLOUT, DEDICATED).pid
         give_way(subscriber_pid)
-        groups = (trainer_pid, subscriber_pid, self._rig.pid(DEDICATED))
-        with _beside(_stand_still, self.pool.board_words, groups):
+        groups = frozenset({-trainer_pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
+        board = self.pool.board_words
+        with _stopping(LOOK_S, lambda: groups if has_work(board.load(Word.CLAIM)) else frozenset()):
             yield
 
     def share_equally(self) -> None:
@@ -101,7 +102,8 @@ class Machine:
         if self._compute is not None:
             for thread in rollout.threads():
                 os.sched_setaffinity(thread.id, {int(self._compute)})
-        with _beside(_alternate, serving, rollout):
+        turns = itertools.cycle((frozenset({serving.pid}), frozenset({rollout.pid})))
+        with _stopping(SLICE_S, lambda: next(turns)):
             yield
 
     def _core(self, name: str) -> psutil.Process:
@@ -111,10 +113,21 @@ class Machine:
 
 
 @contextmanager
-def _beside(loop: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Runs a loop in a thread until the context ends; the loop gets the event that ends it first."""
+def _stopping(pause_s: float, choose: Callable[[], frozenset[int]]) -> Iterator[None]:
+    """Keeps stopped what ``choose`` returns after each pause: processes, and with a minus sign groups."""
     ended = threading.Event()
-    thread = threading.Thread(target=loop, args=(ended, *args), daemon=True)
+
+    def run() -> None:
+        stopped: frozenset[int] = frozenset()
+        try:
+            while not ended.wait(pause_s):
+                before, stopped = stopped, choose()
+                _signal(stopped - before, signal.SIGSTOP)
+                _signal(before - stopped, signal.SIGCONT)
+        finally:
+            _signal(stopped, signal.SIGCONT)
+
+    thread = threading.Thread(target=run, name="stopping", daemon=True)
     thread.start()
     try:
         yield
@@ -123,35 +136,10 @@ def _beside(loop: Callable[..., None], *args: Any) -> Iterator[None]:
         thread.join()
 
 
-def _stand_still(ended: threading.Event, board: Words, groups: Sequence[int]) -> None:
-    """Stops the process groups while serving has work, and lets them go on in between and in the end."""
-
-    def signal_all(number: int) -> None:
-        for group in groups:
-            with suppress(ProcessLookupError):  # the trainer may end by itself
-                os.killpg(group, number)
-
-    is_stopped = False
-    try:
-        while not ended.wait(LOOK_S):
-            if has_work(board.load(Word.CLAIM)) is not is_stopped:
-                is_stopped = not is_stopped
-                signal_all(signal.SIGSTOP if is_stopped else signal.SIGCONT)
-    finally:
-        signal_all(signal.SIGCONT)
-
-
-def _alternate(ended: threading.Event, first: psutil.Process, second: psutil.Process) -> None:
-    """Lets one of two processes run at a time, and in the end both again."""
-    running, stopped = first, second
-    try:
-        while not ended.wait(SLICE_S):
-            running, stopped = stopped, running
-            stopped.send_signal(signal.SIGSTOP)
-            running.send_signal(signal.SIGCONT)
-    finally:
-        for process in (first, second):
-            process.send_signal(signal.SIGCONT)
+def _signal(ids: Iterable[int], number: int) -> None:
+    for each in ids:
+        with suppress(ProcessLookupError):  # the trainer may end by itself
+            os.kill(each, number)
 
 
 def _relay_kind(wanted: str) -> str:

@@ -1,15 +1,14 @@
-"""The demo's trainer as a process, and what its event log says.
+"""The demo's trainer as a process, and what its log says.
 
-Owns the trainer's command line and the reading of its events. Training itself is rose.demo.trainer's.
+Owns the trainer's command line and the reading of its log. Training itself is rose.demo.trainer's.
 """
 
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rose.demo.processes import RUN_ID, Machine
-from rose.demo.records import RewardPoint, SyncPoint
+from rose.demo.records import TrainingStep
 from rose.errors import WorkerError
 from rose.measure.rig import Rig
 from rose.types import Role
@@ -17,24 +16,22 @@ from rose.types import Role
 POLL_S = 0.2
 FIRST_STEP_S = 600.0
 STOP_GRACE_S = 300.0
-"""For the step that it is in."""
 
 
 class TrainingRun:
-    """One trainer process; ``events`` grows while it runs.
+    """One trainer process, whose ``steps`` grow while it runs.
 
-    Made early: its imports take twenty seconds of CPU and would disturb a measurement. ``begin`` lets it go.
+    It is made early, because its imports take twenty seconds of CPU and would disturb a measurement.
     """
 
-    def __init__(self, rig: Rig, machine: Machine, *, seconds: float, seed: int) -> None:
-        self._events_path = rig.folder / "training.jsonl"
+    def __init__(self, rig: Rig, machine: Machine, seed: int) -> None:
+        self._log = rig.folder / "training.jsonl"
         self._start_file = rig.folder / "training.go"
         argv = [
             *("-m", "rose.demo.trainer", "--model", str(rig.model(Role.ROLLOUT))),
             *("--router", machine.router_url, "--relay", machine.relay_url, "--run-id", RUN_ID),
-            *(part for url in machine.worker_urls for part in ("--worker", url)),
-            *("--events", str(self._events_path), "--start-file", str(self._start_file)),
-            *("--time-limit-s", str(seconds), "--seed", str(seed)),
+            *("--num-workers", str(len(machine.worker_urls)), "--seed", str(seed)),
+            *("--log", str(self._log), "--start-file", str(self._start_file)),
         ]
         self._process = rig.run(argv, "trainer", gives_way=True)
 
@@ -43,52 +40,34 @@ class TrainingRun:
         """Returns its process id, which is also its process group."""
         return self._process.pid
 
+    @property
+    def steps(self) -> tuple[TrainingStep, ...]:
+        """Returns the finished steps, in order."""
+        if not self._log.exists():
+            return ()
+        whole_lines = self._log.read_text().rpartition("\n")[0].splitlines()
+        return tuple(TrainingStep(**json.loads(line)) for line in whole_lines)
+
     def begin(self) -> None:
         """Lets it publish version 0, and then begin its first rollout."""
         self._start_file.touch()
 
     def wait(self, until_s: float, tick: Callable[[], None]) -> None:
-        """Until ``until_s`` (time.monotonic) and the first step's end, later on a slow machine, or the
-        trainer's end. Raises: WorkerError if it failed."""
+        """Waits until ``until_s`` (time.monotonic), and on a slow machine for the first step's end.
+
+        Raises: WorkerError if the trainer ended meanwhile.
+        """
         latest_s = until_s + FIRST_STEP_S
-        while self._process.is_alive() and time.monotonic() < (until_s if self.events() else latest_s):
+        while time.monotonic() < (until_s if self.steps else latest_s):
             tick()
-            self._process.wait(POLL_S)
-        if not self._process.is_alive():
-            self._check()
+            if self._process.wait(POLL_S) is not None:
+                self._fail()
 
     def stop(self) -> None:
-        """End it between two steps. Raises: WorkerError if it failed."""
+        """Stops it. Raises: WorkerError if it had failed."""
         self._process.stop(STOP_GRACE_S)
-        self._check()
-
-    def _check(self) -> None:
         if self._process.exit_status != 0:
-            raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
+            self._fail()
 
-    def events(self) -> list[dict[str, Any]]:
-        """One dict per finished step, in order."""
-        if not self._events_path.exists():
-            return []
-        whole_lines = self._events_path.read_text().rpartition("\n")[0].splitlines()
-        return [json.loads(line) for line in whole_lines if line]
-
-    def rewards(self) -> tuple[RewardPoint, ...]:
-        return tuple(
-            RewardPoint(step=e["step"], reward_mean=e["reward_mean"], success=e["success_rate"])
-            for e in self.events()
-        )
-
-    def syncs(self) -> tuple[SyncPoint, ...]:
-        keys = ("version", "dense_bytes", "coo_bytes", "wire_bytes", "num_changed")
-        published = [event["publish"] for event in self.events()]
-        return tuple(SyncPoint(**{key: e[key] for key in keys}, is_base=e["base"] is None) for e in published)
-
-    def checksums(self) -> tuple[int, int]:
-        """(compared, mismatches) between the trainer's state hash and each engine's, over all versions."""
-        pairs = [
-            (event["publish"]["state_hash"], state_hash)
-            for event in self.events()
-            for state_hash in event["publish"]["engine_state_hashes"].values()
-        ]
-        return len(pairs), sum(trained != run for trained, run in pairs)
+    def _fail(self) -> None:
+        raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
