@@ -35,7 +35,7 @@ CRITERIA = {
 """The figures by which a run is judged, and what each of them is."""
 Figures = Mapping[str, Figure]
 """All figures of one run by name, in the order of the printed table."""
-Peers = dict[str, float | None]
+_Beside = dict[str, float | None]
 _OfPhase = Callable[[DemoResult, PhaseName], float | None]
 _SIGNS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 
@@ -96,11 +96,11 @@ def compute_figures(result: DemoResult) -> Figures:
     return {figure.name: figure for part in parts for figure in part}
 
 
-def _figure(name: str, value: float | None, unit: str, target: str | None, peers: Peers) -> Figure:
+def _figure(name: str, value: float | None, unit: str, target: str | None, peers: _Beside) -> Figure:
     return Figure(name=name, value=value, unit=unit, target=target, peers=peers)
 
 
-def _beside(figure: _OfPhase, result: DemoResult, phases: Iterable[PhaseName]) -> Peers:
+def _beside(figure: _OfPhase, result: DemoResult, phases: Iterable[PhaseName]) -> _Beside:
     return {phase.value: figure(result, phase) for phase in phases}
 
 
@@ -125,7 +125,7 @@ def _attainments(result: DemoResult) -> list[Figure]:
         _figure("demo_rose_attainment", rose, "share", target, guarded),
     ]
     for name in LATENCIES:
-        limit: Peers = {"objective, s": getattr(slo, f"{name}_s") if slo is not None else None}
+        limit: _Beside = {"objective, s": getattr(slo, f"{name}_s") if slo is not None else None}
         shares = {
             phase.value: attainment(result, name, phase) for phase in (PhaseName.SERVING_ALONE, *BASELINES)
         }
@@ -150,7 +150,7 @@ def _throughputs(result: DemoResult) -> list[Figure]:
 def _training(result: DemoResult) -> list[Figure]:
     first, last = reward_ends(result)
     rise = None if first is None or last is None else last - first
-    ends: Peers = {"first steps": first, "last steps": last, "steps": len(result.steps)}
+    ends: _Beside = {"first steps": first, "last steps": last, "steps": len(result.steps)}
     changed = sum(step.num_changed for step in result.steps)
     wire, coo, dense = (
         ratio(sum(getattr(step, f"{name}_bytes") for step in result.steps), changed)

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.claim import has_work
 from rose.demo.plan import DemoPlan
 from rose.errors import RelayError
@@ -79,7 +79,7 @@ class Machine:
         give_way(subscriber_pid)
         groups = frozenset({-trainer_pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
         board = self.pool.board_words
-        with _stopping(LOOK_S, lambda: groups if has_work(board.load(Word.CLAIM)) else frozenset()):
+        with _stopping(LOOK_S, lambda: groups if has_work(board.load(BoardWord.CLAIM)) else frozenset()):
             yield
 
     def share_equally(self) -> None:

@@ -52,7 +52,7 @@ DEVICE = "device"
 POLL_S = 0.05
 LEASE_S = 60.0
 """Permits need a lease, but nothing depends on it here: the job's process shows whether the job lives."""
-STAGES = {Phase.ROLLOUT: ROLLOUT, Phase.TRAIN: TRAIN}
+PHASES = {Phase.ROLLOUT: ROLLOUT, Phase.TRAIN: TRAIN}
 
 
 class PairRun:
@@ -182,7 +182,7 @@ class PairRun:
             case Request():
                 side.waiting = call
                 self.meter.asked(call.job, call.phase, now)
-                pairing.asks(index, STAGES[call.phase], now)
+                pairing.asks(index, PHASES[call.phase], now)
                 return  # the permit will be the answer
             case Release():
                 side.holds = None

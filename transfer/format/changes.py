@@ -92,7 +92,7 @@ def write_changes(
     return 8 + len(text) + at
 
 
-class Changes:
+class ChangesFile:
     """An open changes file."""
 
     def __init__(self, path: Path) -> None:
