@@ -98,7 +98,7 @@ class PairRun:
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds from the first permit to the last completed iteration."""
+        """Returns the seconds from the first permit to the last completed iteration."""
         ends = [at_s for side in self.sides for at_s in side.done_s]
         return max(ends) - self.began_s if ends and self.began_s is not None else 0.0
 

@@ -97,7 +97,7 @@ class RayAttempt(AttemptThread):
     # Start --------------------------------------------------------------------------------------------------
 
     def _start(self) -> bool:
-        """Starts the processes on all nodes, the first node's as the others' master. Whether it did."""
+        """Starts the processes on all nodes, the first node's as master. Returns whether it did."""
         while self._before is not None and self._before.ended() is None:
             if self._is_let_go:
                 return False

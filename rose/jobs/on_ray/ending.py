@@ -35,7 +35,7 @@ class LetGo(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSetup:
-    """What all attempts of one scheduler share."""
+    """What all attempts of one scheduler run with."""
 
     nodes: RayNodes
     groups: GroupNodes
@@ -147,4 +147,4 @@ class Remains(AttemptThread):
         return Ended(exit_status=-signal.SIGKILL, lost="a part of it was lost with its scheduler")
 
     def end(self, grace_s: float) -> None:
-        """It ends anyhow."""
+        """Does nothing, because these parts are being ended already."""
