@@ -5,7 +5,7 @@ hello of a client that comes back. An observer gets those of ledger and board al
 
     new client   ClientHello                        ->    Welcome + descriptors, or Refusal
     comes back   ClientHello(slot) + descriptors    ->    Welcome, or Refusal
-    leaves       Bye                          ->    (closed)
+    leaves       Bye                                ->    (closed)
 
 A malformed line raises PoolError.
 """
