@@ -8,9 +8,11 @@ even from another CPU they would slow it down, through the caches and the memory
 """
 
 import itertools
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,7 +22,8 @@ import psutil
 from rose.admission.board import BoardWord
 from rose.admission.claim import has_work
 from rose.demo.plan import DemoPlan
-from rose.errors import RelayError
+from rose.demo.records import TrainingStep
+from rose.errors import RelayError, WorkerError
 from rose.measure.rig import Rig, give_way
 from rose.node.control import EngineControl
 from rose.transfer.relay.mooncake import mooncake_available
@@ -42,6 +45,9 @@ SLICE_S = 0.01
 """A turn of each engine on the GPU under the static split."""
 LOOK_S = 0.001
 """The pause between two looks at whether serving has work."""
+POLL_S = 0.2
+FIRST_STEP_S = 600.0
+STOP_GRACE_S = 300.0
 
 
 class Machine:
@@ -72,12 +78,12 @@ class Machine:
         return controls
 
     @contextmanager
-    def training(self, trainer_pid: int) -> Iterator[None]:
+    def training(self, trainer: "TrainingRun") -> Iterator[None]:
         """Starts the subscriber of both rollout engines, which brings them to each new version; and lets what
         stands for other machines stand still while serving has work."""
         subscriber_pid = self._rig.start_subscriber(ROLLOUT, DEDICATED).pid
         give_way(subscriber_pid)
-        groups = frozenset({-trainer_pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
+        groups = frozenset({-trainer.pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
         board = self.pool.board_words
         with _stopping(LOOK_S, lambda: groups if has_work(board.load(BoardWord.CLAIM)) else frozenset()):
             yield
@@ -110,6 +116,61 @@ class Machine:
         """Returns the process that computes the engine's steps: of the API server's children the busiest."""
         children = psutil.Process(self._rig.pid(name)).children(recursive=True)
         return max(children, key=lambda child: child.cpu_times().user)
+
+
+class TrainingRun:
+    """One trainer process, whose ``steps`` grow while it runs.
+
+    It is made early, because its imports take twenty seconds of CPU and would disturb a measurement.
+    """
+
+    def __init__(self, rig: Rig, machine: Machine, seed: int) -> None:
+        self._log = rig.folder / "training.jsonl"
+        self._start_file = rig.folder / "training.go"
+        argv = [
+            *("-m", "rose.demo.trainer", "--model", str(rig.model(Role.ROLLOUT))),
+            *("--router", machine.router_url, "--relay", machine.relay_url, "--run-id", RUN_ID),
+            *("--num-workers", str(len(machine.worker_urls)), "--seed", str(seed)),
+            *("--log", str(self._log), "--start-file", str(self._start_file)),
+        ]
+        self._process = rig.run(argv, "trainer", gives_way=True)
+
+    @property
+    def pid(self) -> int:
+        """Returns its process id, which is also its process group."""
+        return self._process.pid
+
+    @property
+    def steps(self) -> tuple[TrainingStep, ...]:
+        """Returns the finished steps, in order."""
+        if not self._log.exists():
+            return ()
+        whole_lines = self._log.read_text().rpartition("\n")[0].splitlines()
+        return tuple(TrainingStep(**json.loads(line)) for line in whole_lines)
+
+    def begin(self) -> None:
+        """Lets it publish version 0, and then begin its first rollout."""
+        self._start_file.touch()
+
+    def wait(self, until_s: float, tick: Callable[[], None]) -> None:
+        """Waits until ``until_s`` (time.monotonic), and on a slow machine for the first step's end.
+
+        Raises: WorkerError if the trainer ended meanwhile.
+        """
+        latest_s = until_s + FIRST_STEP_S
+        while time.monotonic() < (until_s if self.steps else latest_s):
+            tick()
+            if self._process.wait(POLL_S) is not None:
+                self._fail()
+
+    def stop(self) -> None:
+        """Stops it. Raises: WorkerError if it had failed."""
+        self._process.stop(STOP_GRACE_S)
+        if self._process.exit_status != 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
 
 
 @contextmanager

@@ -21,10 +21,9 @@ from rose.demo import frozenlake
 from rose.demo.figures import compute_figures
 from rose.demo.live import DemoPart, LiveView
 from rose.demo.plan import DemoOptions, DemoPlan
-from rose.demo.processes import ALLOWED_HARM, DEDICATED, ROLLOUT, SERVING, Machine
+from rose.demo.processes import ALLOWED_HARM, DEDICATED, ROLLOUT, SERVING, Machine, TrainingRun
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
 from rose.demo.report import print_summary, write_report
-from rose.demo.training import TrainingRun
 from rose.errors import ConfigError
 from rose.measure.environment import collect_env
 from rose.measure.figures import LATENCIES, latency_s, pooled_requests, to_json
@@ -134,7 +133,7 @@ class _Demo:
 
     def _train(self, runner: WindowRunner, spec: WindowSpec) -> Window:
         """The whole loop: trainer, router, both rollout engines, weight updates, beside the replay."""
-        with self._machine.training(self._training.pid):
+        with self._machine.training(self._training):
             self._training.begin()
             window = runner.run(spec, self._tick, lambda until_s: self._training.wait(until_s, self._tick))
         self._training.stop()
