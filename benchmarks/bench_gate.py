@@ -24,7 +24,7 @@ from lib.slo import gate_player
 from lib.slo.gate_player import BARE_BELL, BARE_READY, CANDIDATE, GATE, MODEL, PATIENCE_S
 
 from rose._shm import Words
-from rose.admission.board import NUM_WORDS, Word, announce_arrival
+from rose.admission.board import NUM_WORDS, BoardWord, announce_arrival
 from rose.admission.claim import guest_of
 from rose.admission.deadlines import ServingDeadlines
 from rose.admission.gate import GatePolicy, ServingView
@@ -136,7 +136,7 @@ def arrival_figure(num_arrivals: int, seed: int) -> Figure:
     """Rollouts step at will on an idle GPU; a request comes at any moment and takes it."""
     rng, over_ms = random.Random(seed), []
     with _board() as (words, side, path), _player(path, 10**9, STEP_S):
-        _wait_until(lambda: words.load(Word.R_STEPS) >= 10, "the player takes 10 steps")
+        _wait_until(lambda: words.load(BoardWord.R_STEPS) >= 10, "the player takes 10 steps")
         for _ in range(num_arrivals):
             time.sleep(rng.uniform(0.5, 2.5) * STEP_S)
             arrived_s = time.monotonic()
@@ -159,7 +159,7 @@ def kill_figure(num_kills: int) -> Figure:
     times_ms = []
     for _ in range(num_kills):
         with _board() as (words, side, path), _player(path, 1, LONG_STEP_S) as player:
-            while guest_of(words.load(Word.CLAIM)) < 0:
+            while guest_of(words.load(BoardWord.CLAIM)) < 0:
                 time.sleep(0.001)
             player.kill()
             killed_s = time.monotonic()
@@ -216,11 +216,11 @@ def _offer(
         time.sleep(SERVING_STEP_S)  # serving's step: its process waits for the GPU
         latest_s = time.monotonic() + 1.0
         side.end_step(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=latest_s))
-        steps = words.load(Word.R_STEPS)
+        steps = words.load(BoardWord.R_STEPS)
         offered_ns = time.monotonic_ns()
         side.offer_grant(latest_s, HANDOVER_S)
         side.begin_step()
-        if words.load(Word.R_STEPS) != steps:
+        if words.load(BoardWord.R_STEPS) != steps:
             released.append((offered_ns, time.monotonic_ns()))
     return released
 

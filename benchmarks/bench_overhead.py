@@ -31,7 +31,7 @@ from rich.progress import track
 
 from rose.errors import WorkerError
 from rose.measure.completions import open_session, stream_completion
-from rose.measure.figures import Figure, tpots_s
+from rose.measure.figures import Figure, latencies_s
 from rose.measure.records import RequestRecord
 from rose.measure.rig import Rig
 from rose.node.control import completion_body
@@ -163,7 +163,7 @@ async def _serve(url: str, pid: int, num_requests: int, seed: str) -> _Round:
         elapsed_s=time.monotonic() - start_s,
         cpu_s=_engine_cpu_s(pid) - cpu_s,
         ttfts_s=[record.token_times_s[0] - record.sent_s for record in done],
-        tpots_s=tpots_s(done),
+        tpots_s=latencies_s(done, "tpot"),
     )
 
 

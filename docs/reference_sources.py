@@ -78,7 +78,7 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class HttpRoute:
     method: str
     path: str
     text: str
@@ -164,12 +164,12 @@ def _modules(folder: Path) -> Iterator[_Module]:
 # Routes ----------------------------------------------------------------------------------------------------
 
 
-def read_routes(folder: Path) -> list[Route]:
+def read_routes(folder: Path) -> list[HttpRoute]:
     """Every route that the folder's code adds, in the code's order, with its handler's first sentence."""
     return [route for module in _modules(folder) for route in [*_added(module), *_decorated(module)]]
 
 
-def _added(module: _Module) -> Iterator[Route]:
+def _added(module: _Module) -> Iterator[HttpRoute]:
     for call in module.calls():
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         method = name.removeprefix("add_")
@@ -177,7 +177,7 @@ def _added(module: _Module) -> Iterator[Route]:
         if not is_aiohttp or method not in _METHODS or len(call.args) < 2:
             continue
         for path in _paths(module, call):
-            yield Route(method=method.upper(), path=path, text=_text(module, call.args[1]))
+            yield HttpRoute(method=method.upper(), path=path, text=_text(module, call.args[1]))
 
 
 def _paths(module: _Module, call: ast.Call) -> tuple[str, ...]:
@@ -187,13 +187,13 @@ def _paths(module: _Module, call: ast.Call) -> tuple[str, ...]:
     return module.values(path)
 
 
-def _decorated(module: _Module) -> Iterator[Route]:
+def _decorated(module: _Module) -> Iterator[HttpRoute]:
     for function in module.functions.values():
         for mark in function.decorator_list:
             match mark:
                 case ast.Call(func=ast.Attribute(value=router, attr=method)) if method in _METHODS:
                     path = _prefix(module, router) + module.values(mark.args[0])[0]
-                    yield Route(method=method.upper(), path=path, text=_first_sentence(function))
+                    yield HttpRoute(method=method.upper(), path=path, text=_first_sentence(function))
 
 
 def _prefix(module: _Module, router: ast.expr) -> str:

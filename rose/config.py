@@ -94,17 +94,17 @@ class Settings:
 
     @property
     def follower_key(self) -> str | None:
-        """The key with which a follower reads the relay."""
+        """Returns the key with which a follower reads the relay."""
         return self.read_key if self.read_key is not None else self.key
 
     @property
     def profile_dir(self) -> Path:
-        """Where `rose profile` keeps its step-time profiles."""
+        """Returns where `rose profile` keeps its step-time profiles."""
         return self.cache_dir / "profiles"
 
     @property
     def channel_url(self) -> str:
-        """The control channel that `rose sched` uses unless a command names another."""
+        """Returns the control channel that `rose sched` uses unless a command names another."""
         return self.channel if self.channel is not None else f"unix:{self.runtime_dir / 'sched'}"
 
     def pool_socket(self, pool: str) -> Path:
@@ -117,7 +117,7 @@ class Settings:
 
     @property
     def staging_root(self) -> Path:
-        """The folder where this user's engines find new weights: in memory if the host allows it."""
+        """Returns the folder where this user's engines find new weights: in memory if the host allows it."""
         shared = Path("/dev/shm")
         return shared / f"rose-{os.getuid()}" if os.access(shared, os.W_OK) else self.runtime_dir
 

@@ -1,10 +1,10 @@
 """A benchmark's numbers: the figure, and the arithmetic from request records to figures.
 
-Owns percentiles, attainment, ratios and the benchmark JSON. Promises that a figure nobody measured is null,
-never zero, and that an unanswered request misses every SLO. Never measures or draws.
+Owns percentiles, serving's objectives, attainment, ratios and the benchmark JSON. Promises that a figure
+nobody measured is null, never zero, and that an unanswered request misses every SLO. Never measures or draws.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +12,12 @@ import numpy as np
 
 from rose.measure.environment import Environment
 from rose.measure.records import RequestRecord, Window
+from rose.types import SLO
+
+LATENCIES = ("ttft", "tpot")
+TTFT_MEDIANS, TPOT_MEDIANS = 3.0, 2.0
+"""Serving's objectives, in medians of serving alone: what an operator may promise who has measured it. The
+first tokens of the largest bursts alone take twice the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,40 +44,48 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 
 
-def ttfts_s(requests: Iterable[RequestRecord]) -> list[float]:
-    """TTFT of every request that got a first token."""
-    return [r.ttft_s for r in requests if r.ttft_s is not None]
+def latencies_s(requests: Iterable[RequestRecord], kind: str) -> list[float]:
+    """Returns the "ttft" of every request with a token, or the "tpot" of every one with two."""
+    found = (getattr(request, f"{kind}_s") for request in requests)
+    return [seconds for seconds in found if seconds is not None]
 
 
-def tpots_s(requests: Iterable[RequestRecord]) -> list[float]:
-    """Mean TPOT of every request with at least two tokens."""
-    return [r.tpot_s for r in requests if r.tpot_s is not None]
+def latency_s(requests: Iterable[RequestRecord], kind: str, percent: float) -> float | None:
+    """Returns a percentile of the requests' "ttft" or "tpot"; None without answers."""
+    return percentile(latencies_s(requests, kind), percent)
 
 
-def attainment(
-    requests: Sequence[RequestRecord], latency: Callable[[RequestRecord], float | None], limit_s: float
-) -> float | None:
-    """Share within the limit. Incomplete requests miss; a complete one-token request has no TPOT to miss."""
+def objectives(alone: Sequence[RequestRecord]) -> SLO | None:
+    """Returns serving's objectives on this machine, from requests to serving alone; None without answers."""
+    ttft_s, tpot_s = (latency_s(alone, kind, 50) for kind in LATENCIES)
+    if ttft_s is None or tpot_s is None:
+        return None
+    return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
+
+
+def attainment(requests: Sequence[RequestRecord], kind: str, slo: SLO) -> float | None:
+    """Returns the share of requests within the objective for "ttft" or "tpot"; None without requests.
+
+    Incomplete requests miss it. A complete request of one token has no TPOT to miss.
+    """
     if not requests:
         return None
-    met = 0
+    limit_s, met = getattr(slo, f"{kind}_s"), 0
     for request in requests:
-        value = latency(request)
-        met += request.is_complete and (value is None or value <= limit_s)
+        seconds = getattr(request, f"{kind}_s")
+        met += request.is_complete and (seconds is None or seconds <= limit_s)
     return met / len(requests)
+
+
+def worse_attainment(requests: Sequence[RequestRecord], slo: SLO) -> float | None:
+    """Returns the smaller one of the shares of requests within the TTFT and within the TPOT objective."""
+    shares = (attainment(requests, kind, slo) for kind in LATENCIES)
+    return min((share for share in shares if share is not None), default=None)
 
 
 def pooled_requests(windows: Iterable[Window]) -> list[RequestRecord]:
     """All requests of several windows."""
     return [request for window in windows for request in window.requests]
-
-
-def ttft(request: RequestRecord) -> float | None:
-    return request.ttft_s
-
-
-def tpot(request: RequestRecord) -> float | None:
-    return request.tpot_s
 
 
 def ratio(value: float | None, base: float | None) -> float | None:

@@ -17,7 +17,7 @@ import aiohttp
 
 from rose.errors import RoseError
 from rose.measure.completions import Clock, open_session, stream_completion
-from rose.measure.figures import percentile, tpots_s, ttfts_s
+from rose.measure.figures import latency_s
 from rose.measure.load_process import add_load_arguments, reporting
 from rose.measure.records import RequestRecord
 from rose.measure.trace import ReplayRequest, scaled, trace_or_synthetic
@@ -79,7 +79,6 @@ class Replay:
         the client, not the server, was starved.
         """
         done = [record for record in self._records if record.ended_s]
-        ttfts, tpots = ttfts_s(done), tpots_s(done)
         elapsed_s = max(self._now() - self._start_s, 1e-3)
         return {
             "t_s": round(elapsed_s, 3),
@@ -89,10 +88,10 @@ class Replay:
             "in_flight": len(self._records) - len(done),
             "rps": round(len(self._records) / elapsed_s, 3),
             "send_lag_max_s": max((r.sent_s - r.scheduled_s for r in self._records), default=None),
-            "ttft_p50_s": percentile(ttfts, 50),
-            "ttft_p99_s": percentile(ttfts, 99),
-            "tpot_p50_s": percentile(tpots, 50),
-            "tpot_p99_s": percentile(tpots, 99),
+            "ttft_p50_s": latency_s(done, "ttft", 50),
+            "ttft_p99_s": latency_s(done, "ttft", 99),
+            "tpot_p50_s": latency_s(done, "tpot", 50),
+            "tpot_p99_s": latency_s(done, "tpot", 99),
         }
 
     async def _send(self, session: aiohttp.ClientSession, record: RequestRecord) -> None:

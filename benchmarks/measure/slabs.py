@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rose.memory.ledger.ledger import Ledger
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.ledger.policy_word import Pressure
 from rose.types import Role
 
@@ -47,9 +47,9 @@ class SlabEvent:
 
 
 _COUNTERS = (
-    (Word.CUTS, SlabEventKind.CUT),
-    (Word.EXPIRED_LEASES, SlabEventKind.LEASE_EXPIRED),
-    (Word.RECLAIMED_REQUESTS, SlabEventKind.ABORT),
+    (LedgerWord.CUTS, SlabEventKind.CUT),
+    (LedgerWord.EXPIRED_LEASES, SlabEventKind.LEASE_EXPIRED),
+    (LedgerWord.RECLAIMED_REQUESTS, SlabEventKind.ABORT),
 )
 
 

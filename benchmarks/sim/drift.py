@@ -11,7 +11,7 @@ training by as much, as that follows the generated tokens.
 import random
 from collections.abc import Sequence
 
-from rose.scheduler.sim.loop import Change
+from rose.scheduler.sim.loop import Drift
 from rose.scheduler.sim.workloads import Submission
 
 OBSERVED = 0.2
@@ -24,7 +24,7 @@ SCALES: dict[str, tuple[float, ...]] = {
 }
 
 
-def drifts(submitted: Sequence[Submission], kind: str, seed: int) -> list[Change]:
+def drifts(submitted: Sequence[Submission], kind: str, seed: int) -> list[Drift]:
     """A template for each job, as changes on the hour."""
     chance = random.Random(seed)
     changes = []
@@ -33,6 +33,6 @@ def drifts(submitted: Sequence[Submission], kind: str, seed: int) -> list[Change
         hour = int(one.arrival_s // STEP_S) + 1
         while drift and (time_s := hour * STEP_S) < one.arrival_s + one.work_s:
             factor = 1 + drift * (time_s - one.arrival_s) / one.work_s
-            changes.append(Change(time_s=time_s, name=one.job.name, factor=factor))
+            changes.append(Drift(time_s=time_s, name=one.job.name, factor=factor))
             hour += 1
     return changes

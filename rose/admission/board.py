@@ -86,7 +86,7 @@ GIVE_WAY_S = 0.002
 WAITS_FOR_S = 0.05
 
 
-class Word:
+class BoardWord:
     """The index of each word, in cache lines of 8; comments name the writer.
 
     S_ and R_ words are those of serving slot 0 and guest slot 0; a later slot's are SLOT_WORDS further each.
@@ -147,14 +147,14 @@ class Word:
 
 SLOT_WORDS = 24
 NUM_WORDS = 152 + MAX_GUESTS * SLOT_WORDS
-assert Word.S_HAS_PENDING + MAX_SERVING * SLOT_WORDS == Word.R_WANT
+assert BoardWord.S_HAS_PENDING + MAX_SERVING * SLOT_WORDS == BoardWord.R_WANT
 
-_ARRIVED, _CLOSED_SHARE = Word.S_ARRIVED, Word.S_CLOSED_SHARE
+_ARRIVED, _CLOSED_SHARE = BoardWord.S_ARRIVED, BoardWord.S_CLOSED_SHARE
 
 CLOSED_UNIT = 1_000_000
 
 REASONS = tuple(GateReason)
-assert Word.R_DECLINES + len(REASONS) <= Word.S_HAS_PENDING
+assert BoardWord.R_DECLINES + len(REASONS) <= BoardWord.S_HAS_PENDING
 
 
 _GUESTS_SHIFT = 4
@@ -190,7 +190,7 @@ _PARTIES = [
 def parties(words: Words) -> tuple[Sequence[int], Sequence[int]]:
     """Returns what to add to the S_ words for each serving slot that has been used, and to the R_ words for
     each guest slot."""
-    return _PARTIES[words.load(Word.SLOTS)]
+    return _PARTIES[words.load(BoardWord.SLOTS)]
 
 
 def _with_slot(slots: int, role: Role, slot: int) -> int:
@@ -204,7 +204,7 @@ def _with_slot(slots: int, role: Role, slot: int) -> int:
 def set_closed_share(words: Words, share: float, slot: int = 0) -> None:
     """Shuts guests out for a share of the time, 0 to 1, in slices that every process knows, for the serving
     engine in ``slot``."""
-    words.store(Word.S_CLOSED_SHARE + SLOT_WORDS * slot, round(share * CLOSED_UNIT))
+    words.store(BoardWord.S_CLOSED_SHARE + SLOT_WORDS * slot, round(share * CLOSED_UNIT))
 
 
 def closed_slices(words: Words, servings: Iterable[int] | None = None) -> ClosedSlices:
@@ -216,7 +216,7 @@ def closed_slices(words: Words, servings: Iterable[int] | None = None) -> Closed
     load, most = words.load, 0
     for at in parties(words)[0] if servings is None else servings:
         closed = load(_CLOSED_SHARE + at)
-        if closed > most and load(Word.S_IDENTITY + at) != NOBODY:
+        if closed > most and load(BoardWord.S_IDENTITY + at) != NOBODY:
             most = closed
     return _slices(most)
 
@@ -233,9 +233,9 @@ def announce_arrival(words: Words, slot: int = 0) -> None:
     is called for the request. Any process of the serving engine may call it.
     """
     at = SLOT_WORDS * slot
-    words.store(Word.S_ARRIVED + at, time.monotonic_ns())
-    words.add(Word.S_ARRIVALS + at, 1)
-    ring(words, Word.SERVING_BELL)
+    words.store(BoardWord.S_ARRIVED + at, time.monotonic_ns())
+    words.add(BoardWord.S_ARRIVALS + at, 1)
+    ring(words, BoardWord.SERVING_BELL)
 
 
 def is_arrival_pending(words: Words, servings: Iterable[int], now_ns: int) -> bool:
@@ -244,7 +244,7 @@ def is_arrival_pending(words: Words, servings: Iterable[int], now_ns: int) -> bo
     load = words.load
     for at in servings:
         arrived_ns = load(_ARRIVED + at)
-        if now_ns - arrived_ns < ARRIVAL_HOLD_NS and load(Word.S_ABSORBED + at) < arrived_ns:
+        if now_ns - arrived_ns < ARRIVAL_HOLD_NS and load(BoardWord.S_ABSORBED + at) < arrived_ns:
             return True
     return False
 
@@ -253,8 +253,8 @@ def check_page(words: Words) -> None:
     """Formats a page of zeros. Raises: BoardError for a page of another layout."""
     if len(words) < NUM_WORDS:
         raise BoardError(f"the board needs {NUM_WORDS} words, the page has {len(words)}")
-    words.cas(Word.MAGIC, 0, MAGIC)
-    found = words.load(Word.MAGIC)
+    words.cas(BoardWord.MAGIC, 0, MAGIC)
+    found = words.load(BoardWord.MAGIC)
     if found != MAGIC:
         raise BoardError(
             f"the board page starts with {found:#x}, this version needs {MAGIC:#x}: "
@@ -269,7 +269,7 @@ def attach(words: Words, role: Role) -> int:
     Raises: BoardError if every slot of the role is held by a live process.
     """
     check_page(words)
-    identity = Word.S_IDENTITY if role is Role.SERVING else Word.R_IDENTITY
+    identity = BoardWord.S_IDENTITY if role is Role.SERVING else BoardWord.R_IDENTITY
     most = MAX_ENGINES[role]
     me = own_identity()
     while True:
@@ -283,6 +283,6 @@ def attach(words: Words, role: Role) -> int:
             )
         slot = candidates[0]
         # Counted first: nobody may overlook a slot that is held.
-        change(words, Word.SLOTS, partial(_with_slot, role=role, slot=slot))
+        change(words, BoardWord.SLOTS, partial(_with_slot, role=role, slot=slot))
         if words.cas(identity + SLOT_WORDS * slot, holders[slot], me):
             return slot

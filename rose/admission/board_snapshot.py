@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from typing import Self
 
 from rose._shm import Words
-from rose.admission.board import REASONS, SLOT_WORDS, Word, check_page, parties, to_s
+from rose.admission.board import REASONS, SLOT_WORDS, BoardWord, check_page, parties, to_s
 from rose.admission.claim import guest_of, has_work, state_of
 from rose.admission.gate import GateReason
 from rose.admission.liveness import NOBODY, is_alive, pid_of
@@ -114,14 +114,14 @@ def snapshot(words: Words, serving_slot: int | None = None) -> BoardSnapshot:
     serving_ats, guest_ats = parties(words)
     if serving_slot is not None:
         serving_ats = (SLOT_WORDS * serving_slot,)
-    claim = load(Word.CLAIM)
+    claim = load(BoardWord.CLAIM)
     servings = tuple(_serving(words, now_ns, claim, at) for at in serving_ats)
     guests = tuple(_guest(words, now_ns, claim, at) for at in guest_ats)
 
     def total(word: int, ats: Iterable[int]) -> int:
         return sum(load(word + at) for at in ats)
 
-    latest_ns = [load(Word.S_LATEST_START + at) for at in serving_ats] if has_work(claim) else []
+    latest_ns = [load(BoardWord.S_LATEST_START + at) for at in serving_ats] if has_work(claim) else []
     return BoardSnapshot(
         taken_s=now_ns / 1e9,
         servings=servings,
@@ -129,28 +129,28 @@ def snapshot(words: Words, serving_slot: int | None = None) -> BoardSnapshot:
         serving=_together(servings),
         rollout=_together(guests),
         latest_start_s=to_s(min(latest_ns)) if latest_ns else NEVER,
-        has_pending_prefill=any(load(Word.S_HAS_PENDING + at) for at in serving_ats),
-        num_yields=total(Word.S_YIELDS, serving_ats),
-        yield_wait_s=total(Word.S_YIELD_WAIT, serving_ats) / 1e9,
-        begin_wait_s=total(Word.S_BEGIN_WAIT, serving_ats) / 1e9,
-        num_overruns=total(Word.S_OVERRUNS, serving_ats),
-        num_deaths=total(Word.S_DEATHS, serving_ats),
-        rollout_tokens=total(Word.R_TOKENS, guest_ats),
-        num_stalls=total(Word.R_STALLS, guest_ats),
-        num_pauses=total(Word.R_PAUSES, guest_ats),
-        num_evictions=load(Word.EVICTIONS),
-        declines={reason: load(Word.R_DECLINES + i) for i, reason in enumerate(REASONS)},
+        has_pending_prefill=any(load(BoardWord.S_HAS_PENDING + at) for at in serving_ats),
+        num_yields=total(BoardWord.S_YIELDS, serving_ats),
+        yield_wait_s=total(BoardWord.S_YIELD_WAIT, serving_ats) / 1e9,
+        begin_wait_s=total(BoardWord.S_BEGIN_WAIT, serving_ats) / 1e9,
+        num_overruns=total(BoardWord.S_OVERRUNS, serving_ats),
+        num_deaths=total(BoardWord.S_DEATHS, serving_ats),
+        rollout_tokens=total(BoardWord.R_TOKENS, guest_ats),
+        num_stalls=total(BoardWord.R_STALLS, guest_ats),
+        num_pauses=total(BoardWord.R_PAUSES, guest_ats),
+        num_evictions=load(BoardWord.EVICTIONS),
+        declines={reason: load(BoardWord.R_DECLINES + i) for i, reason in enumerate(REASONS)},
     )
 
 
 def _serving(words: Words, now_ns: int, claim: int, at: int) -> SideSnapshot:
     state = _SEEN[state_of(claim, at // SLOT_WORDS)]
-    return _side(words, now_ns, state, words.load(Word.S_IDENTITY + at), Word.S_BUSY + at)
+    return _side(words, now_ns, state, words.load(BoardWord.S_IDENTITY + at), BoardWord.S_BUSY + at)
 
 
 def _guest(words: Words, now_ns: int, claim: int, at: int) -> SideSnapshot:
     state = EngineState.RUNNING if guest_of(claim) == at // SLOT_WORDS else EngineState.IDLE
-    return _side(words, now_ns, state, words.load(Word.R_IDENTITY + at), Word.R_BUSY + at)
+    return _side(words, now_ns, state, words.load(BoardWord.R_IDENTITY + at), BoardWord.R_BUSY + at)
 
 
 def _side(words: Words, now_ns: int, state: EngineState, who: int, busy: int) -> SideSnapshot:

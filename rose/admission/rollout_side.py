@@ -19,7 +19,7 @@ from rose.admission.board import (
     REASONS,
     SLOT_WORDS,
     WAITS_FOR_S,
-    Word,
+    BoardWord,
     attach,
     closed_slices,
     is_arrival_pending,
@@ -54,9 +54,9 @@ MAX_LAYERS_AHEAD = 2
 """How many layers a GPU's queue may hold beyond the one that runs. The queue has to empty before a pause."""
 MAX_PAUSE_S = 10.0
 """No step of serving takes so long, and neither does a slice in which rollouts are shut out."""
-_CLAIM = Word.CLAIM
+_CLAIM = BoardWord.CLAIM
 _GIVE_WAY_NS, _WAITS_FOR_NS = to_ns(GIVE_WAY_S), to_ns(WAITS_FOR_S)
-_DECLINE_WORD = {reason: Word.R_DECLINES + i for i, reason in enumerate(REASONS)}
+_DECLINE_WORD = {reason: BoardWord.R_DECLINES + i for i, reason in enumerate(REASONS)}
 
 
 class Resumed(Enum):
@@ -86,12 +86,12 @@ class RolloutSide:
         self._gives_way_since_ns: int | None = None
         self._look_around()
         # What this process alone writes is kept here as well: it is needed before every step.
-        self._answered = words.load(Word.R_ANSWERED + at)
+        self._answered = words.load(BoardWord.R_ANSWERED + at)
         self._waits, self._taken = False, 0
-        for word in (Word.R_WANT, Word.R_STARTED, Word.R_PAUSED, Word.R_WAITS):
+        for word in (BoardWord.R_WANT, BoardWord.R_STARTED, BoardWord.R_PAUSED, BoardWord.R_WAITS):
             words.store(word + at, 0)
         # It goes behind the guests that wait: one that dies in every step must not pass them for ever.
-        for word in (Word.R_HEARTBEAT, Word.R_LAST_END):
+        for word in (BoardWord.R_HEARTBEAT, BoardWord.R_LAST_END):
             words.store(word + at, time.monotonic_ns())
         self._release()  # what a predecessor died with
 
@@ -101,8 +101,8 @@ class RolloutSide:
         Serving offers no grant that leaves less time than that.
         """
         words, at = self._words, self._at
-        words.store(Word.R_MIN_STEP + at, to_ns(min_step_s))
-        words.store(Word.R_WANT + at, int(wants))
+        words.store(BoardWord.R_MIN_STEP + at, to_ns(min_step_s))
+        words.store(BoardWord.R_WANT + at, int(wants))
         if not wants:
             self._stop_waiting()
 
@@ -112,18 +112,18 @@ class RolloutSide:
         now_ns = time.monotonic_ns()
         # The claim is read first: words read after it can only be newer, and try_begin then refuses.
         claim = load(_CLAIM)
-        grant = load(Word.GRANTS)
+        grant = load(BoardWord.GRANTS)
         self._look_around()
         is_announced = is_arrival_pending(self._words, self._servings, now_ns)
         latest_ns = max_step_ns = NEVER_NS
         is_pending = is_announced
         for at in self._servings:
-            if load(Word.S_HAS_PENDING + at):
+            if load(BoardWord.S_HAS_PENDING + at):
                 is_pending = True
-            if 0 < (step_ns := load(Word.S_MAX_STEP + at)) < max_step_ns:
+            if 0 < (step_ns := load(BoardWord.S_MAX_STEP + at)) < max_step_ns:
                 max_step_ns = step_ns
             if state_of(claim, at // SLOT_WORDS):
-                latest_ns = min(latest_ns, load(Word.S_LATEST_START + at))
+                latest_ns = min(latest_ns, load(BoardWord.S_LATEST_START + at))
         alive = self._check_others(now_ns, MAX_LIVENESS_AGE_NS)
         return ServingView(
             has_work=has_work(claim),
@@ -152,11 +152,11 @@ class RolloutSide:
 
     def _take(self, claim: int, est_end_s: float) -> bool:
         words, at = self._words, self._at
-        words.store(Word.R_EST_END + at, to_ns(est_end_s))
+        words.store(BoardWord.R_EST_END + at, to_ns(est_end_s))
         self._taken = taken(claim, self.slot)
         if not words.cas(_CLAIM, claim, self._taken):
             return False
-        words.store(Word.R_STARTED + at, time.monotonic_ns())
+        words.store(BoardWord.R_STARTED + at, time.monotonic_ns())
         self._stop_waiting()
         self._gives_way_since_ns = None
         return True
@@ -166,16 +166,16 @@ class RolloutSide:
         # Serving has most often published nothing during the step.
         if not words.cas(_CLAIM, self._taken, released(self._taken, self.slot)):
             change(words, _CLAIM, lambda claim: released(claim, self.slot))
-        ring(words, Word.SERVING_BELL)
+        ring(words, BoardWord.SERVING_BELL)
         # The next in turn sleeps on it.
-        words.add(Word.GUEST_BELL, 1)
+        words.add(BoardWord.GUEST_BELL, 1)
         if len(self._guests) > 1:
-            words.wake(Word.GUEST_BELL)
+            words.wake(BoardWord.GUEST_BELL)
 
     def _stop_waiting(self) -> None:
         if self._waits:
             self._waits = False
-            self._words.store(Word.R_WAITS + self._at, 0)
+            self._words.store(BoardWord.R_WAITS + self._at, 0)
 
     def end_step(self, num_tokens: int) -> None:
         """Hands the GPU back after a step that made or prefilled ``num_tokens`` rollout tokens.
@@ -184,17 +184,17 @@ class RolloutSide:
         """
         words, at = self._words, self._at
         now_ns = time.monotonic_ns()
-        started_ns = words.load(Word.R_STARTED + at)
+        started_ns = words.load(BoardWord.R_STARTED + at)
         assert started_ns > 0, "end_step without try_begin"
-        words.store(Word.R_STARTED + at, 0)
+        words.store(BoardWord.R_STARTED + at, 0)
         # Counted before the release: serving, once woken, sees by it that its grant was used for a step.
         if num_tokens > 0:
-            words.add(Word.R_STEPS + at, 1)
-        words.store(Word.R_LAST_END + at, now_ns)
+            words.add(BoardWord.R_STEPS + at, 1)
+        words.store(BoardWord.R_LAST_END + at, now_ns)
         self._release()
-        words.add(Word.R_BUSY + at, now_ns - started_ns)
-        words.add(Word.R_TOKENS + at, num_tokens)
-        words.store(Word.R_HEARTBEAT + at, now_ns)
+        words.add(BoardWord.R_BUSY + at, now_ns - started_ns)
+        words.add(BoardWord.R_TOKENS + at, num_tokens)
+        words.store(BoardWord.R_HEARTBEAT + at, now_ns)
 
     def is_called(self) -> bool:
         """Whether serving wants the GPU now, or a request is on its way to it, or another guest has it: this
@@ -207,10 +207,10 @@ class RolloutSide:
         """Hands the GPU back in the middle of a step; try_resume takes it again."""
         words, at = self._words, self._at
         now_ns = time.monotonic_ns()
-        words.add(Word.R_BUSY + at, now_ns - words.load(Word.R_STARTED + at))
-        words.store(Word.R_STARTED + at, 0)
-        words.store(Word.R_PAUSED + at, now_ns)
-        words.add(Word.R_PAUSES + at, 1)
+        words.add(BoardWord.R_BUSY + at, now_ns - words.load(BoardWord.R_STARTED + at))
+        words.store(BoardWord.R_STARTED + at, 0)
+        words.store(BoardWord.R_PAUSED + at, now_ns)
+        words.add(BoardWord.R_PAUSES + at, 1)
         self._release()
 
     def try_resume(self, left_s: float, paused_s: float) -> Resumed:
@@ -228,7 +228,7 @@ class RolloutSide:
             is_taken = not waits_for_slice and view.may_start and self.try_begin(est_end_s, view)
         if not is_taken:
             return Resumed.NOT
-        self._words.store(Word.R_PAUSED + self._at, 0)
+        self._words.store(BoardWord.R_PAUSED + self._at, 0)
         return Resumed.WITH_GRANT if view.has_work else Resumed.WHILE_IDLE
 
     def _is_held_up_by_nobody(self, claim: int, paused_s: float) -> bool:
@@ -242,9 +242,11 @@ class RolloutSide:
         working = [at for at, state in states.items() if state != ServingState.IDLE]
         if len(working) == 1 or paused_s < MAX_PAUSE_S:
             for at in working:
-                is_silent = self._load(Word.S_HEARTBEAT + at) <= silent_since_ns and paused_s >= MAX_PAUSE_S
+                is_silent = (
+                    self._load(BoardWord.S_HEARTBEAT + at) <= silent_since_ns and paused_s >= MAX_PAUSE_S
+                )
                 is_lending = states[at] == ServingState.GRANTED
-                if not (is_silent or is_lending) and is_alive(self._load(Word.S_IDENTITY + at)):
+                if not (is_silent or is_lending) and is_alive(self._load(BoardWord.S_IDENTITY + at)):
                     return False
         return guest_of(claim) < 0
 
@@ -259,38 +261,38 @@ class RolloutSide:
         """Answers every grant up to that one without a step."""
         if self._answered != grant:
             self._answered = grant
-            self._words.store(Word.R_ANSWERED + self._at, grant)
+            self._words.store(BoardWord.R_ANSWERED + self._at, grant)
             self._stop_waiting()
-            ring(self._words, Word.SERVING_BELL)
+            ring(self._words, BoardWord.SERVING_BELL)
             if len(self._guests) > 1:
-                ring(self._words, Word.GUEST_BELL)  # it is the next one's turn
+                ring(self._words, BoardWord.GUEST_BELL)  # it is the next one's turn
 
     def wait_grant(self, timeout_s: float = MAX_GRANT_WAIT_S) -> bool:
         """Sleeps until a step may be tried, for MAX_GRANT_WAIT_S at most; returns whether it may."""
         words, at = self._words, self._at
         until_ns = time.monotonic_ns() + to_ns(min(timeout_s, MAX_GRANT_WAIT_S))
         while True:
-            seen = words.load(Word.GUEST_BELL)
+            seen = words.load(BoardWord.GUEST_BELL)
             now_ns = time.monotonic_ns()
             if len(self._guests) == 1 or not self._has_refused(self._load(_CLAIM)):
-                words.store(Word.R_WAITS + at, now_ns)
+                words.store(BoardWord.R_WAITS + at, now_ns)
                 self._waits = True
             if self.may_try():
                 return True
             # Stored even if it is too late for the grant: serving offers none to a process that seems gone.
-            words.store(Word.R_HEARTBEAT + at, now_ns)
+            words.store(BoardWord.R_HEARTBEAT + at, now_ns)
             if now_ns >= until_ns:
                 return False
             if not self._check_others(now_ns, LIVENESS_INTERVAL_NS):
-                if words.load(Word.R_PAUSED + at):
+                if words.load(BoardWord.R_PAUSED + at):
                     # A living engine may lend its time to the rest of a step: try_resume looks at each ring.
                     if not is_open(words.load(_CLAIM)):
-                        words.wait(Word.GUEST_BELL, seen, (until_ns - now_ns) / 1e9)
+                        words.wait(BoardWord.GUEST_BELL, seen, (until_ns - now_ns) / 1e9)
                     return False
-                self._answer(words.load(Word.GRANTS))  # of no use, and another serving engine may wait
+                self._answer(words.load(BoardWord.GRANTS))  # of no use, and another serving engine may wait
             # Nobody rings when a guest that should go first has let its time pass.
             wake_ns = until_ns if self._gives_way_since_ns is None else now_ns + _GIVE_WAY_NS
-            words.wait(Word.GUEST_BELL, seen, (min(wake_ns, until_ns) - now_ns) / 1e9)
+            words.wait(BoardWord.GUEST_BELL, seen, (min(wake_ns, until_ns) - now_ns) / 1e9)
 
     def may_try(self) -> bool:
         """Whether a step may be tried now."""
@@ -309,15 +311,15 @@ class RolloutSide:
 
     def count_stalls(self, num_requests: int) -> None:
         """Adds to the board's count of stalled requests."""
-        self._words.add(Word.R_STALLS + self._at, num_requests)
+        self._words.add(BoardWord.R_STALLS + self._at, num_requests)
 
     def detach(self) -> None:
         """Leaves the board. The object can't be used afterwards."""
         words, at = self._words, self._at
-        for word in (Word.R_WANT, Word.R_STARTED, Word.R_PAUSED, Word.R_WAITS):
+        for word in (BoardWord.R_WANT, BoardWord.R_STARTED, BoardWord.R_PAUSED, BoardWord.R_WAITS):
             words.store(word + at, 0)
         self._release()
-        words.store(Word.R_IDENTITY + at, NOBODY)
+        words.store(BoardWord.R_IDENTITY + at, NOBODY)
 
     def _may_take(self, claim: int, now_ns: int) -> bool:
         """Whether the claim may be taken, this guest has not refused its time, and it is this guest's
@@ -331,16 +333,20 @@ class RolloutSide:
 
     def _has_refused(self, claim: int) -> bool:
         """Whether this guest has answered everything that serving lends without a step."""
-        return has_work(claim) and self._answered >= self._load(Word.GRANTS)
+        return has_work(claim) and self._answered >= self._load(BoardWord.GRANTS)
 
     def _is_next(self, now_ns: int) -> bool:
         """Whether no other guest waits whose last step ended earlier, or such a guest has let its time
         pass."""
         load, me = self._load, self._at
-        mine = (load(Word.R_LAST_END + me), me)
+        mine = (load(BoardWord.R_LAST_END + me), me)
         for at in self._guests:
-            waits_ns = load(Word.R_WAITS + at)
-            if at != me and now_ns - waits_ns < _WAITS_FOR_NS and (load(Word.R_LAST_END + at), at) < mine:
+            waits_ns = load(BoardWord.R_WAITS + at)
+            if (
+                at != me
+                and now_ns - waits_ns < _WAITS_FOR_NS
+                and (load(BoardWord.R_LAST_END + at), at) < mine
+            ):
                 if self._gives_way_since_ns is None:
                     self._gives_way_since_ns = now_ns
                 return now_ns - self._gives_way_since_ns >= _GIVE_WAY_NS
@@ -353,7 +359,7 @@ class RolloutSide:
             self._serving_alive = True
             self._look_around()
             for at in self._servings:
-                self._check_serving(self._load(Word.S_IDENTITY + at))
+                self._check_serving(self._load(BoardWord.S_IDENTITY + at))
             self._check_guest(now_ns)
         return self._serving_alive
 
@@ -373,12 +379,12 @@ class RolloutSide:
         if slot < 0 or slot == self.slot:
             return
         at = SLOT_WORDS * slot
-        identity = words.load(Word.R_IDENTITY + at)
-        overdue_ns = now_ns - words.load(Word.R_EST_END + at)
+        identity = words.load(BoardWord.R_IDENTITY + at)
+        overdue_ns = now_ns - words.load(BoardWord.R_EST_END + at)
         if overdue_ns < to_ns(MAX_STEP_WAIT_S) and is_alive(identity):
             return
         # The word as it was read: it does not come back, so nothing is taken from a successor.
         if words.cas(_CLAIM, claim, released(claim, slot)):
-            words.add(Word.EVICTIONS, 1)
-            ring(words, Word.GUEST_BELL)
+            words.add(BoardWord.EVICTIONS, 1)
+            ring(words, BoardWord.GUEST_BELL)
             logger.warning("guest's claim taken back slot=%d pid=%d", slot, pid_of(identity))

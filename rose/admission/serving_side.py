@@ -16,7 +16,7 @@ from rose.admission.board import (
     MAX_STEP_WAIT_S,
     NEVER_NS,
     SLOT_WORDS,
-    Word,
+    BoardWord,
     attach,
     closed_slices,
     is_arrival_pending,
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # These are plain integers: an IntEnum's members cost more than the atomic load that they are compared with.
 _IDLE, _OPEN, _GRANTED, _RUNNING = map(int, ServingState)
-_CLAIM, _WANT, _PAUSED = Word.CLAIM, Word.R_WANT, Word.R_PAUSED
+_CLAIM, _WANT, _PAUSED = BoardWord.CLAIM, BoardWord.R_WANT, BoardWord.R_PAUSED
 
 NO_WORK = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER)
 
@@ -79,14 +79,14 @@ class ServingSide:
         """The claim as this engine last wrote it."""
         self._unanswered_ns: dict[int, int] = {}
         """The time of the last grant that each guest left unanswered, by the guest's offset."""
-        words.store(Word.S_STARTED + self._at, 0)
+        words.store(BoardWord.S_STARTED + self._at, 0)
         set_closed_share(words, 0.0, self.slot)  # a predecessor's
         self.publish(NO_WORK)
 
     def set_max_step(self, max_step_s: float) -> None:
         """Publishes how long a rollout step may take while this engine has no work. A request that comes
         meanwhile waits for the step's end."""
-        self._words.store(Word.S_MAX_STEP + self._at, to_ns(max_step_s))
+        self._words.store(BoardWord.S_MAX_STEP + self._at, to_ns(max_step_s))
 
     @property
     def is_stepping(self) -> bool:
@@ -131,8 +131,8 @@ class ServingSide:
             before_ns = now_ns
             outcome = self._await_guest(grace_s, NEVER_NS)
             now_ns = time.monotonic_ns()
-            words.add(Word.S_BEGIN_WAIT + self._at, now_ns - before_ns)
-        words.store(Word.S_STARTED + self._at, now_ns)
+            words.add(BoardWord.S_BEGIN_WAIT + self._at, now_ns - before_ns)
+        words.store(BoardWord.S_STARTED + self._at, now_ns)
         return outcome
 
     def end_step(self, view: ServingView, *, num_steps: int = 1) -> None:
@@ -142,9 +142,9 @@ class ServingSide:
         """
         words = self._words
         if self._is_stepping:
-            started_ns = words.load(Word.S_STARTED + self._at)
-            words.store(Word.S_STARTED + self._at, 0)
-            words.add(Word.S_BUSY + self._at, time.monotonic_ns() - started_ns)
+            started_ns = words.load(BoardWord.S_STARTED + self._at)
+            words.store(BoardWord.S_STARTED + self._at, 0)
+            words.add(BoardWord.S_BUSY + self._at, time.monotonic_ns() - started_ns)
             self._is_stepping = False
         else:
             num_steps = 0
@@ -160,11 +160,11 @@ class ServingSide:
         words, at = self._words, self._at
         if view.has_pending_prefill != self._has_pending:
             self._has_pending = view.has_pending_prefill
-            words.store(Word.S_HAS_PENDING + at, int(view.has_pending_prefill))
-        words.store(Word.S_LATEST_START + at, to_ns(view.latest_start_s))
-        words.store(Word.S_HEARTBEAT + at, time.monotonic_ns())
+            words.store(BoardWord.S_HAS_PENDING + at, int(view.has_pending_prefill))
+        words.store(BoardWord.S_LATEST_START + at, to_ns(view.latest_start_s))
+        words.store(BoardWord.S_HEARTBEAT + at, time.monotonic_ns())
         if num_steps:
-            words.add(Word.S_STEPS + at, num_steps)
+            words.add(BoardWord.S_STEPS + at, num_steps)
         # A guest that comes later is seen at the next publication.
         self._servings, self._guests = parties(words)
         if self._is_stepping:
@@ -172,9 +172,9 @@ class ServingSide:
         self._set_state(_OPEN if view.has_work else _IDLE)
         # In OPEN guests can do nothing until offer_grant rings: waking them would only cost a switch.
         if not view.has_work:
-            words.add(Word.GUEST_BELL, 1)
+            words.add(BoardWord.GUEST_BELL, 1)
             if self.is_wanted:
-                words.wake(Word.GUEST_BELL)
+                words.wake(BoardWord.GUEST_BELL)
 
     def _set_state(self, state: int) -> int:
         """Publishes this engine's state; returns the claim that it replaced."""
@@ -193,7 +193,7 @@ class ServingSide:
         the same burst are still on their way.
         """
         words = self._words
-        absorbed = Word.S_ABSORBED + self._at
+        absorbed = BoardWord.S_ABSORBED + self._at
         words.store(absorbed, max(words.load(absorbed), to_ns(arrival_s)))
 
     def offer_grant(
@@ -215,15 +215,15 @@ class ServingSide:
         is_open = not self._is_stepping and state_of(self._claim, self.slot) != _IDLE
         if not is_open or not (guests := self._guests_for_a_grant(now_ns, latest_ns, to_paused)):
             return 0.0
-        grant = words.add(Word.GRANTS, 1)
+        grant = words.add(BoardWord.GRANTS, 1)
         self._set_state(_GRANTED)
-        words.add(Word.S_YIELDS + at, 1)
-        ring(words, Word.GUEST_BELL)
+        words.add(BoardWord.S_YIELDS + at, 1)
+        ring(words, BoardWord.GUEST_BELL)
         give_up_ns = min(now_ns + to_ns(handover_s), latest_ns)
         for guest in self._await_grant(grant, guests, give_up_ns, latest_ns, grace_s):
             self._unanswered_ns[guest] = now_ns
         waited_ns = time.monotonic_ns() - now_ns
-        words.add(Word.S_YIELD_WAIT + at, waited_ns)
+        words.add(BoardWord.S_YIELD_WAIT + at, waited_ns)
         return waited_ns / 1e9
 
     def may_offer(self, at_s: float, latest_start_s: float, *, to_paused: bool = False) -> bool:
@@ -244,28 +244,28 @@ class ServingSide:
         seconds waited.
         """
         words = self._words
-        arrivals = words.load(Word.S_ARRIVALS + self._at)
+        arrivals = words.load(BoardWord.S_ARRIVALS + self._at)
         waited_s = 0.0
         while not is_called():
             steps = self._num_guest_steps()
             waited_s += self.offer_grant(latest_start_s, handover_s, grace_s=grace_s)
-            if self._num_guest_steps() == steps or words.load(Word.S_ARRIVALS + self._at) != arrivals:
+            if self._num_guest_steps() == steps or words.load(BoardWord.S_ARRIVALS + self._at) != arrivals:
                 break
         return waited_s
 
     def detach(self) -> None:
         """Leaves the board, and the GPU to the others. The object can't be used afterwards."""
         words, at = self._words, self._at
-        words.store(Word.S_STARTED + at, 0)
-        words.store(Word.S_HAS_PENDING + at, 0)
-        words.store(Word.S_LATEST_START + at, NEVER_NS)
-        words.store(Word.S_MAX_STEP + at, 0)
+        words.store(BoardWord.S_STARTED + at, 0)
+        words.store(BoardWord.S_HAS_PENDING + at, 0)
+        words.store(BoardWord.S_LATEST_START + at, NEVER_NS)
+        words.store(BoardWord.S_MAX_STEP + at, 0)
         self._set_state(_IDLE)
-        words.store(Word.S_IDENTITY + at, NOBODY)
-        ring(words, Word.GUEST_BELL)
+        words.store(BoardWord.S_IDENTITY + at, NOBODY)
+        ring(words, BoardWord.GUEST_BELL)
 
     def _num_guest_steps(self) -> int:
-        return sum(self._load(Word.R_STEPS + at) for at in self._guests)
+        return sum(self._load(BoardWord.R_STEPS + at) for at in self._guests)
 
     def _guests_for_a_grant(self, now_ns: int, latest_ns: int, to_paused: bool) -> list[int]:
         """Returns the offsets of the guests that want a grant and can use one that is offered now."""
@@ -292,11 +292,11 @@ class ServingSide:
         # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.
         if self._is_silent(guest):
             return False
-        return now_ns + load(Word.R_MIN_STEP + guest) <= latest_ns
+        return now_ns + load(BoardWord.R_MIN_STEP + guest) <= latest_ns
 
     def _is_silent(self, guest: int) -> bool:
         """Whether a guest left a grant unanswered and has not been seen since the grant was offered."""
-        return self._load(Word.R_HEARTBEAT + guest) <= self._unanswered_ns.get(guest, -1)
+        return self._load(BoardWord.R_HEARTBEAT + guest) <= self._unanswered_ns.get(guest, -1)
 
     def _await_grant(
         self, grant: int, guests: list[int], give_up_ns: int, latest_ns: int, grace_s: float
@@ -304,9 +304,9 @@ class ServingSide:
         """Waits until a grant is used or of no use any more; returns the guests that had the whole time and
         gave no answer."""
         words = self._words
-        arrivals = words.load(Word.S_ARRIVALS + self._at)
+        arrivals = words.load(BoardWord.S_ARRIVALS + self._at)
         while True:
-            seen = words.load(Word.SERVING_BELL)
+            seen = words.load(BoardWord.SERVING_BELL)
             claim = words.load(_CLAIM)
             if guest_of(claim) >= 0:
                 self._await_guest(grace_s, latest_ns)
@@ -314,16 +314,16 @@ class ServingSide:
             # No longer GRANTED: the step is over.
             is_over = state_of(claim, self.slot) != _GRANTED or has_work_beside(claim, self.slot)
             silent = [at for at in guests if self._owes_an_answer(at, grant)]
-            if is_over or not silent or words.load(Word.S_ARRIVALS + self._at) != arrivals:
+            if is_over or not silent or words.load(BoardWord.S_ARRIVALS + self._at) != arrivals:
                 return []
             now_ns = time.monotonic_ns()
             if now_ns >= give_up_ns:
                 return silent
-            words.wait(Word.SERVING_BELL, seen, (give_up_ns - now_ns) / 1e9)
+            words.wait(BoardWord.SERVING_BELL, seen, (give_up_ns - now_ns) / 1e9)
 
     def _owes_an_answer(self, guest: int, grant: int) -> bool:
         words = self._words
-        return bool(words.load(Word.R_WANT + guest)) and words.load(Word.R_ANSWERED + guest) < grant
+        return bool(words.load(BoardWord.R_WANT + guest)) and words.load(BoardWord.R_ANSWERED + guest) < grant
 
     def _await_guest(self, grace_s: float, until_ns: int) -> StepStart:
         """Sleeps while a guest computes, at most until `until_ns`, its est_end + grace or 5 s."""
@@ -331,7 +331,7 @@ class ServingSide:
         start_ns = time.monotonic_ns()
         outcome = StepStart.CLEAR
         while True:
-            seen = words.load(Word.SERVING_BELL)
+            seen = words.load(BoardWord.SERVING_BELL)
             claim = words.load(_CLAIM)
             if guest_of(claim) < 0:
                 return outcome
@@ -340,7 +340,7 @@ class ServingSide:
             if outcome is StepStart.WAITED and self._has_died(claim):
                 return StepStart.ROLLOUT_DIED
             end_ns = min(
-                words.load(Word.R_EST_END + guest) + to_ns(grace_s), start_ns + to_ns(MAX_STEP_WAIT_S)
+                words.load(BoardWord.R_EST_END + guest) + to_ns(grace_s), start_ns + to_ns(MAX_STEP_WAIT_S)
             )
             if now_ns >= end_ns:
                 return self._overrun(claim)
@@ -348,23 +348,23 @@ class ServingSide:
                 return StepStart.WAITED
             outcome = StepStart.WAITED
             sleep_s = min((min(end_ns, until_ns) - now_ns) / 1e9, LIVENESS_SLICE_S)
-            words.wait(Word.SERVING_BELL, seen, sleep_s)
+            words.wait(BoardWord.SERVING_BELL, seen, sleep_s)
 
     def _has_died(self, claim: int) -> bool:
         """Whether the guest that has the claim is dead. Takes the claim from a dead guest."""
         words, guest = self._words, guest_of(claim)
-        identity = words.load(Word.R_IDENTITY + SLOT_WORDS * guest)
+        identity = words.load(BoardWord.R_IDENTITY + SLOT_WORDS * guest)
         if is_alive(identity):
             return False
         # No other process can have got it since: this engine's own state shuts it.
         if guest_of(change(words, _CLAIM, lambda claim: released(claim, guest))) == guest:
-            words.store(Word.R_WANT + SLOT_WORDS * guest, 0)
-            words.add(Word.S_DEATHS + self._at, 1)
+            words.store(BoardWord.R_WANT + SLOT_WORDS * guest, 0)
+            words.add(BoardWord.S_DEATHS + self._at, 1)
             logger.warning("guest died in a step slot=%d pid=%d", guest, pid_of(identity))
         return True
 
     def _overrun(self, claim: int) -> StepStart:
         if self._has_died(claim):
             return StepStart.ROLLOUT_DIED
-        self._words.add(Word.S_OVERRUNS + self._at, 1)
+        self._words.add(BoardWord.S_OVERRUNS + self._at, 1)
         return StepStart.OVERRUN

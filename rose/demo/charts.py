@@ -6,17 +6,17 @@ figures.
 
 import io
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rose.demo.records import RewardPoint
+from rose.demo.figures import REWARD_WINDOW
+from rose.demo.records import TrainingStep
 from rose.measure.slabs import SlabEvent, SlabEventKind, SlabSample
 
 INK, MUTED, GRID, CARD = "#1c2430", "#647082", "#e2e6ec", "#ffffff"
 SERVING, ROLLOUT, FREE, TARGET = "#3b6fd4", "#e0872a", "#dfe4ea", "#c22f3d"
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rose",
     "font.family": "DejaVu Sans",
@@ -35,23 +35,15 @@ _STYLE = {
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
+"""matplotlib's settings, to be in force while charts are made and saved."""
 _EVENT_LOOKS = {
     SlabEventKind.CUT: ("cuts", "v"),
     SlabEventKind.FREEZE: ("freezes", "s"),
     SlabEventKind.LEASE_EXPIRED: ("leases expired", "D"),
     SlabEventKind.ABORT: ("aborts", "X"),
 }
-REWARD_WINDOW = 5
 WIDTH = 11.0
 """In inches, for text of about 13 px in a whole page."""
-
-
-def style() -> AbstractContextManager[None]:
-    """Our look, for all charts made within it: matplotlib reads it for every element, and again on saving."""
-    import matplotlib
-
-    context: AbstractContextManager[None] = matplotlib.rc_context(_STYLE)
-    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +80,13 @@ def sharing_chart(ways: Sequence[Way], targets: tuple[float, float], png: Path) 
     return _svg(figure)
 
 
-def reward_chart(rewards: Sequence[RewardPoint]) -> str:
+def reward_chart(training: Sequence[TrainingStep]) -> str:
     """Draws the reward per training step with its moving mean, and the share of solved episodes."""
     figure, axes = _canvas(2.75)
-    steps, means = [point.step for point in rewards], [point.reward_mean for point in rewards]
+    steps, means = [each.step for each in training], [each.reward_mean for each in training]
     windows = [means[max(0, i + 1 - REWARD_WINDOW) : i + 1] for i in range(len(means))]
     moving = [sum(window) / len(window) for window in windows]
-    axes.plot(steps, [point.success for point in rewards], ":", color=MUTED, label="success share")
+    axes.plot(steps, [each.success_share for each in training], ":", color=MUTED, label="success share")
     axes.plot(steps, means, "o", color=ROLLOUT, alpha=0.45, label="reward per step")
     axes.plot(steps, moving, color=ROLLOUT, linewidth=2.2, label=f"mean of {REWARD_WINDOW} steps")
     axes.set(xlabel="training step", ylabel="reward")
@@ -110,10 +102,9 @@ def slab_chart(samples: Sequence[SlabSample], events: Sequence[SlabEvent]) -> st
     figure, (marks, axes) = _canvas(3.3 + strip, nrows=2, height_ratios=(strip, 3.0))
     start_s = samples[0].t_s
     times = [sample.t_s - start_s for sample in samples]
-    layers = [[sample.serving for sample in samples], [sample.rollout for sample in samples]]
-    layers.append([sample.free for sample in samples])
-    looks = {"labels": ("serving", "rollout", "free"), "colors": (SERVING, ROLLOUT, FREE)}
-    axes.stackplot(times, *layers, **looks, step="post", linewidth=0)
+    holders = ("serving", "rollout", "free")
+    layers = [[getattr(sample, holder) for sample in samples] for holder in holders]
+    axes.stackplot(times, *layers, labels=holders, colors=(SERVING, ROLLOUT, FREE), step="post", linewidth=0)
     total = max(map(sum, zip(*layers, strict=True)))
     budget = [min(sample.serving + sample.budget, total) for sample in samples]
     axes.step(times, budget, where="post", color=INK, linewidth=1.3, label="rollout budget")

@@ -1,30 +1,19 @@
 """The demo's figures: from records to numbers, beside their targets, and which targets were met.
 
-Owns the figures' names, their targets and serving's objectives. Promises that a figure nobody measured is
-null, never zero, and that none is called met that was not measured. Never measures or draws.
+Owns the figures' names and their targets. Promises that a figure nobody measured is null, never zero, and
+that none is called met that was not measured. Never measures or draws.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
 
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
-from rose.measure.figures import (
-    Figure,
-    attainment,
-    percentile,
-    pooled_requests,
-    ratio,
-    tpot,
-    tpots_s,
-    ttft,
-    ttfts_s,
-)
+from rose.measure import figures as measured
+from rose.measure.figures import LATENCIES, TPOT_MEDIANS, TTFT_MEDIANS, Figure, pooled_requests, ratio
 from rose.types import SLO
 
 BASELINES = (PhaseName.NAIVE, PhaseName.ALTERNATE, PhaseName.STATIC)
-TTFT_MEDIANS, TPOT_MEDIANS = 3.0, 2.0
-"""Serving's objectives, in medians of serving alone: what an operator may promise who has measured it. The
-first tokens of the largest bursts alone take twice the median."""
 MAX_BUSY_SHARE = 0.35
 """The harvest criterion speaks of serving that is at most this busy."""
 MIN_HARVEST = 0.6
@@ -46,6 +35,8 @@ CRITERIA = {
 """The figures by which a run is judged, and what each of them is."""
 Figures = Mapping[str, Figure]
 """All figures of one run by name, in the order of the printed table."""
+_Beside = dict[str, float | None]
+_OfPhase = Callable[[DemoResult, PhaseName], float | None]
 _SIGNS = {"==": operator.eq, ">=": operator.ge, "<=": operator.le}
 
 
@@ -54,7 +45,7 @@ def judge(result: DemoResult, figures: Figures) -> dict[str, bool | None]:
     busy = figures["serving_busy_share"].value
     is_inconclusive = {
         "harvested_fraction": busy is None or busy > MAX_BUSY_SHARE,
-        "reward_rise": len(result.rewards) < MIN_REWARD_STEPS,
+        "reward_rise": len(result.steps) < MIN_REWARD_STEPS,
     }
     found: dict[str, bool | None] = {}
     for name in CRITERIA:
@@ -67,25 +58,19 @@ def judge(result: DemoResult, figures: Figures) -> dict[str, bool | None]:
 
 def objectives(result: DemoResult) -> SLO | None:
     """Returns serving's latency objectives on this machine, None where serving alone was not measured."""
-    ttft_s, tpot_s = (latency(result, name, 50, PhaseName.SERVING_ALONE) for name in ("ttft", "tpot"))
-    if ttft_s is None or tpot_s is None:
-        return None
-    return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
+    return measured.objectives(pooled_requests(result.windows(PhaseName.SERVING_ALONE)))
 
 
-def share_met(result: DemoResult, name: str, *phases: PhaseName) -> float | None:
-    """Returns the share of these phases' requests that met the objective ``name``, "ttft" or "tpot"."""
-    slo = objectives(result)
-    if slo is None:
-        return None
-    each, limit_s = (ttft, slo.ttft_s) if name == "ttft" else (tpot, slo.tpot_s)
-    return attainment(pooled_requests(result.windows(*phases)), each, limit_s)
+def attainment(result: DemoResult, kind: str, *phases: PhaseName) -> float | None:
+    """Returns the share of these phases' requests that met the objective for "ttft" or "tpot"."""
+    slo, requests = objectives(result), pooled_requests(result.windows(*phases))
+    return measured.attainment(requests, kind, slo) if slo is not None else None
 
 
 def worse_attainment(result: DemoResult, *phases: PhaseName) -> float | None:
-    """Returns the smaller of the two shares of these phases' requests that met an objective."""
-    both = [share_met(result, name, *phases) for name in ("ttft", "tpot")]
-    return min((share for share in both if share is not None), default=None)
+    """Returns the smaller one of both shares."""
+    slo, requests = objectives(result), pooled_requests(result.windows(*phases))
+    return measured.worse_attainment(requests, slo) if slo is not None else None
 
 
 def rollout_rate(result: DemoResult, phase: PhaseName) -> float | None:
@@ -100,12 +85,6 @@ def harvest(result: DemoResult, phase: PhaseName) -> float | None:
     return ratio(rollout_rate(result, phase), rollout_rate(result, PhaseName.ROLLOUT_ALONE))
 
 
-def latency(result: DemoResult, name: str, percent: float, *phases: PhaseName) -> float | None:
-    """Returns a percentile of these phases' "ttft" or "tpot", in seconds."""
-    seconds = {"ttft": ttfts_s, "tpot": tpots_s}[name]
-    return percentile(seconds(pooled_requests(result.windows(*phases))), percent)
-
-
 def busy_share(result: DemoResult, phase: PhaseName) -> float | None:
     """Returns the share of the time in which the serving engine ran steps."""
     return next((window.serving_busy_s / window.duration_s for window in result.windows(phase)), None)
@@ -113,116 +92,78 @@ def busy_share(result: DemoResult, phase: PhaseName) -> float | None:
 
 def compute_figures(result: DemoResult) -> Figures:
     """Returns all figures of a run."""
-    exact = [
-        Figure(
-            name="greedy_equal",
-            value=ratio(result.greedy_equal, result.greedy_compared),
-            unit="share",
-            target="== 1",
-            peers={"outputs compared": result.greedy_compared},
-        ),
-        Figure(
-            name="checksum_mismatches",
-            value=result.checksum_mismatches if result.checksums_compared else None,
-            unit="count",
-            target="== 0",
-            peers={"checksums compared": result.checksums_compared},
-        ),
-    ]
-    parts = (exact, _attainments(result), _throughputs(result), _training(result))
+    parts = (_exactness(result), _attainments(result), _throughputs(result), _training(result))
     return {figure.name: figure for part in parts for figure in part}
 
 
-def _attainments(result: DemoResult) -> list[Figure]:
-    """What co-location without ROSE and with it does to the objectives: the demo's first sentence."""
-    beside, slo = (PhaseName.SERVING_ALONE, *BASELINES), objectives(result)
-    limits_s = {"ttft": slo.ttft_s, "tpot": slo.tpot_s} if slo is not None else {}
+def _figure(name: str, value: float | None, unit: str, target: str | None, peers: _Beside) -> Figure:
+    return Figure(name=name, value=value, unit=unit, target=target, peers=peers)
+
+
+def _beside(figure: _OfPhase, result: DemoResult, phases: Iterable[PhaseName]) -> _Beside:
+    return {phase.value: figure(result, phase) for phase in phases}
+
+
+def _exactness(result: DemoResult) -> list[Figure]:
+    equal, outputs = ratio(result.greedy_equal, result.greedy_compared), result.greedy_compared
+    checks = [step.state_hash == each for step in result.steps for each in step.engine_hashes]
+    unequal = checks.count(False) if checks else None
     return [
-        Figure(
-            name="demo_naive_attainment",
-            value=worse_attainment(result, PhaseName.NAIVE),
-            unit="share",
-            target="<= 0.9",
-            peers={name.value: worse_attainment(result, name) for name in BASELINES[1:]},
-        ),
-        Figure(
-            name="demo_rose_attainment",
-            value=worse_attainment(result, *UNDER_ROSE),
-            unit="share",
-            target=f">= {MIN_ATTAINMENT}",
-            peers={
-                name.value: worse_attainment(result, name) for name in (PhaseName.SERVING_ALONE, *UNDER_ROSE)
-            },
-        ),
-        *(
-            Figure(
-                name=f"slo_attainment[{name}]",
-                value=share_met(result, name, *UNDER_ROSE),
-                unit="share",
-                target=f">= {MIN_ATTAINMENT}",
-                peers={
-                    "objective, s": limits_s.get(name),
-                    **{phase.value: share_met(result, name, phase) for phase in beside},
-                },
-            )
-            for name in ("ttft", "tpot")
-        ),
+        _figure("greedy_equal", equal, "share", "== 1", {"outputs compared": outputs}),
+        _figure("checksum_mismatches", unequal, "count", "== 0", {"checksums compared": len(checks)}),
     ]
 
 
+def _attainments(result: DemoResult) -> list[Figure]:
+    """Returns what co-location without ROSE and with it does to the objectives: the demo's first sentence."""
+    target, slo = f">= {MIN_ATTAINMENT}", objectives(result)
+    naive, rose = worse_attainment(result, PhaseName.NAIVE), worse_attainment(result, *UNDER_ROSE)
+    others = _beside(worse_attainment, result, BASELINES[1:])
+    guarded = _beside(worse_attainment, result, (PhaseName.SERVING_ALONE, *UNDER_ROSE))
+    figures = [
+        _figure("demo_naive_attainment", naive, "share", "<= 0.9", others),
+        _figure("demo_rose_attainment", rose, "share", target, guarded),
+    ]
+    for name in LATENCIES:
+        limit: _Beside = {"objective, s": getattr(slo, f"{name}_s") if slo is not None else None}
+        shares = {
+            phase.value: attainment(result, name, phase) for phase in (PhaseName.SERVING_ALONE, *BASELINES)
+        }
+        met = attainment(result, name, *UNDER_ROSE)
+        figures.append(_figure(f"slo_attainment[{name}]", met, "share", target, limit | shares))
+    return figures
+
+
 def _throughputs(result: DemoResult) -> list[Figure]:
+    rose, alone = PhaseName.ROSE, PhaseName.SERVING_ALONE
+    harvests = _beside(harvest, result, BASELINES)
+    busy = _beside(busy_share, result, [rose])
+    rates = _beside(rollout_rate, result, (PhaseName.ROLLOUT_ALONE, *BASELINES))
+    target, most = f">= {MIN_HARVEST}", f"<= {MAX_BUSY_SHARE}"
     return [
-        Figure(
-            name="harvested_fraction",
-            value=harvest(result, PhaseName.ROSE),
-            unit="x rollout alone",
-            target=f">= {MIN_HARVEST}",
-            peers={name.value: harvest(result, name) for name in BASELINES},
-        ),
-        Figure(
-            name="serving_busy_share",
-            value=busy_share(result, PhaseName.SERVING_ALONE),
-            unit="share",
-            target=f"<= {MAX_BUSY_SHARE}",
-            peers={"rose": busy_share(result, PhaseName.ROSE)},
-        ),
-        Figure(
-            name="rollout_tokens_per_s",
-            value=rollout_rate(result, PhaseName.ROSE),
-            unit="tokens/s",
-            peers={name.value: rollout_rate(result, name) for name in (PhaseName.ROLLOUT_ALONE, *BASELINES)},
-        ),
+        _figure("harvested_fraction", harvest(result, rose), "x rollout alone", target, harvests),
+        _figure("serving_busy_share", busy_share(result, alone), "share", most, busy),
+        _figure("rollout_tokens_per_s", rollout_rate(result, rose), "tokens/s", None, rates),
     ]
 
 
 def _training(result: DemoResult) -> list[Figure]:
     first, last = reward_ends(result)
-    deltas = [sync for sync in result.syncs if not sync.is_base]
-    changed = sum(sync.num_changed for sync in deltas)
+    rise = None if first is None or last is None else last - first
+    ends: _Beside = {"first steps": first, "last steps": last, "steps": len(result.steps)}
+    changed = sum(step.num_changed for step in result.steps)
+    wire, coo, dense = (
+        ratio(sum(getattr(step, f"{name}_bytes") for step in result.steps), changed)
+        for name in ("wire", "coo", "dense")
+    )
     return [
-        Figure(
-            name="reward_rise",
-            value=None if first is None or last is None else last - first,
-            unit="reward",
-            target=f">= {MIN_REWARD_RISE}",
-            peers={"first steps": first, "last steps": last, "steps": len(result.rewards)},
-        ),
-        Figure(
-            name="wire_bytes_per_changed_element",
-            value=ratio(sum(sync.wire_bytes for sync in deltas), changed),
-            unit="bytes",
-            peers={
-                "coo": ratio(sum(sync.coo_bytes for sync in deltas), changed),
-                "dense": ratio(sum(sync.dense_bytes for sync in deltas), changed),
-            },
-        ),
+        _figure("reward_rise", rise, "reward", f">= {MIN_REWARD_RISE}", ends),
+        _figure("wire_bytes_per_changed_element", wire, "bytes", None, {"coo": coo, "dense": dense}),
     ]
 
 
 def reward_ends(result: DemoResult) -> tuple[float | None, float | None]:
     """Returns the mean reward of the first and of the last steps, which never overlap; None below two."""
-    means = [point.reward_mean for point in result.rewards]
+    means = [step.reward_mean for step in result.steps]
     window = min(REWARD_WINDOW, len(means) // 2)
-    if window == 0:
-        return None, None
-    return sum(means[:window]) / window, sum(means[-window:]) / window
+    return (fmean(means[:window]), fmean(means[-window:])) if window else (None, None)

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose.demo.records import PhaseName
 from rose.measure.models import ROLLOUT_SPEC, SERVING_SPEC
 from rose.measure.rig import CpuPlan, PoolSetup
 from rose.measure.windows import RolloutTraffic, ServingLoad, Traffic
@@ -53,16 +54,17 @@ class Durations:
     training_windows: int
     """The training window plays the sample of the other windows so many times."""
 
-    @property
-    def training_s(self) -> float:
-        """Returns the length of the window in which the trainer runs."""
-        return self.training_windows * self.window_s
+    def of(self, name: PhaseName) -> float:
+        """Returns the length of a phase's window."""
+        special = {
+            PhaseName.ROLLOUT_ALONE: self.rollout_alone_s,
+            PhaseName.TRAINING: self.training_windows * self.window_s,
+        }
+        return special.get(name, self.window_s)
 
-    @classmethod
-    def choose(cls, *, is_quick: bool) -> "Durations":
-        if is_quick:
-            return cls(rollout_alone_s=10, window_s=14, training_windows=5)
-        return cls(rollout_alone_s=12, window_s=16, training_windows=13)
+
+QUICK = Durations(rollout_alone_s=10, window_s=14, training_windows=5)
+WHOLE = Durations(rollout_alone_s=12, window_s=16, training_windows=13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class DemoPlan:
 
     @classmethod
     def of(cls, options: DemoOptions) -> "DemoPlan":
-        durations = Durations.choose(is_quick=options.quick)
+        durations = QUICK if options.quick else WHOLE
         return cls(options=options, durations=durations, cpus=CpuPlan.choose(), pool=POOL)
 
     @property

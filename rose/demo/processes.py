@@ -7,20 +7,23 @@ even from another CPU they would slow it down, through the caches and the memory
 `rose.measure.rig` starts and stops everything.
 """
 
+import itertools
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
-from rose._shm import Words
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.claim import has_work
 from rose.demo.plan import DemoPlan
-from rose.errors import RelayError
+from rose.demo.records import TrainingStep
+from rose.errors import RelayError, WorkerError
 from rose.measure.rig import Rig, give_way
 from rose.node.control import EngineControl
 from rose.transfer.relay.mooncake import mooncake_available
@@ -42,6 +45,9 @@ SLICE_S = 0.01
 """A turn of each engine on the GPU under the static split."""
 LOOK_S = 0.001
 """The pause between two looks at whether serving has work."""
+POLL_S = 0.2
+FIRST_STEP_S = 600.0
+STOP_GRACE_S = 300.0
 
 
 class Machine:
@@ -72,13 +78,14 @@ class Machine:
         return controls
 
     @contextmanager
-    def training(self, trainer_pid: int) -> Iterator[None]:
+    def training(self, trainer: "TrainingRun") -> Iterator[None]:
         """Starts the subscriber of both rollout engines, which brings them to each new version; and lets what
         stands for other machines stand still while serving has work."""
         subscriber_pid = self._rig.start_subscriber(ROLLOUT, DEDICATED).pid
         give_way(subscriber_pid)
-        groups = (trainer_pid, subscriber_pid, self._rig.pid(DEDICATED))
-        with _beside(_stand_still, self.pool.board_words, groups):
+        groups = frozenset({-trainer.pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
+        board = self.pool.board_words
+        with _stopping(LOOK_S, lambda: groups if has_work(board.load(BoardWord.CLAIM)) else frozenset()):
             yield
 
     def share_equally(self) -> None:
@@ -101,7 +108,8 @@ class Machine:
         if self._compute is not None:
             for thread in rollout.threads():
                 os.sched_setaffinity(thread.id, {int(self._compute)})
-        with _beside(_alternate, serving, rollout):
+        turns = itertools.cycle((frozenset({serving.pid}), frozenset({rollout.pid})))
+        with _stopping(SLICE_S, lambda: next(turns)):
             yield
 
     def _core(self, name: str) -> psutil.Process:
@@ -110,11 +118,77 @@ class Machine:
         return max(children, key=lambda child: child.cpu_times().user)
 
 
+class TrainingRun:
+    """One trainer process, whose ``steps`` grow while it runs.
+
+    It is made early, because its imports take twenty seconds of CPU and would disturb a measurement.
+    """
+
+    def __init__(self, rig: Rig, machine: Machine, seed: int) -> None:
+        self._log = rig.folder / "training.jsonl"
+        self._start_file = rig.folder / "training.go"
+        argv = [
+            *("-m", "rose.demo.trainer", "--model", str(rig.model(Role.ROLLOUT))),
+            *("--router", machine.router_url, "--relay", machine.relay_url, "--run-id", RUN_ID),
+            *("--num-workers", str(len(machine.worker_urls)), "--seed", str(seed)),
+            *("--log", str(self._log), "--start-file", str(self._start_file)),
+        ]
+        self._process = rig.run(argv, "trainer", gives_way=True)
+
+    @property
+    def pid(self) -> int:
+        """Returns its process id, which is also its process group."""
+        return self._process.pid
+
+    @property
+    def steps(self) -> tuple[TrainingStep, ...]:
+        """Returns the finished steps, in order."""
+        if not self._log.exists():
+            return ()
+        whole_lines = self._log.read_text().rpartition("\n")[0].splitlines()
+        return tuple(TrainingStep(**json.loads(line)) for line in whole_lines)
+
+    def begin(self) -> None:
+        """Lets it publish version 0, and then begin its first rollout."""
+        self._start_file.touch()
+
+    def wait(self, until_s: float, tick: Callable[[], None]) -> None:
+        """Waits until ``until_s`` (time.monotonic), and on a slow machine for the first step's end.
+
+        Raises: WorkerError if the trainer ended meanwhile.
+        """
+        latest_s = until_s + FIRST_STEP_S
+        while time.monotonic() < (until_s if self.steps else latest_s):
+            tick()
+            if self._process.wait(POLL_S) is not None:
+                self._fail()
+
+    def stop(self) -> None:
+        """Stops it. Raises: WorkerError if it had failed."""
+        self._process.stop(STOP_GRACE_S)
+        if self._process.exit_status != 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
+
+
 @contextmanager
-def _beside(loop: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Runs a loop in a thread until the context ends; the loop gets the event that ends it first."""
+def _stopping(pause_s: float, choose: Callable[[], frozenset[int]]) -> Iterator[None]:
+    """Keeps stopped what ``choose`` returns after each pause: processes, and with a minus sign groups."""
     ended = threading.Event()
-    thread = threading.Thread(target=loop, args=(ended, *args), daemon=True)
+
+    def run() -> None:
+        stopped: frozenset[int] = frozenset()
+        try:
+            while not ended.wait(pause_s):
+                before, stopped = stopped, choose()
+                _signal(stopped - before, signal.SIGSTOP)
+                _signal(before - stopped, signal.SIGCONT)
+        finally:
+            _signal(stopped, signal.SIGCONT)
+
+    thread = threading.Thread(target=run, name="stopping", daemon=True)
     thread.start()
     try:
         yield
@@ -123,35 +197,10 @@ def _beside(loop: Callable[..., None], *args: Any) -> Iterator[None]:
         thread.join()
 
 
-def _stand_still(ended: threading.Event, board: Words, groups: Sequence[int]) -> None:
-    """Stops the process groups while serving has work, and lets them go on in between and in the end."""
-
-    def signal_all(number: int) -> None:
-        for group in groups:
-            with suppress(ProcessLookupError):  # the trainer may end by itself
-                os.killpg(group, number)
-
-    is_stopped = False
-    try:
-        while not ended.wait(LOOK_S):
-            if has_work(board.load(Word.CLAIM)) is not is_stopped:
-                is_stopped = not is_stopped
-                signal_all(signal.SIGSTOP if is_stopped else signal.SIGCONT)
-    finally:
-        signal_all(signal.SIGCONT)
-
-
-def _alternate(ended: threading.Event, first: psutil.Process, second: psutil.Process) -> None:
-    """Lets one of two processes run at a time, and in the end both again."""
-    running, stopped = first, second
-    try:
-        while not ended.wait(SLICE_S):
-            running, stopped = stopped, running
-            stopped.send_signal(signal.SIGSTOP)
-            running.send_signal(signal.SIGCONT)
-    finally:
-        for process in (first, second):
-            process.send_signal(signal.SIGCONT)
+def _signal(ids: Iterable[int], number: int) -> None:
+    for each in ids:
+        with suppress(ProcessLookupError):  # the trainer may end by itself
+            os.kill(each, number)
 
 
 def _relay_kind(wanted: str) -> str:

@@ -4,6 +4,7 @@ Owns the records' shapes. Promises that all times are seconds on CLOCK_MONOTONIC
 host shares. Never measures or judges.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,30 +28,28 @@ class PhaseName(StrEnum):
     """The whole loop under ROSE: trainer, router, weight updates, beside the replay."""
 
 
+UNDER_ROSE = (PhaseName.ROSE, PhaseName.TRAINING)
+"""The phases in which ROSE guards serving."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardPoint:
-    """Mean reward and success share of one training step."""
+class TrainingStep:
+    """One optimizer step with the publish of its weights: a line of the trainer's log."""
 
     step: int
     reward_mean: float
-    success: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncPoint:
-    """Bytes of one weight publish, beside what the same change costs densely and as COO."""
-
+    success_share: float
+    num_tokens: int
     version: str
-    dense_bytes: int
-    coo_bytes: int
-    wire_bytes: int
     num_changed: int
-    is_base: bool = False
-    """True for a full publish, which no delta figure counts."""
-
-
-UNDER_ROSE = (PhaseName.ROSE, PhaseName.TRAINING)
-"""The phases in which ROSE guards serving."""
+    wire_bytes: int
+    coo_bytes: int
+    """What the same change costs as COO."""
+    dense_bytes: int
+    state_hash: str
+    """The hash of the published weights."""
+    engine_hashes: Sequence[str]
+    """The hashes of the weights that the rollout engines then ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +58,15 @@ class DemoResult:
 
     is_quick: bool
     phases: tuple[Window, ...]
-    rewards: tuple[RewardPoint, ...] = ()
-    syncs: tuple[SyncPoint, ...] = ()
+    steps: tuple[TrainingStep, ...] = ()
     slab_samples: tuple[SlabSample, ...] = ()
     slab_events: tuple[SlabEvent, ...] = ()
     greedy_compared: int = 0
     """Serving outputs compared with stock vLLM's greedy output for the same prompt."""
     greedy_equal: int = 0
-    checksums_compared: int = 0
-    """Whole-model weight checksums compared between trainer and rollout engines."""
-    checksum_mismatches: int = 0
     wall_s: float = 0.0
     notes: tuple[str, ...] = ()
 
     def windows(self, *names: PhaseName) -> tuple[Window, ...]:
-        """The windows of these phases, in the order they ran."""
+        """Returns the windows of these phases, in the order they ran."""
         return tuple(phase for phase in self.phases if phase.name in names)

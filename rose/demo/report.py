@@ -20,12 +20,12 @@ from rose.demo.figures import (
     busy_share,
     harvest,
     judge,
-    latency,
     rollout_rate,
+    worse_attainment,
 )
-from rose.demo.figures import worse_attainment as worse
 from rose.demo.records import DemoResult, PhaseName
 from rose.measure.environment import Environment
+from rose.measure.figures import LATENCIES, latency_s
 from rose.measure.records import Window
 
 _ALONE, _WITHOUT, _UNDER = "#8592a3", "#b3568f", "#1f8a70"
@@ -130,11 +130,11 @@ def _phases(result: DemoResult) -> list[tuple[str, ...]]:
 
 
 def _phase_row(result: DemoResult, name: PhaseName, window: Window) -> tuple[str, ...]:
-    latencies = [latency(result, which, percent, name) for which in ("ttft", "tpot") for percent in (50, 99)]
+    latencies = [latency_s(window.requests, which, percent) for which in LATENCIES for percent in (50, 99)]
     foreign = window.foreign_cpu_share
     return (
         LOOKS[name][0],
-        _short(worse(result, name), ".1%"),
+        _short(worse_attainment(result, name), ".1%"),
         *(_short(None if each is None else 1e3 * each, ",.1f") for each in latencies),
         _short(rollout_rate(result, name), ",.0f"),
         _short(harvest(result, name), ".0%"),
@@ -186,18 +186,22 @@ def _charts(result: DemoResult, png: Path) -> list[str]:
     """The charts of what was measured. Importing matplotlib waits until there is something to draw."""
     if not result.phases:
         return []
+    import matplotlib
+
     ways = [
-        charts.Way(*LOOKS[name], worse(result, name), harvest(result, name), rollout_rate(result, name))
+        charts.Way(
+            *LOOKS[name], worse_attainment(result, name), harvest(result, name), rollout_rate(result, name)
+        )
         for name in SHARING
     ]
-    with charts.style():
+    with matplotlib.rc_context(charts.STYLE):
         sharing = charts.sharing_chart(ways, (MIN_ATTAINMENT, MIN_HARVEST), png)
         found = [_card("Ways to share one GPU", sharing, _SHARING_CAPTION)]
         if len(result.slab_samples) > 1:
             slabs = charts.slab_chart(result.slab_samples, result.slab_events)
             found.append(_card("Slabs of the shared pool", slabs, _SLABS_CAPTION))
-        if len(result.rewards) > 1:
-            reward = charts.reward_chart(result.rewards)
+        if len(result.steps) > 1:
+            reward = charts.reward_chart(result.steps)
             found.append(_card("Reward per training step", reward, _REWARD_CAPTION))
     return found
 

@@ -5,7 +5,6 @@ compare with stock vLLM, report. Promises that every process it started is stopp
 error, and that what could not be measured says so.
 """
 
-import argparse
 import json
 import logging
 import sys
@@ -22,13 +21,12 @@ from rose.demo import frozenlake
 from rose.demo.figures import compute_figures
 from rose.demo.live import DemoPart, LiveView
 from rose.demo.plan import DemoOptions, DemoPlan
-from rose.demo.processes import ALLOWED_HARM, DEDICATED, ROLLOUT, SERVING, Machine
+from rose.demo.processes import ALLOWED_HARM, DEDICATED, ROLLOUT, SERVING, Machine, TrainingRun
 from rose.demo.records import UNDER_ROSE, DemoResult, PhaseName
 from rose.demo.report import print_summary, write_report
-from rose.demo.training import TrainingRun
 from rose.errors import ConfigError
 from rose.measure.environment import collect_env
-from rose.measure.figures import percentile, pooled_requests, to_json, tpots_s, ttfts_s
+from rose.measure.figures import LATENCIES, latency_s, pooled_requests, to_json
 from rose.measure.greedy import GreedyCheck
 from rose.measure.records import Window
 from rose.measure.rig import Rig
@@ -37,8 +35,6 @@ from rose.measure.windows import LEAD_S, RlSteps, WindowRunner, WindowSpec
 from rose.node.control import EngineControl
 from rose.node.signals import StopOnSignals
 from rose.types import GateMode, Role
-
-logger = logging.getLogger(__name__)
 
 ORDER = {
     PhaseName.SERVING_ALONE: "serving alone",
@@ -68,21 +64,12 @@ def run_demo(plan: DemoPlan, console: Console | None = None) -> DemoResult:
         return _Demo(plan, view, rig, stack).run()
 
 
-def _seconds(plan: DemoPlan, name: PhaseName) -> float:
-    durations = plan.durations
-    special = {
-        PhaseName.ROLLOUT_ALONE: durations.rollout_alone_s,
-        PhaseName.TRAINING: durations.training_s,
-    }
-    return special.get(name, durations.window_s)
-
-
 def _parts(plan: DemoPlan) -> list[DemoPart]:
     return [
         DemoPart("two tiny models are made", BESIDE_S["models"]),
         DemoPart("a pool, a relay, a router, a trainer and three engines start", BESIDE_S["start"]),
         DemoPart("the rollout engine's step times are profiled", BESIDE_S["profile"]),
-        *(DemoPart(title, LEAD_S + _seconds(plan, name)) for name, title in ORDER.items()),
+        *(DemoPart(title, LEAD_S + plan.durations.of(name)) for name, title in ORDER.items()),
         DemoPart("stock vLLM answers the same prompts", BESIDE_S["stock"]),
     ]
 
@@ -114,12 +101,7 @@ class _Demo:
         self._rig.model(Role.SERVING)
         self._view.begin()
         self._machine = Machine(self._plan, self._rig)
-        self._training = TrainingRun(
-            self._rig,
-            self._machine,
-            seconds=self._plan.durations.training_s + LEAD_S,
-            seed=self._plan.options.seed,
-        )
+        self._training = TrainingRun(self._rig, self._machine, self._plan.options.seed)
         self._engines = self._machine.wait()
         self._view.begin()
         self._engines[ROLLOUT].profile()
@@ -135,7 +117,7 @@ class _Demo:
         spec = WindowSpec(
             name=name,
             index=0,
-            duration_s=_seconds(self._plan, name),
+            duration_s=self._plan.durations.of(name),
             has_serving=name is not PhaseName.ROLLOUT_ALONE,
             rollout_url=None if is_training or name is PhaseName.SERVING_ALONE else rollout.url,
             repeats=self._plan.durations.training_windows if is_training else 1,
@@ -151,7 +133,7 @@ class _Demo:
 
     def _train(self, runner: WindowRunner, spec: WindowSpec) -> Window:
         """The whole loop: trainer, router, both rollout engines, weight updates, beside the replay."""
-        with self._machine.training(self._training.pid):
+        with self._machine.training(self._training):
             self._training.begin()
             window = runner.run(spec, self._tick, lambda until_s: self._training.wait(until_s, self._tick))
         self._training.stop()
@@ -166,8 +148,8 @@ class _Demo:
         if self._watch.samples:
             last = self._watch.samples[-1]
             state.append(f"slabs: serving {last.serving}, rollout {last.rollout}, free {last.free}")
-        if events := self._training.events():
-            state.append(f"reward {events[-1]['reward_mean']:.2f} after {len(events)} steps")
+        if steps := self._training.steps:
+            state.append(f"reward {steps[-1].reward_mean:.2f} after {len(steps)} steps")
         self._view.update(" | ".join(state))
 
     def _result(self, compared: int, equal: int) -> DemoResult:
@@ -175,19 +157,15 @@ class _Demo:
         rows.sort(key=lambda row: row["t_s"])
         path = self._plan.options.out_dir / "slabs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        num_checksums, mismatches = self._training.checksums()
         trace = self._plan.traffic.trace
         return DemoResult(
             is_quick=self._plan.options.quick,
             phases=tuple(self._phases),
-            rewards=self._training.rewards(),
-            syncs=self._training.syncs(),
+            steps=self._training.steps,
             slab_samples=tuple(self._watch.samples),
             slab_events=tuple(self._watch.events),
             greedy_compared=compared,
             greedy_equal=equal,
-            checksums_compared=num_checksums,
-            checksum_mismatches=mismatches,
             wall_s=self._view.elapsed_s,
             notes=(
                 f"gate: rollouts only while serving is idle, --allow-harm {ALLOWED_HARM}",
@@ -209,10 +187,8 @@ def _gate(mode: GateMode, *engines: EngineControl) -> Iterator[None]:
 
 def _said(window: Window) -> str:
     """What a phase came to, in a line."""
-    parts = []
-    for name, seconds in (("TTFT", ttfts_s(window.requests)), ("TPOT", tpots_s(window.requests))):
-        if (p99 := percentile(seconds, 99)) is not None:
-            parts.append(f"{name} P99 {p99 * 1e3:.0f} ms")
+    p99s = ((name, latency_s(window.requests, name, 99)) for name in LATENCIES)
+    parts = [f"{name.upper()} P99 {1e3 * seconds:.0f} ms" for name, seconds in p99s if seconds is not None]
     if window.rollout_tokens:
         parts.append(f"{window.rollout_tokens / window.duration_s:,.0f} rollout tokens/s")
     return f"  {', '.join(parts)}"
@@ -244,7 +220,7 @@ def _parse(argv: Sequence[str]) -> DemoOptions:
         default="auto",
         help="what carries the weights; auto: Mooncake where it is installed (default: %(default)s)",
     )
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if args.trace is not None and not args.trace.is_file():
         raise ConfigError(f"--trace {args.trace}: no such file")
     out = args.out if args.out is not None else Path(f"rose-demo-{datetime.now():%Y%m%d-%H%M%S}")

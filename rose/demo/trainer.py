@@ -1,25 +1,23 @@
 """The demo's RL trainer, a process of its own: TRL's GRPO on multi-turn FrozenLake, by router and relay.
 
-Owns: the tokens of a trajectory, what happens around an optimizer step, the training settings. Promises: the
-ids sent in a turn are exactly prompt + completion so far, never re-tokenized, so that a worker's prefix cache
-always matches; a generated token is masked 1, a token of the environment 0; float32 master weights, published
-as bfloat16, the first version before the first rollout and each step's before the next; one JSON line per
-step; SIGTERM, SIGINT and the time limit end it with status 0. Never generates a token itself.
+Owns the tokens of a trajectory and the training settings. Promises that the ids sent in a turn are exactly
+prompt + completion so far, never tokenized again, so that a worker's prefix cache always matches; that a
+generated token is masked 1 and a token of the environment 0; that both rollout engines run a step's weights
+before the next rollout; and a line of JSON per step (rose.demo.records.TrainingStep). It trains in float32
+and publishes bfloat16. A stop signal ends it with status 0. Never generates a token itself.
 """
 
-import argparse
 import asyncio
 import json
-import logging
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,22 +26,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
-    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from rose.arguments import CommandParser, run_command
 from rose.config import Settings
-from rose.demo.frozenlake import LEVELS, FrozenLakeGame
-from rose.errors import RoseError
+from rose.demo.frozenlake import STARTS, FrozenLakeGame
+from rose.demo.records import TrainingStep
+from rose.trainers.publishing import PublishWeights
 from rose.trainers.router import Announce, router_announcer
 from rose.trainers.turns import RouterTurns
-from rose.transfer.format.manifest import worker_name
 from rose.transfer.publish.publisher import WeightPublisher
-
-logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 2e-3
 GROUP_SIZE = 8
@@ -53,9 +49,6 @@ went from a mean reward near 0.02 to 0.34-0.91 in 40 steps (mean of the last fiv
 SAMPLING = {"max_tokens": 4, "temperature": 1.0}
 ACK_TIMEOUT_S = 600.0
 _START_POLL_S = 0.1
-
-Publish = Callable[[], dict[str, Any]]
-"""Makes the trained weights the rollout workers' weights; returns what to log about it."""
 
 
 @dataclass(slots=True)
@@ -75,12 +68,8 @@ class Trajectory:
         self.env_mask += [int(logprobs is not None)] * len(token_ids)
 
 
-class StopTraining(Exception):
-    """Ends the run from within a rollout, after a request to stop."""
-
-
 class FrozenLakeRollouts:
-    """TRL's ``rollout_func``: plays a batch of games concurrently. Lives in the trainer's main thread."""
+    """TRL's ``rollout_func``: plays a batch of games at once. Lives in the trainer's main thread."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, turns: RouterTurns, announce: Announce, seed: int
@@ -89,54 +78,30 @@ class FrozenLakeRollouts:
         self._turns = turns
         self._announce = announce
         self._seed = seed
-        self._levels = {level.name: level for level in LEVELS}
         self._runner = asyncio.Runner()
-        self._playing: asyncio.Task[Any] | None = None
-        self.is_stopping = False
         self.batch: list[Trajectory] = []
-        self.started_s = self.finished_s = 0.0
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         """TRL's contract: ids, logprobs and mask per prompt; other keys reach the reward function."""
-        if self.is_stopping:
-            raise StopTraining
         step = trainer.state.global_step + 1
-        self.started_s = time.monotonic()
         self._announce(step)
-        try:
-            self.batch = self._runner.run(self._play_all(prompts, step))
-        except asyncio.CancelledError as error:
-            raise StopTraining from error
-        self.finished_s = time.monotonic()
+        self.batch = self._runner.run(self._play_all(prompts, step))
         keys = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
         columns = {key: [getattr(each, key) for each in self.batch] for key in keys}
         return {**columns, "game_reward": [each.game.reward for each in self.batch]}
 
-    def stop(self) -> None:
-        """Cancels the rollout in flight, and refuses the next; may be called from a signal handler."""
-        self.is_stopping = True
-        if self._playing is not None:
-            self._runner.get_loop().call_soon_threadsafe(self._playing.cancel)
-
     def close(self) -> None:
-        """Closes the event loop and what lives in it."""
+        """Closes the connections, and the event loop with the turns that are in flight."""
         self._runner.run(self._turns.close())
         self._runner.close()
 
-    async def _play_all(self, prompts: list[str], step: int) -> list[Trajectory]:
-        self._playing = asyncio.current_task()
-        names = [f"rl-{self._seed}-{step}-{index}" for index in range(len(prompts))]
-        tasks = [asyncio.create_task(self._play(*each)) for each in zip(prompts, names, strict=True)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            self._playing = None
-            for task in tasks:
-                task.cancel()
+    async def _play_all(self, starts: list[str], step: int) -> list[Trajectory]:
+        names = (f"rl-{self._seed}-{step}-{index}" for index in range(len(starts)))
+        return await asyncio.gather(*map(self._play, starts, names))
 
-    async def _play(self, level_name: str, session: str) -> Trajectory:
+    async def _play(self, start: str, session: str) -> Trajectory:
         """Plays a game to its end, one completion per turn."""
-        game = FrozenLakeGame(self._levels[level_name])
+        game = FrozenLakeGame(start)
         trajectory = Trajectory(game, self._encode(game.opening()))
         while not game.is_done:
             context = [*trajectory.prompt_ids, *trajectory.completion_ids]
@@ -149,55 +114,38 @@ class FrozenLakeRollouts:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-class StepLog(TrainerCallback):
-    """After each optimizer step: publish, write the step's line, see whether to go on."""
+class LoggedPublishes(PublishWeights):
+    """Publishes after each optimizer step, and then appends the step's line to ``log``."""
 
     def __init__(
-        self, rollouts: FrozenLakeRollouts, events: Path, publish: Publish, deadline_s: float
+        self, publisher: WeightPublisher, num_workers: int, rollouts: FrozenLakeRollouts, log: Path
     ) -> None:
+        super().__init__(publisher, num_workers, ACK_TIMEOUT_S)
         self._rollouts = rollouts
-        self._events = events
-        self._publish = publish
-        self._deadline_s = deadline_s
+        self._log = log
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Called by transformers in the training thread; ``t_s`` is CLOCK_MONOTONIC after the publish."""
-        trained_s = time.monotonic()
-        published = self._publish()
-        rollouts, batch = self._rollouts, self._rollouts.batch
-        line = {
-            "step": state.global_step,
-            "t_s": time.monotonic(),
-            "reward_mean": fmean(each.game.reward for each in batch),
-            "success_rate": fmean(each.game.is_success for each in batch),
-            "rollout_s": rollouts.finished_s - rollouts.started_s,
-            "train_s": trained_s - rollouts.finished_s,
-            "publish_s": time.monotonic() - trained_s,
-            "publish": published,
-            "tokens": sum(sum(each.env_mask) for each in batch),
-            "turns": sum(each.game.num_turns for each in batch),
-        }
-        with self._events.open("a") as events:
-            events.write(json.dumps(line) + "\n")
-        if rollouts.is_stopping or time.monotonic() >= self._deadline_s:
-            control.should_training_stop = True
-        return control
-
-
-def acknowledged(publisher: WeightPublisher, worker_urls: Sequence[str]) -> Publish:
-    """Returns a function that publishes, then waits until every worker runs the new weights."""
-    workers = [worker_name(url) for url in worker_urls]
-
-    def publish() -> dict[str, Any]:
-        report = publisher.publish()
-        publisher.wait_acked(report.version, workers, ACK_TIMEOUT_S)
-        acks = publisher.acks()
-        hashes = {worker: acks[worker].state_hash for worker in workers}
-        return {**asdict(report), "version": str(report.version), "engine_state_hashes": hashes}
-
-    return publish
+    ) -> None:
+        """transformers calls this in the training thread. Raises: RelayError, WorkerError."""
+        super().on_step_end(args, state, control, **kwargs)
+        report, batch = self.report, self._rollouts.batch
+        assert report is not None
+        step = TrainingStep(
+            step=state.global_step,
+            reward_mean=fmean(each.game.reward for each in batch),
+            success_share=fmean(each.game.is_success for each in batch),
+            num_tokens=sum(sum(each.env_mask) for each in batch),
+            version=str(report.version),
+            num_changed=report.num_changed,
+            wire_bytes=report.wire_bytes,
+            coo_bytes=report.coo_bytes,
+            dense_bytes=report.dense_bytes,
+            state_hash=report.state_hash,
+            engine_hashes=[ack.state_hash for ack in self._publisher.acks().values()],
+        )
+        with self._log.open("a") as log:
+            log.write(json.dumps(asdict(step)) + "\n")
 
 
 def game_reward(game_reward: list[float], **_: Any) -> list[float]:
@@ -205,14 +153,14 @@ def game_reward(game_reward: list[float], **_: Any) -> list[float]:
     return game_reward
 
 
-def _grpo_config(args: argparse.Namespace, output_dir: str) -> GRPOConfig:
+def _grpo_config(seed: int, max_steps: int, output_dir: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=output_dir,
-        seed=args.seed,
-        max_steps=args.steps,
+        seed=seed,
+        max_steps=max_steps,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
-        per_device_train_batch_size=GROUP_SIZE * len(LEVELS),
+        per_device_train_batch_size=GROUP_SIZE * len(STARTS),
         num_generations=GROUP_SIZE,
         max_completion_length=512,
         beta=0.0,
@@ -227,75 +175,53 @@ def _grpo_config(args: argparse.Namespace, output_dir: str) -> GRPOConfig:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rose.demo.trainer", description="GRPO on FrozenLake.")
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "python -m rose.demo.trainer",
+        "Trains with GRPO on FrozenLake until it is stopped.",
+        "python -m rose.demo.trainer --model DIR --router URL --relay URL --run-id demo --log training.jsonl",
+    )
     parser.add_argument("--model", required=True, type=Path, help="checkpoint to start from")
     parser.add_argument("--router", required=True, help="the router's URL")
     parser.add_argument("--relay", required=True, help="where weights go, e.g. embedded://127.0.0.1:8200")
     parser.add_argument("--run-id", required=True, help="name of this run in the relay")
-    parser.add_argument("--worker", action="append", default=[], help="URL of a worker whose ack is awaited")
-    parser.add_argument("--events", required=True, type=Path, help="one JSON line per step is appended here")
+    parser.add_argument("--num-workers", type=int, default=0, help="engines that must run each version")
+    parser.add_argument("--log", required=True, type=Path, help="one JSON line per step is appended here")
     parser.add_argument("--start-file", type=Path, help="load everything now, begin once this file exists")
     parser.add_argument("--steps", type=int, default=10_000, help="steps to train (default: %(default)s)")
-    parser.add_argument(
-        "--time-limit-s", type=float, default=300.0, help="seconds after which it ends (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     return parser
 
 
-def _train(args: argparse.Namespace, stack: ExitStack) -> None:
-    """Trains until ``--steps``, the time limit or a signal, whichever comes first."""
+def main(argv: Sequence[str]) -> int:
+    """Trains for ``--steps`` steps; status 0. Raises: RoseError."""
+    args = _parser().parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    publisher = WeightPublisher(model, args.relay, args.run_id)
-    stack.callback(publisher.close)
-    admin_key = Settings.from_environment().admin_key
-    announce = router_announcer(args.router, admin_key, lambda: publisher.version)
-    rollouts = FrozenLakeRollouts(tokenizer, RouterTurns(args.router, "rollout"), announce, args.seed)
-    stack.callback(rollouts.close)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        stack.callback(signal.signal, number, signal.signal(number, lambda *_: rollouts.stop()))
-    while args.start_file is not None and not args.start_file.exists():
-        if rollouts.is_stopping:
-            return
-        time.sleep(_START_POLL_S)
-    publish = acknowledged(publisher, args.worker)
-    logger.info("first publish: %s", json.dumps(publish()))
-    scratch_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-trainer-"))
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        args=_grpo_config(args, scratch_dir),
-        train_dataset=Dataset.from_dict({"prompt": [level.name for level in LEVELS]}),
-        reward_funcs=game_reward,
-        rollout_func=rollouts,
-        callbacks=[StepLog(rollouts, args.events, publish, time.monotonic() + args.time_limit_s)],
-    )
-    try:
+    with ExitStack() as stack:
+        publisher = WeightPublisher(model, args.relay, args.run_id)
+        stack.callback(publisher.close)
+        admin_key = Settings.from_environment().admin_key
+        announce = router_announcer(args.router, admin_key, lambda: publisher.version)
+        rollouts = FrozenLakeRollouts(tokenizer, RouterTurns(args.router, "rollout"), announce, args.seed)
+        stack.callback(rollouts.close)
+        scratch_dir = stack.enter_context(TemporaryDirectory(prefix="rose-trainer-"))
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            args=_grpo_config(args.seed, args.steps, scratch_dir),
+            train_dataset=Dataset.from_dict({"prompt": list(STARTS)}),
+            reward_funcs=game_reward,
+            rollout_func=rollouts,
+            callbacks=[LoggedPublishes(publisher, args.num_workers, rollouts, args.log)],
+        )
+        while args.start_file is not None and not args.start_file.exists():
+            time.sleep(_START_POLL_S)
         trainer.train()
-    except StopTraining:
-        logger.info("stopped step=%d", trainer.state.global_step)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; status 0 when trained or stopped, 1 when the world failed."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each turn
-    torch.set_num_threads(1)  # the serving engine needs the other cores
-    try:
-        with redirect_stdout(sys.stderr), ExitStack() as stack:  # transformers prints its metrics
-            _train(args, stack)
-    except RoseError as error:
-        print(f"rose.demo.trainer: {error}", file=sys.stderr)
-        return 1
     return 0
 
 
 if __name__ == "__main__":
-    # Before the first step and after the last, a stop signal ends it at once, and is no failure.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    sys.exit(main())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    sys.exit(run_command("demo trainer", main, sys.argv[1:]))

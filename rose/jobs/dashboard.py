@@ -50,6 +50,6 @@ class DashboardProcess:
             logger.warning("can't start the dashboard error=%s", error)
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         if self._process is not None:
             self._process.stop(1.0)

@@ -52,7 +52,7 @@ DEVICE = "device"
 POLL_S = 0.05
 LEASE_S = 60.0
 """Permits need a lease, but nothing depends on it here: the job's process shows whether the job lives."""
-STAGES = {Phase.ROLLOUT: ROLLOUT, Phase.TRAIN: TRAIN}
+PHASES = {Phase.ROLLOUT: ROLLOUT, Phase.TRAIN: TRAIN}
 
 
 class PairRun:
@@ -98,7 +98,7 @@ class PairRun:
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds from the first permit to the last completed iteration."""
+        """Returns the seconds from the first permit to the last completed iteration."""
         ends = [at_s for side in self.sides for at_s in side.done_s]
         return max(ends) - self.began_s if ends and self.began_s is not None else 0.0
 
@@ -182,7 +182,7 @@ class PairRun:
             case Request():
                 side.waiting = call
                 self.meter.asked(call.job, call.phase, now)
-                pairing.asks(index, STAGES[call.phase], now)
+                pairing.asks(index, PHASES[call.phase], now)
                 return  # the permit will be the answer
             case Release():
                 side.holds = None

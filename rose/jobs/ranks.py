@@ -102,7 +102,7 @@ class LocalAttempt:
 
     @property
     def pid(self) -> int | None:
-        """The first process's pid, which leads its session; None if none was started."""
+        """Returns the first process's pid, which leads its session; None if none was started."""
         return self._processes[0].pid if self._processes else None
 
     @property
@@ -190,7 +190,7 @@ def write_job_file(
 
 
 def argv_of(spec: RunSpec) -> list[str]:
-    """The command of each process, with a Ray of its own before it if the job asks for one."""
+    """Returns the command of each process, with a Ray of its own before it if the job asks for one."""
     if spec.ray is None:
         return list(spec.command)
     options = spec.ray.model_dump(exclude_none=True)

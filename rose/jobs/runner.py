@@ -76,7 +76,7 @@ class Engine(Protocol):
         """Starts an attempt, once nothing of ``before`` runs any more. Does not wait for long."""
 
     def forget(self, job: str) -> None:
-        """The job is over, or leaves its group: frees its host memory, its files and its nodes."""
+        """Frees the host memory, the files and the nodes of a job that is over or leaves its group."""
 
     def news(self, running: Mapping[str, int]) -> Sequence[Callable[[int], Call]]:
         """Returns what the scheduler should know since the last call, as calls that lack their number."""
@@ -121,7 +121,7 @@ class Runner:
             self._client.tell(news(self._client.next_seq()))
 
     def pid_of(self, job: str) -> int | None:
-        """The pid of the job's first process; None if the job does not run here."""
+        """Returns the pid of the job's first process; None if the job does not run here."""
         running = self._running.get(job)
         return running.attempt.pid if running and isinstance(running.attempt, LocalAttempt) else None
 

@@ -63,7 +63,7 @@ class ScheduledNode:
 
     @property
     def scheduler_pid(self) -> int:
-        """The pid of the present scheduler."""
+        """Returns the pid of the present scheduler."""
         return self._scheduler.pid
 
     def check(self) -> None:
@@ -156,12 +156,12 @@ def _engine(cluster: ServeSpec, channel: str, folder: Path, settings: Settings) 
 
 
 def cache_root(settings: Settings, channel: str) -> Path:
-    """The folder of cached state, by channel: two schedulers may have jobs of the same name."""
+    """Returns the folder of cached state, by channel: two schedulers may have jobs of the same name."""
     return settings.staging_root / "jobs" / f"{zlib.crc32(channel.encode()):08x}"
 
 
 def joined(channel: str) -> ClientSide:
-    """A runner's end of the channel."""
+    """Returns a runner's end of the channel."""
     return ChannelUrl.parse(channel).join(f"runner:{os.uname().nodename}")
 
 
@@ -183,7 +183,7 @@ def _parser(settings: Settings) -> CommandParser:
 
 
 def add_folder_and_page(parser: CommandParser, settings: Settings) -> None:
-    """Adds what every command that runs jobs takes."""
+    """Adds the flags of every command that runs jobs."""
     parser.add_argument(
         "--folder",
         type=Path,

@@ -125,7 +125,7 @@ class _Run:
 
 
 def resident_bytes(leader_pid: int) -> int:
-    """The resident memory of all processes of a group; shared pages count in each of them."""
+    """Returns the resident memory of all processes of a group; shared pages count in each of them."""
     num_pages = 0
     for pid in group_members(leader_pid):
         try:
@@ -136,7 +136,7 @@ def resident_bytes(leader_pid: int) -> int:
 
 
 def _end_of(path: str, kept: Path) -> str:
-    """The last lines of a job's log, under the path at which it is kept."""
+    """Returns the last lines of a job's log, under the path at which it is kept."""
     log = Path(path)
     if not log.exists():
         return ""

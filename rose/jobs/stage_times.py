@@ -134,7 +134,7 @@ def measure(
 ) -> list[StageSamples]:
     """Times each stage at each length, after one pass to warm up.
 
-    Forward passes as serving runs them, without gradients; backward passes of the language-model loss.
+    Forward passes run without gradients, as in serving. Backward passes begin at the language-model loss.
     Raises: ConfigError if the model has fewer layers than stages.
     """
     borders = _Borders(model, num_stages)
@@ -170,7 +170,7 @@ class _Borders:
             hook.remove()
 
     def sample(self, length: int, *, keeps: bool) -> None:
-        """One forward pass without gradients, and one with them and backward."""
+        """Runs one forward pass without gradients, and one with them and backward."""
         import torch
 
         parameter = next(self._model.parameters())
@@ -224,7 +224,7 @@ def _gaps(stamps: Sequence[float]) -> list[float]:
 
 
 def _layers(model: "torch.nn.Module") -> "torch.nn.ModuleList":
-    """The decoder's layers: the longest list of modules."""
+    """Returns the decoder's layers: the longest list of modules."""
     import torch
 
     lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
@@ -243,7 +243,7 @@ def _layer_counts(model: "torch.nn.Module", num_stages: int) -> list[int]:
 
 
 def _kv_bytes(model: Any) -> int:
-    """Bytes of a token's keys and values in one layer."""
+    """Returns the bytes of a token's keys and values in one layer."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -251,7 +251,7 @@ def _kv_bytes(model: Any) -> int:
 
 
 def _free_bytes(model: Any, device: "torch.device", num_stages: int) -> int:
-    """A stage's memory beside its share of weights, gradients and Adam's states.
+    """Returns a stage's memory beside its share of weights, gradients and Adam's states.
 
     Each stage has a CUDA device of this one's size; stages on the CPU share the host's memory.
     """
@@ -279,7 +279,7 @@ def _fitted(samples: dict[int, list[float]]) -> PassCost:
 
 
 def _error(cost: PassCost, samples: dict[int, list[float]]) -> float:
-    """The median over the lengths of the fit's relative error."""
+    """Returns the median over the lengths of the fit's relative error."""
     medians = {length: statistics.median(each) for length, each in samples.items()}
     return statistics.median(
         abs(cost.seconds(length, length**2) / seconds - 1) for length, seconds in medians.items()

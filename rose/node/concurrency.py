@@ -1,8 +1,8 @@
-"""How many rollouts an engine should run at once, measured ahead of time (ROSE Appendix A).
+"""Measures ahead of time how many rollouts an engine should run at once (ROSE Appendix A).
 
 The measurement goes through the engine's own front end. Prompts are in the prefix cache before the clock
-starts, as a turn's is in production. Where they don't all fit, that is the very pressure which the cap has to
-avoid.
+starts, as a turn's is in production. If they don't all fit, turns evict each other's prefixes, which the cap
+has to avoid.
 """
 
 import random

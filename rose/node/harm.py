@@ -1,4 +1,4 @@
-"""`rose harm`: what serving had, what it has beside rollouts, and what rollouts earned.
+"""`rose harm` shows serving's latencies with rollouts and without, and what rollouts earned.
 
 Prints one screen per serving engine, measured on its own traffic, and changes nothing on it.
 """
@@ -69,7 +69,7 @@ def _read_all(named: Sequence[str], settings: Settings) -> tuple[dict[str, HarmH
 
 
 def harm_page(url: str, report: HarmHistory, *, all_hours: bool = False) -> RenderableType:
-    """One engine: its latencies in the present hour with rollouts and without, what rollouts earned, a
+    """Shows one engine: its latencies in the present hour with rollouts and without, what rollouts earned, a
     sentence that says what it means, and the hours before; ``all_hours`` adds the tenants of each."""
     now, *earlier = report.hours
     title = f"rose harm {url}: this hour, {_duration(now.seconds)}, gate {now.gate}"
@@ -142,7 +142,7 @@ def _time_table(rows: Sequence[tuple[str, HarmWindow | None]]) -> Table:
 
 
 def _tenants_table(window: HarmWindow) -> Table:
-    """Two rows per tenant: of its P50 and of its P99."""
+    """Returns two rows per tenant: one of its P50, and one of its P99."""
     table = _table(("tenant", "requests", "", "TTFT", "", "TPOT", ""))
     for tenant, one in window.tenants.items():
         for percent in (50, 99):
@@ -163,7 +163,7 @@ def _table(columns: Sequence[str]) -> Table:
 
 
 def harm_line(report: HarmStatus) -> str:
-    """The short form of the report, for `rose top`."""
+    """Returns the short form of the report, for `rose top`."""
     parts, window = [], report.hour
     if window is not None:
         for name in ("ttft_p99", "tpot_p99"):

@@ -55,7 +55,7 @@ def engine_process(
     return ServerProcess(argv, engine.name, log_path, env=env, cpus=engine.cpus)
 
 
-def check_exposure(engine: EngineConfig) -> None:
+def check_engine_exposure(engine: EngineConfig) -> None:
     """Raises: ConfigError if others than this machine would reach the engine without keys."""
     if (host := engine.listens_on) is None:
         return

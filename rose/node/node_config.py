@@ -110,19 +110,19 @@ class EngineConfig(EngineSettings):
 
     @property
     def listens_on(self) -> str | None:
-        """The host that vLLM listens on; None for a Unix socket."""
+        """Returns the host that vLLM listens on; None for a Unix socket."""
         if self.vllm_flag("--uds") is not None:
             return None
         return self.vllm_flag("--host") or self.host
 
     @property
     def name(self) -> str:
-        """Its name in logs."""
+        """Returns its name in logs."""
         return f"{self.role}-{self.port}"
 
     @property
     def url(self) -> str:
-        """Where it answers HTTP on this host, or HTTPS if vLLM has a certificate."""
+        """Returns where it answers HTTP on this host, or HTTPS if vLLM has a certificate."""
         scheme = "http" if self.vllm_flag("--ssl-certfile") is None else "https"
         return f"{scheme}://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from rose.admission.board_snapshot import BoardSnapshot, snapshot
 from rose.config import Settings
 from rose.errors import BoardError, PoolError
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.pool.pool import PoolClient
 from rose.node.fitted_table import FittedTable
 from rose.types import Role
@@ -53,7 +53,10 @@ def _sample(socket: Path, settings: Settings) -> PoolSample:
 def _cells(client: PoolClient) -> tuple[str, ...]:
     ledger, policy = client.ledger, client.ledger.policy
     held = (ledger.num_held(role) for role in Role)
-    counts = (ledger.count(word, 0) for word in (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES))
+    counts = (
+        ledger.count(word, 0)
+        for word in (LedgerWord.CUTS, LedgerWord.RECLAIMED_REQUESTS, LedgerWord.EXPIRED_LEASES)
+    )
     slabs = (client.num_slabs, ledger.num_free, *held, ledger.num_draining)
     budget = (policy.rollout_budget_slabs, policy.pressure.name.lower())
     return tuple(str(each) for each in (*slabs, *budget, *counts))

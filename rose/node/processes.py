@@ -1,9 +1,9 @@
-"""Server processes under one supervisor: start, wait until ready, stop, and never leave one behind.
+"""Starts server processes under one supervisor, waits until they are ready, and stops them all.
 
 Owns: the child processes that it started, each leader of its own session, and their log files.
 Promises: ``stop`` ends the server and everything it spawned; when the supervisor itself dies in any way, a
 watcher process does the same (watcher.py). A server that fails to come up raises with the tail of its log.
-Never: restarts anything, and never signals a process that it didn't start.
+Never restarts anything, and never signals a process that it didn't start.
 """
 
 import http.client
@@ -61,14 +61,14 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The server's pid, which is also its process group and session."""
+        """Returns the server's pid, which is also its process group and session."""
         if self._process is None:
             raise ValueError(f"{self.name} was not started")
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; else its exit status, -N for signal N."""
+        """Returns its exit status, -N for signal N; None while it runs."""
         if self._exit_status is None and self._process is not None:
             # WNOWAIT keeps the zombie, so its pid (and group id) can't be reused before stop().
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -78,7 +78,7 @@ class ServerProcess:
         return self._exit_status
 
     def is_alive(self) -> bool:
-        """True from ``start`` until the process has ended."""
+        """Whether the process was started and has not ended."""
         return self._process is not None and self.exit_status is None
 
     def start(self) -> Self:
@@ -115,7 +115,7 @@ class ServerProcess:
         self.wait_until(lambda: answers_ok(url), url, timeout_s)
 
     def wait_until(self, is_ready: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Returns once ``is_ready()``; raises like ``wait_ready``, naming ``what``."""
+        """Returns once ``is_ready()`` is true; raises like ``wait_ready``, naming ``what``."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive():
             if is_ready():
@@ -128,7 +128,7 @@ class ServerProcess:
         )
 
     def wait(self, timeout_s: float) -> int | None:
-        """Waits for the process to end by itself; its exit status, or None if it still runs."""
+        """Waits for the process to end by itself. Returns its exit status, or None if it still runs."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and time.monotonic() < deadline:
             time.sleep(min(POLL_S, timeout_s))
@@ -140,7 +140,7 @@ class ServerProcess:
             os.kill(self.pid, signum)
 
     def stop(self, grace_s: float = GRACE_S) -> int | None:
-        """SIGTERM, then SIGKILL to the whole group; returns the exit status. May be called again.
+        """Sends SIGTERM, then SIGKILL to the whole group. Returns the exit status; may be called again.
 
         Nothing of the group runs any more when it returns: what they used is free for others.
         """
@@ -162,7 +162,7 @@ class ServerProcess:
         return self._exit_status
 
     def log_tail(self, num_lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of the log, or an empty string when it writes to the terminal."""
+        """Returns the last lines of the log, or an empty string when it writes to the terminal."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         lines = self.log_path.read_text(errors="replace").splitlines()
@@ -197,7 +197,7 @@ class ProcessGroup:
         return server.start()
 
     def dead(self) -> list[ServerProcess]:
-        """The servers that have ended without being stopped."""
+        """Returns the servers that have ended without being stopped."""
         return [server for server in self._servers if not server.is_alive()]
 
     def stop(self, grace_s: float = GRACE_S) -> None:
@@ -217,7 +217,7 @@ class ProcessGroup:
 
 
 def _pinning(cpus: Iterable[int] | None, nice: int) -> list[str]:
-    """The command prefix that pins and nices a process before its first thread exists."""
+    """Returns the command prefix that pins and nices a process before its first thread exists."""
     prefix = []
     if cpus is not None:
         wanted = sorted(set(cpus))
@@ -231,7 +231,7 @@ def _pinning(cpus: Iterable[int] | None, nice: int) -> list[str]:
 
 
 def answers_ok(url: str) -> bool:
-    """One GET without proxies: the servers are on this host."""
+    """Whether the URL answers 200, asked without proxies: the servers are on this host."""
     parts = urlsplit(url)
     host = parts.hostname or "127.0.0.1"
     connection = http.client.HTTPConnection(host, parts.port, timeout=5.0)

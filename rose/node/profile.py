@@ -3,7 +3,7 @@ rollouts it should run at once, for the router.
 
 Owns: the flags and the life of the engine that is measured. Promises: the engine has no pool and no
 co-runner, and is stopped also on an error; the profile is stored where `rose serve` looks for it.
-Never: fits anything itself: the engine measures its own steps (rose/engine/http/profiling.py).
+Never fits anything itself: the engine measures its own steps (rose/engine/http/profiling.py).
 """
 
 import logging
@@ -77,7 +77,7 @@ def _profile_steps(engine: EngineConfig, plot: Path | None, settings: Settings, 
 
 
 def draw(profile: Profile, path: Path, console: Console) -> None:
-    """One plot per profile, where matplotlib is installed."""
+    """Draws one plot per profile, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         console.print(f"no plot without {NO_MATPLOTLIB}", soft_wrap=True)
         return
@@ -106,7 +106,7 @@ def _profile_concurrency(
 def measure(
     engine: EngineConfig, settings: Settings, console: Console, ask: Callable[[EngineControl], Found]
 ) -> Found:
-    """Starts the engine, asks it, stops it. Raises: WorkerError with the end of its log."""
+    """Starts the engine, measures it and stops it. Raises: WorkerError with the end of its log."""
     log_path = settings.make_runtime_dir() / "logs" / f"profile-{engine.port}.log"
     server = launch.engine_process(engine, log_path)
     with (
@@ -123,7 +123,7 @@ def measure(
 
 
 def profile_page(model: Mapping[str, float]) -> Table:
-    """The step-time model in words; times in milliseconds, as operators read them."""
+    """Describes the step-time model in words; times are in milliseconds, as operators read them."""
     table = Table(title="time of one step", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("part")
     table.add_column("figure", justify="right")
@@ -142,7 +142,7 @@ def profile_page(model: Mapping[str, float]) -> Table:
 
 
 def concurrency_page(profile: ConcurrencyProfile) -> Table:
-    """Throughput by concurrent turns, and the cap."""
+    """Shows the throughput by concurrent turns, and the cap."""
     title = f"rollout throughput, {profile.context_tokens} tokens of context each"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("concurrent turns", "tokens/s", ""):
@@ -164,7 +164,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _served_name(engine: EngineConfig) -> str:
-    """What a completion has to call the model."""
+    """Returns what a completion has to call the model."""
     named = engine.vllm_flag("--served-model-name")
     return named if named is not None else engine.model
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rose.config import Section, Settings
-from rose.node.launch import check_exposure as check_engine_exposure
+from rose.node.launch import check_engine_exposure
 from rose.node.node_config import NodeConfig
 from rose.ports import check_exposure
 from rose.scheduler.rollout.router_config import RouterConfig, build_config

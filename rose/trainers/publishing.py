@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rose.errors import WorkerError
-from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 
 ACK_TIMEOUT_S = 60.0
 _ACK_POLL_S = 0.05
@@ -31,6 +31,8 @@ class PublishWeights(TrainerCallback):
         ack_timeout_s: float = ACK_TIMEOUT_S,
         every_s: float = 0.0,
     ) -> None:
+        self.report: SyncReport | None = None
+        """What the last publish sent; None until the first one."""
         self._publisher = publisher
         self._num_workers = num_workers
         self._ack_timeout_s = ack_timeout_s
@@ -62,7 +64,8 @@ class PublishWeights(TrainerCallback):
 
     def _publish(self) -> None:
         self._is_behind, self._due_s = False, time.monotonic() + self._every_s
-        number = self._publisher.publish().version.number
+        self.report = self._publisher.publish()
+        number = self.report.version.number
         deadline_s = time.monotonic() + self._ack_timeout_s
         while self._num_acked(number) < self._num_workers:
             if time.monotonic() >= deadline_s:

@@ -22,13 +22,13 @@ import torch
 from rose.errors import RoseError
 from rose.scheduler.runtime.job.cache import HostCache
 
-Part = torch.nn.Module | torch.optim.Optimizer | None
+TrainerPart = torch.nn.Module | torch.optim.Optimizer | None
 
 
 class TorchState:
     """Implements `rose.scheduler.runtime.job.cache.WorkingSet`."""
 
-    def __init__(self, parts: Callable[[], Iterable[Part]]) -> None:
+    def __init__(self, parts: Callable[[], Iterable[TrainerPart]]) -> None:
         """``parts`` is called at each offload, because a trainer makes its optimizer only when it first
         trains. Parts that don't exist yet are None."""
         self._parts = parts
@@ -66,7 +66,7 @@ class TorchState:
         return [_resizable(tensors) for tensors in sharing.values()]
 
 
-def _tensors(part: Part) -> Iterator[torch.Tensor]:
+def _tensors(part: TrainerPart) -> Iterator[torch.Tensor]:
     if isinstance(part, torch.nn.Module):
         for parameter in part.parameters():
             yield parameter

@@ -13,7 +13,7 @@ from rose.scheduler.gpu.progress import PipelineProgress
 from rose.scheduler.gpu.substages import Iteration, Steps, SubStageKind, iteration, substages
 
 ROLLOUT, TRAIN = 0, 1
-"""The stages of a running pipeline, for which it asks permits."""
+"""The phases of a running pipeline, for which it asks permits."""
 NUM_KEPT = 32
 """The most steps of one size that are kept. Their median is the time of such a step."""
 
@@ -38,7 +38,7 @@ class StepCosts:
 class Live:
     """One pipeline in progress, on one worker.
 
-    ``stage``: the stage that it runs or waits for; None between two stages. ``past``: the graph of its last
+    ``phase``: the phase that it runs or waits for; None between two phases. ``past``: the graph of its last
     iteration; None before the first, or if it reports no steps.
     """
 
@@ -46,7 +46,7 @@ class Live:
         self.past: Iteration | None = None
         self.num_done = 0
         self.began_s = 0.0
-        self.stage: int | None = None
+        self.phase: int | None = None
         self.holds = False
         self.is_over = False
         self._costs = StepCosts()
@@ -62,12 +62,12 @@ class Live:
     @property
     def is_ready(self) -> bool:
         """Whether it has work now."""
-        return self.stage is not None and not self.is_over
+        return self.phase is not None and not self.is_over
 
     @property
     def is_between(self) -> bool:
         """Whether it is between two iterations."""
-        return self._is_new and self.stage is None
+        return self._is_new and self.phase is None
 
     @property
     def kind(self) -> SubStageKind | None:
@@ -80,14 +80,14 @@ class Live:
     def ready(self) -> tuple[int, int | None, int]:
         """Returns which sub-stage of which iteration is ready. Decisions are due when this changes."""
         index = self._progress().workers[0].index if self.is_ready and self.past is not None else 0
-        return self.num_done, self.stage, index
+        return self.num_done, self.phase, index
 
     def upcoming(self) -> list[Next]:
         """Returns the sub-stages that are expected, by the last iteration's graph."""
         return self._progress().upcoming(0) if self.is_ready and self.past is not None else []
 
-    def asks(self, stage: int) -> None:
-        self.stage, self.holds, self._at = stage, False, None
+    def asks(self, phase: int) -> None:
+        self.phase, self.holds, self._at = phase, False, None
 
     def granted(self, now: float) -> None:
         self.holds, self._granted_s, self._was_alone = True, now, True
@@ -99,16 +99,16 @@ class Live:
         self._was_alone = self._is_alone = False
 
     def step(self, tokens: int, num_running: int, seconds: float, *, is_alone: bool) -> float | None:
-        """Notes a step, whose kind follows from the stage. Returns its time alone; None if that is
+        """Notes a step, whose kind follows from the phase. Returns its time alone; None if that is
         unknown."""
         steps = Steps(tokens=tokens, num_running=num_running, seconds=seconds)
-        kind = SubStageKind.TRAIN if self.stage == TRAIN else steps.kind
+        kind = SubStageKind.TRAIN if self.phase == TRAIN else steps.kind
         if is_alone:
             self._costs.learn(kind, tokens, seconds)
         alone_s = self._costs.seconds(kind, tokens)
         counted_s = alone_s if alone_s is not None else seconds
         self._at = None
-        if self.stage == TRAIN:
+        if self.phase == TRAIN:
             self._train_done_s += counted_s
         elif self._log and (self._log[-1].tokens, self._log[-1].num_running) == (tokens, num_running):
             last = self._log[-1]
@@ -119,10 +119,10 @@ class Live:
         return alone_s
 
     def released(self, now: float) -> None:
-        """Notes the end of the stage."""
-        if self.stage == TRAIN and (self._was_alone or self._train_s is None):
+        """Notes the end of the phase."""
+        if self.phase == TRAIN and (self._was_alone or self._train_s is None):
             self._train_s = now - self._granted_s
-        self.stage, self.holds, self._at = None, False, None
+        self.phase, self.holds, self._at = None, False, None
 
     def completed(self, now: float) -> float:
         """Returns the seconds that the iteration takes alone; 0 if that is unknown."""
@@ -140,15 +140,15 @@ class Live:
 
     def ended(self) -> None:
         """Notes the end of its process."""
-        self.is_over, self.stage, self.holds = True, None, False
+        self.is_over, self.phase, self.holds = True, None, False
 
     def _progress(self) -> PipelineProgress:
         if self._at is None:
-            assert self.past is not None and self.stage is not None
+            assert self.past is not None and self.phase is not None
             self._at = PipelineProgress(graphs=(self.past, self.past))
-            self._at.enter(self.stage)
+            self._at.enter(self.phase)
             [at] = self._at.workers
-            if self.stage == TRAIN:
+            if self.phase == TRAIN:
                 at.done_s = self._train_done_s
             elif self._log:
                 at.chain = substages(self._log)

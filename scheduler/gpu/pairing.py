@@ -103,13 +103,13 @@ class Pairing:
             return None
         return self._alone_s / (self._until_s - self._since_s)
 
-    def asks(self, index: int, stage: int, now: float) -> None:
-        """A pipeline asks for a stage. It may begin when it has a share."""
-        self.pipelines[index].asks(stage)
+    def asks(self, index: int, phase: int, now: float) -> None:
+        """A pipeline asks for a phase. It may begin when it has a share."""
+        self.pipelines[index].asks(phase)
         self._decide(now)
 
     def granted(self, index: int, now: float) -> None:
-        """The executor has let a pipeline begin its stage."""
+        """The executor has let a pipeline begin its phase."""
         live = self.pipelines[index]
         live.granted(now)
         if not self._is_alone(index):
@@ -138,7 +138,7 @@ class Pairing:
         self._decide(now)
 
     def released(self, index: int, now: float) -> None:
-        """A pipeline's stage is over."""
+        """A pipeline's phase is over."""
         self.pipelines[index].released(now)
         self._decide(now)
 

@@ -21,7 +21,7 @@ MIN_GAIN = 1.02
 
 
 class Multiplexing(LookAhead):
-    """The shipped policy: looks ahead, merges tails, and balances elastic stages."""
+    """The shipped policy: looks ahead, merges tails, and balances elastic phases."""
 
     def __init__(
         self,

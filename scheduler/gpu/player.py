@@ -21,7 +21,7 @@ class PairPolicy(Protocol):
 
     @property
     def is_balanced(self) -> bool:
-        """Whether workers that are slowed get less of an elastic stage's batch."""
+        """Whether workers that are slowed get less of an elastic phase's batch."""
 
     def decide(self, upcoming: tuple[Sequence[Next], Sequence[Next]], first: int) -> Action:
         """Returns what a worker runs; see LookAhead."""

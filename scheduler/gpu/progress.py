@@ -49,7 +49,7 @@ class PipelineProgress:
 
     graphs: Sequence[Iteration]
     number: int = 1
-    stage: int = 0
+    phase: int = 0
     began_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     workers: list[At] = field(default_factory=list)
@@ -63,18 +63,18 @@ class PipelineProgress:
 
     @property
     def is_elastic(self) -> bool:
-        return self.graph.stages[self.stage].is_elastic
+        return self.graph.phases[self.phase].is_elastic
 
-    def enter(self, stage: int) -> None:
-        self.stage = stage
-        self.workers = [At(chain=chain) for chain in self.graph.stages[stage].chains]
+    def enter(self, phase: int) -> None:
+        self.phase = phase
+        self.workers = [At(chain=chain) for chain in self.graph.phases[phase].chains]
 
     def pass_barrier(self, now_s: float) -> bool:
-        """Goes to the next stage if all workers are through; returns whether it did."""
+        """Goes to the next phase if all workers are through; returns whether it did."""
         if any(worker.head is not None for worker in self.workers):
             return False
-        if self.stage + 1 < len(self.graph.stages):
-            self.enter(self.stage + 1)
+        if self.phase + 1 < len(self.graph.phases):
+            self.enter(self.phase + 1)
             return True
         self.latencies_s.append(now_s - self.began_s)
         self.began_s, self.number = now_s, self.number + 1
@@ -86,27 +86,27 @@ class PipelineProgress:
         """How much of the present iteration's time alone is behind it, by the worker with most to do."""
         if self.number == len(self.graphs):
             return 0.0
-        before_s = sum(stage.seconds for stage in self.graph.stages[: self.stage])
+        before_s = sum(phase.seconds for phase in self.graph.phases[: self.phase])
         left_s = max(at.all_left_s for at in self.workers)
-        return before_s + max(0.0, self.graph.stages[self.stage].seconds - left_s)
+        return before_s + max(0.0, self.graph.phases[self.phase].seconds - left_s)
 
     def ready(self, worker: int) -> tuple[int, int, int]:
         """Which sub-stage of which iteration is ready on a worker; the chain's length at its end."""
-        return self.number, self.stage, self.workers[worker].index
+        return self.number, self.phase, self.workers[worker].index
 
     def upcoming(self, worker: int) -> list[Next]:
         """What is expected on a worker, by the last iteration's graph."""
         at, past = self.workers[worker], self.graphs[self.number - 1]
         if at.head is None:
             return []
-        chains = [stage.chains[worker] for stage in past.stages]
-        chain = chains[self.stage]
+        chains = [phase.chains[worker] for phase in past.phases]
+        chain = chains[self.phase]
         known = chain[at.index] if at.index < len(chain) else None
         usual_s = known.seconds if known is not None and known.kind is at.head.kind else at.expected_s
         found = [
             Next(kind=at.head.kind, seconds=max(usual_s - at.done_s, LATE * max(usual_s, at.done_s), ENDED_S))
         ]
-        rest = [*chain[at.index + 1 :], *(s for c in chains[self.stage + 1 :] for s in c), *chains[0]]
+        rest = [*chain[at.index + 1 :], *(s for c in chains[self.phase + 1 :] for s in c), *chains[0]]
         return [*found, *(Next(kind=each.kind, seconds=each.seconds) for each in rest)][:MAX_WINDOW]
 
     def tail(self, worker: int, slowdown: float, beside_slowdown: float) -> WorkerTail:

@@ -93,7 +93,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubStage:
-    """A part of a stage with one demand of compute and memory.
+    """A part of a phase with one demand of compute and memory.
 
     `seconds`: alone on the whole GPU. `left`: in a rollout's last decoding, the tokens that each sample
     decodes in it, ascending. `context_tokens`: what each sample has when the sub-stage begins.
@@ -106,8 +106,8 @@ class SubStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One chain of sub-stages for each data-parallel worker. The next stage begins after all chains.
+class PhaseChains:
+    """One chain of sub-stages for each data-parallel worker. The next phase begins after all chains.
 
     `is_elastic`: the workers share one batch, so that a slow worker may be given less of it.
     """
@@ -122,32 +122,32 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """The sub-stage graph of one iteration: chains within a stage, and a barrier behind each stage."""
+    """The sub-stage graph of one iteration: chains within a phase, and a barrier behind each phase."""
 
-    stages: tuple[Stage, ...]
+    phases: tuple[PhaseChains, ...]
     cost: DecodeCost
     num_samples: int
-    """The global batch, which elastic stages divide among the workers."""
+    """The global batch, which elastic phases divide among the workers."""
 
     def __post_init__(self) -> None:
-        numbers = {len(stage.chains) for stage in self.stages}
+        numbers = {len(phase.chains) for phase in self.phases}
         if len(numbers) != 1 or 0 in numbers:
-            raise ValueError(f"all stages need a chain for each worker, got {sorted(numbers)} chains")
+            raise ValueError(f"all phases need a chain for each worker, got {sorted(numbers)} chains")
         if self.num_samples < 1:
             raise ValueError(f"an iteration needs samples, got {self.num_samples}")
 
     @property
     def num_workers(self) -> int:
-        return len(self.stages[0].chains)
+        return len(self.phases[0].chains)
 
     @property
     def seconds(self) -> float:
         """The iteration alone on its GPUs."""
-        return sum(stage.seconds for stage in self.stages)
+        return sum(phase.seconds for phase in self.phases)
 
     def tails(self) -> list[int]:
         """The tokens of all samples in the rollout's last decoding, ascending."""
-        chains = [chain for stage in self.stages for chain in stage.chains if chain]
+        chains = [chain for phase in self.phases for chain in phase.chains if chain]
         return sorted(tokens for chain in chains for tokens in chain[-1].left)
 
 
@@ -160,14 +160,14 @@ def iteration(
     """
     if not any(logs):
         raise ValueError("the step logs have no steps; a rollout without samples can't be scheduled")
-    stages = [Stage(chains=tuple(substages(log) for log in logs))]
+    phases = [PhaseChains(chains=tuple(substages(log) for log in logs))]
     for kind, seconds in ((SubStageKind.REFERENCE, reference_s), (SubStageKind.TRAIN, train_s)):
         if seconds > 0:
             chain = (SubStage(kind=kind, seconds=seconds),)
-            stages.append(Stage(chains=(chain,) * len(logs), is_elastic=True))
+            phases.append(PhaseChains(chains=(chain,) * len(logs), is_elastic=True))
     cost = cost if cost is not None else decode_cost([steps for log in logs for steps in log])
     num_samples = sum(max((steps.num_running for steps in log), default=0) for log in logs)
-    return Iteration(stages=tuple(stages), cost=cost, num_samples=max(1, num_samples))
+    return Iteration(phases=tuple(phases), cost=cost, num_samples=max(1, num_samples))
 
 
 def substages(log: Sequence[Steps]) -> tuple[SubStage, ...]:

@@ -1,6 +1,6 @@
 """The router's settings.
 
-Owns: RouterConfig, WorkerSpec, JobSpec, and the one-line errors of bad input.
+Owns: RouterConfig, WorkerSpec, RouterJob, and the one-line errors of bad input.
 Promises: settings are read-only once built. Every error names the file or flag, the key and the fix.
 Never does: start anything.
 """
@@ -58,7 +58,7 @@ def _has_good_port(parts: SplitResult) -> bool:
         return False
 
 
-class JobSpec(_Settings):
+class RouterJob(_Settings):
     """One RL job: its key, the run and model that it samples, its limits."""
 
     key: str | None = Field(
@@ -137,7 +137,7 @@ class RouterConfig(_Settings):
         description="processes for chats with tools, reasoning, stop strings or grammars",
     )
 
-    jobs: dict[str, JobSpec] = Field(default_factory=dict, description="the RL jobs by name")
+    jobs: dict[str, RouterJob] = Field(default_factory=dict, description="the RL jobs by name")
     job_idle_s: float = Field(
         default=60.0, gt=0, description="a job without work is forgotten after this time"
     )
@@ -306,7 +306,7 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
     return config
 
 
-def contradiction(jobs: Mapping[str, JobSpec], run_id: str | None) -> str | None:
+def contradiction(jobs: Mapping[str, RouterJob], run_id: str | None) -> str | None:
     """Returns what is wrong between jobs, or between a job and the router's only run; None if nothing is."""
     holders: dict[str, str] = {}
     for name, job in jobs.items():
@@ -333,7 +333,7 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         is_worker = error.title == WorkerSpec.__name__ or first["loc"][0] == "workers"
-        kinds: dict[str, type[_Settings]] = {"jobs": JobSpec, "fronts": FrontSpec}
+        kinds: dict[str, type[_Settings]] = {"jobs": RouterJob, "fronts": FrontSpec}
         kind = WorkerSpec if is_worker else kinds.get(str(first["loc"][0]), RouterConfig)
         known = RouterConfig.model_fields if len(first["loc"]) == 1 and not is_worker else kind.model_fields
         return f"{key}: unknown key; known: {', '.join(known)}"

@@ -33,7 +33,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Drift:
     """At `time_s`, a job's phases take `factor` times what they took at first: drift."""
 
     time_s: float
@@ -111,7 +111,7 @@ class Simulation:
         *,
         keeps_ends: bool = False,
         pause_s: float = PAUSE_S,
-        changes: Sequence[Change] = (),
+        changes: Sequence[Drift] = (),
         failures: Sequence[Failure] = (),
         progress: OnEnd | None = None,
         preemption: Preemption | None = None,
@@ -146,7 +146,7 @@ class Simulation:
             event = self._next()
             if isinstance(event, Submission):
                 self._arrive(event)
-            elif isinstance(event, Change):
+            elif isinstance(event, Drift):
                 self._change(event)
             elif isinstance(event, Failure):
                 self._fail(event)
@@ -299,7 +299,7 @@ class Simulation:
         if self._has_banks:
             self.cluster.refresh(self._now_s)
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: Drift) -> None:
         """A job's times change. If its group then exceeds a limit, the job is placed anew."""
         if change.name not in self.cluster.residents:
             return

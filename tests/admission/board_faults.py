@@ -18,7 +18,7 @@ from board_setup import FAR_S, IDLE, begin, work
 
 from rose._shm import Words
 from rose.admission import rollout_side
-from rose.admission.board import MAX_GRANT_WAIT_S, Word, parties
+from rose.admission.board import MAX_GRANT_WAIT_S, BoardWord, parties
 from rose.admission.claim import guest_of
 from rose.admission.gate import GateReason
 from rose.admission.rollout_side import RolloutSide
@@ -127,7 +127,7 @@ def fail_guests(page_memory: memoryview, fatal: signal.Signals) -> None:
         while not (guest.wait_grant() and begin(guest)):
             assert time.monotonic() < deadline_s
         victim.go_on()  # it does not end a step that is not its own
-        assert guest_of(words.load(Word.CLAIM)) == guest.slot, at
+        assert guest_of(words.load(BoardWord.CLAIM)) == guest.slot, at
         guest.end_step(1)
         at += 1
     assert at > 60

@@ -10,7 +10,7 @@ import sys
 import time
 
 from rose._shm import Words
-from rose.admission.board import SLOT_WORDS, Word
+from rose.admission.board import SLOT_WORDS, BoardWord
 from rose.admission.claim import MAX_GUESTS, MAX_SERVING
 from rose.admission.gate import GateReason, ServingView
 from rose.admission.liveness import is_alive, own_identity
@@ -42,13 +42,13 @@ def check_alone(words: Words, *, but_guest: int, with_serving: bool) -> None:
     """Counts a violation if another process that lives computes: a guest other than ``but_guest``, or a
     serving engine if there should be none."""
     places = [
-        (GUEST_INSIDE + slot, Word.R_IDENTITY + SLOT_WORDS * slot)
+        (GUEST_INSIDE + slot, BoardWord.R_IDENTITY + SLOT_WORDS * slot)
         for slot in range(MAX_GUESTS)
         if slot != but_guest
     ]
     if not with_serving:
         places += [
-            (SERVING_INSIDE + slot, Word.S_IDENTITY + SLOT_WORDS * slot) for slot in range(MAX_SERVING)
+            (SERVING_INSIDE + slot, BoardWord.S_IDENTITY + SLOT_WORDS * slot) for slot in range(MAX_SERVING)
         ]
     for inside, identity in places:
         who = words.load(inside)
@@ -60,7 +60,7 @@ def serve(words: Words, num_steps: int, num_rollout_steps: int) -> None:
     """Until both sides have done so many steps: rollout's process may start, or get to run, much later."""
     rng = random.Random(1)
     side = ServingSide(words)
-    while words.load(Word.S_STEPS) < num_steps - 1 or words.load(Word.R_STEPS) < num_rollout_steps:
+    while words.load(BoardWord.S_STEPS) < num_steps - 1 or words.load(BoardWord.R_STEPS) < num_rollout_steps:
         has_work = rng.random() < 0.7
         serve_step(side, words, rng, has_work)
         if not has_work:

@@ -8,7 +8,7 @@ from board_setup import FAR_S, IDLE, await_grant, begin, in_thread, serving_and_
 
 from rose._shm import Words
 from rose.admission import board, liveness
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.board_snapshot import snapshot
 from rose.admission.claim import guest_of
 from rose.admission.gate import GateReason
@@ -40,7 +40,7 @@ def test_rollout_gives_way_while_serving_holds_the_gpu(words: Words) -> None:
     assert serving.begin_step() is StepStart.CLEAR
     assert not rollout.view().may_start
     assert not begin(rollout)
-    assert guest_of(words.load(Word.CLAIM)) == -1
+    assert guest_of(words.load(BoardWord.CLAIM)) == -1
     serving.end_step(IDLE)
     assert begin(rollout)
 
@@ -106,7 +106,7 @@ def test_a_serving_engine_that_went_silent_does_not_hold_a_paused_step(words: Wo
     serving.publish(work())
     rollout.pause()
     assert rollout.try_resume(0.1, MAX_PAUSE_S) is Resumed.NOT
-    words.store(Word.S_HEARTBEAT, time.monotonic_ns() - int(1e9 * MAX_PAUSE_S))
+    words.store(BoardWord.S_HEARTBEAT, time.monotonic_ns() - int(1e9 * MAX_PAUSE_S))
     assert rollout.try_resume(0.1, 0.0) is Resumed.NOT
     assert rollout.try_resume(0.1, MAX_PAUSE_S) is Resumed.WITH_GRANT
 
@@ -189,7 +189,7 @@ def test_serving_waits_for_the_running_step_and_goes_before_the_next(words: Word
     outcomes: list[StepStart] = []
     assert begin(rollout)
     waiting = in_thread(lambda: outcomes.append(serving.begin_step()))
-    while words.wake(Word.SERVING_BELL) == 0:  # until it sleeps; it goes on sleeping
+    while words.wake(BoardWord.SERVING_BELL) == 0:  # until it sleeps; it goes on sleeping
         time.sleep(0.001)
     assert outcomes == []
     rollout.end_step(1)
@@ -240,7 +240,7 @@ def patient_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_announced_arrival_ends_the_handover_and_holds_rollout_back(words: Words) -> None:
     serving, rollout = serving_and_wanting(words)
     waiting = in_thread(serving.offer_grant, NEVER, FAR_S)
-    while words.load(Word.S_YIELDS) == 0:
+    while words.load(BoardWord.S_YIELDS) == 0:
         time.sleep(0.001)
     # Repeated: the first may come before the hand-over has counted the arrivals so far.
     while waiting.is_alive():
@@ -287,7 +287,7 @@ def test_an_announced_arrival_that_never_comes_is_forgotten(words: Words) -> Non
     ServingSide(words)
     rollout = RolloutSide(words)
     board.announce_arrival(words)
-    words.store(Word.S_ARRIVED, time.monotonic_ns() - board.ARRIVAL_HOLD_NS - 1)
+    words.store(BoardWord.S_ARRIVED, time.monotonic_ns() - board.ARRIVAL_HOLD_NS - 1)
     assert rollout.wait_grant()
     assert begin(rollout)
 
@@ -315,7 +315,7 @@ def test_detached_serving_leaves_the_gpu_free(words: Words) -> None:
 
 @pytest.mark.parametrize("look", [ServingSide, RolloutSide, snapshot])
 def test_a_page_of_another_layout_is_refused(words: Words, look: Callable[[Words], object]) -> None:
-    words.store(Word.MAGIC, board.MAGIC + 1)
+    words.store(BoardWord.MAGIC, board.MAGIC + 1)
     with pytest.raises(BoardError, match="same ROSE version"):
         look(words)
 

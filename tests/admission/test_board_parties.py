@@ -8,7 +8,7 @@ from board_setup import FAR_S, IDLE, await_grant, begin, in_thread, work
 
 from rose._shm import Words
 from rose.admission import board, liveness
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.board_snapshot import ServingTime, snapshot
 from rose.admission.gate import GateReason
 from rose.admission.rollout_side import MAX_PAUSE_S, Resumed, RolloutSide
@@ -69,7 +69,7 @@ def test_each_serving_engine_waits_for_the_one_step_that_has_begun(words: Words)
     outcomes: list[StepStart] = []
     assert begin(guests[1])
     waiting = [in_thread(lambda side=side: outcomes.append(side.begin_step())) for side in (one, two)]
-    while words.wake(Word.SERVING_BELL) < 2:
+    while words.wake(BoardWord.SERVING_BELL) < 2:
         time.sleep(0.001)
     guests[1].end_step(1)
     assert not any(begin(guest) for guest in guests)
@@ -139,9 +139,9 @@ def test_the_next_guest_has_its_turn_at_once_when_one_has_declined(
     serving.publish(work())
     serving.offer_grant(NEVER, 1e-6)
     assert not second.may_try() and first.may_try()
-    rung = words.load(Word.GUEST_BELL)
+    rung = words.load(BoardWord.GUEST_BELL)
     first.decline(first.view(), GateReason.NO_SLACK)
-    assert words.load(Word.GUEST_BELL) > rung
+    assert words.load(BoardWord.GUEST_BELL) > rung
     first.wait_grant(0.0)
     assert second.may_try()
     serving.publish(work())
@@ -228,7 +228,7 @@ def test_a_step_that_lost_the_gpu_does_not_end_its_successors(
 def test_a_dead_guest_is_taken_the_gpu_from_at_once(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, other = wanting(words), wanting(words)
     assert begin(dead)
-    identity = words.load(Word.R_IDENTITY)
+    identity = words.load(BoardWord.R_IDENTITY)
     monkeypatch.setattr("rose.admission.rollout_side.is_alive", lambda who: who not in (identity, 0))
     other.serving_alive()
     assert begin(other)
@@ -241,7 +241,7 @@ def test_a_paused_step_does_not_go_on_beside_a_second_serving_engine_because_the
     assert begin(guest)
     dead.publish(work())
     guest.pause()
-    identity = words.load(Word.S_IDENTITY)
+    identity = words.load(BoardWord.S_IDENTITY)
     monkeypatch.setattr("rose.admission.rollout_side.is_alive", lambda who: who not in (identity, 0))
     assert not guest.serving_alive()
     two.begin_step()
@@ -271,7 +271,7 @@ def test_a_paused_step_goes_on_with_a_living_serving_engines_grant_after_another
     assert begin(guest)
     two.publish(work())
     guest.pause()
-    identity = words.load(Word.S_IDENTITY)
+    identity = words.load(BoardWord.S_IDENTITY)
     monkeypatch.setattr("rose.admission.rollout_side.is_alive", lambda who: who not in (identity, 0))
     assert not guest.serving_alive()
     assert guest.try_resume(0.0, 0.0) is Resumed.NOT
@@ -290,7 +290,7 @@ def test_a_guest_answers_at_once_where_a_serving_engine_has_died(
 ) -> None:
     ServingSide(words)  # it dies idle
     two, guest = ServingSide(words), wanting(words)
-    identity = words.load(Word.S_IDENTITY)
+    identity = words.load(BoardWord.S_IDENTITY)
     monkeypatch.setattr("rose.admission.rollout_side.is_alive", lambda who: who not in (identity, 0))
     assert not guest.serving_alive()
     two.publish(work())
@@ -320,11 +320,11 @@ def test_a_guest_that_died_paused_costs_one_offer_and_the_others_none(words: Wor
 
 def test_of_serving_engines_that_compute_side_by_side_the_busiest_counts(words: Words) -> None:
     servings = [ServingSide(words) for _ in range(2)]
-    words.store(Word.S_BUSY, board.to_ns(100.0))  # long ago
+    words.store(BoardWord.S_BUSY, board.to_ns(100.0))  # long ago
     time_of_serving, before = ServingTime(words), snapshot(words)
     first_s = time_of_serving.read_s()
     for side, busy_s in zip(servings, (2.0, 3.0), strict=True):
-        words.add(Word.S_BUSY + board.SLOT_WORDS * side.slot, board.to_ns(busy_s))
+        words.add(BoardWord.S_BUSY + board.SLOT_WORDS * side.slot, board.to_ns(busy_s))
     assert time_of_serving.read_s() - first_s == pytest.approx(3.0)
     now = replace(snapshot(words), taken_s=before.taken_s + 4.0)
     assert now.busy_shares_since(before)[0] == pytest.approx(0.75)
@@ -333,6 +333,6 @@ def test_of_serving_engines_that_compute_side_by_side_the_busiest_counts(words: 
 def test_a_successor_takes_the_slot_of_the_dead(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         ServingSide(words)
-    gone = words.load(Word.S_IDENTITY + board.SLOT_WORDS)
+    gone = words.load(BoardWord.S_IDENTITY + board.SLOT_WORDS)
     monkeypatch.setattr(board, "is_alive", lambda who: who not in (gone, liveness.NOBODY))
     assert ServingSide(words).slot == 1

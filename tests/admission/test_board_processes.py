@@ -20,7 +20,7 @@ from board_setup import (
 
 from rose._shm import Words
 from rose.admission import board
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.board_snapshot import snapshot
 from rose.admission.claim import ServingState, change, with_state
 from rose.admission.rollout_side import RolloutSide
@@ -64,7 +64,7 @@ def test_serving_goes_on_after_rollout_is_killed_in_a_step(words: Words, players
 def test_serving_finishes_after_rollout_is_killed_at_any_moment(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
     serving = players.start("serve", "2000", "20")
-    while words.load(Word.R_STEPS) < 20 and serving.poll() is None:
+    while words.load(BoardWord.R_STEPS) < 20 and serving.poll() is None:
         time.sleep(0.001)
     rollout.kill()
     rollout.wait()
@@ -75,7 +75,7 @@ def test_serving_finishes_after_rollout_is_killed_at_any_moment(words: Words, pl
 def test_rollout_answers_after_serving_is_killed_at_any_moment(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
     serving = players.start("serve", "1000000", "0")
-    while words.load(Word.R_STEPS) < 20:
+    while words.load(BoardWord.R_STEPS) < 20:
         time.sleep(0.001)
     serving.kill()
     serving.wait()
@@ -102,7 +102,7 @@ def test_rollout_stays_off_the_gpu_after_serving_is_killed_in_a_step(words: Word
 
 def test_rollout_stays_off_the_gpu_after_serving_died_without_work(words: Words, players: Players) -> None:
     player = players.start_hanging("hang-serving")
-    change(words, Word.CLAIM, lambda claim: with_state(claim, 0, ServingState.IDLE))
+    change(words, BoardWord.CLAIM, lambda claim: with_state(claim, 0, ServingState.IDLE))
     rollout = RolloutSide(words)
     player.kill()
     player.wait()
@@ -131,7 +131,7 @@ def test_a_restarted_serving_engine_takes_its_place_beside_a_running_rollout_ste
     assert begin(rollout)
     with ThreadPoolExecutor(1) as thread:
         start = thread.submit(serving.begin_step)  # waits for the step it found
-        while words.wake(Word.SERVING_BELL) == 0:
+        while words.wake(BoardWord.SERVING_BELL) == 0:
             time.sleep(0.001)
         assert not start.done()
         rollout.end_step(1)
@@ -165,7 +165,7 @@ def test_serving_goes_on_at_once_after_a_rollout_that_waited_for_its_grant_is_ki
     serving = ServingSide(words)
     serving.begin_step()
     player = players.start("roll-out")
-    while not words.load(Word.R_WANT):
+    while not words.load(BoardWord.R_WANT):
         time.sleep(0.001)
     player.kill()
     player.wait()

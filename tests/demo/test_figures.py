@@ -2,10 +2,10 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from measured import record
+from measured import record, training_step
 
 from rose.demo.figures import CRITERIA, compute_figures, judge, reward_ends
-from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
+from rose.demo.records import DemoResult, PhaseName
 from rose.measure.environment import Environment
 from rose.measure.figures import to_json
 from rose.measure.records import RequestRecord, Window
@@ -36,18 +36,9 @@ def full_result() -> DemoResult:
             phase(PhaseName.STATIC, requests=[record(ttft_s=0.2, tpot_s=0.03)], tokens=5_000),
             phase(PhaseName.ROSE, requests=[record(ttft_s=0.2, tpot_s=0.03)], tokens=8_500, busy_s=4.0),
         ),
-        rewards=tuple(RewardPoint(step=i, reward_mean=i / 20, success=i / 20) for i in range(20)),
-        syncs=(
-            SyncPoint(
-                version="run/0", dense_bytes=900, coo_bytes=900, wire_bytes=800, num_changed=450, is_base=True
-            ),
-            SyncPoint(version="run/1", dense_bytes=900, coo_bytes=60, wire_bytes=13, num_changed=10),
-            SyncPoint(version="run/2", dense_bytes=900, coo_bytes=180, wire_bytes=37, num_changed=30),
-        ),
+        steps=tuple(training_step(i, i / 20) for i in range(20)),
         greedy_compared=4,
         greedy_equal=4,
-        checksums_compared=2,
-        checksum_mismatches=0,
     )
 
 
@@ -64,13 +55,19 @@ def test_figures_of_a_worked_run() -> None:
         "serving_busy_share": 0.3,
         "rollout_tokens_per_s": 850.0,
         "reward_rise": 0.75,
-        "wire_bytes_per_changed_element": 50 / 40,
+        "wire_bytes_per_changed_element": 1.25,
     }
     assert {figure.name: figure.value for figure in figures.values()} == pytest.approx(expected)
     assert figures["harvested_fraction"].peers["static_split"] == pytest.approx(0.5)
     assert figures["slo_attainment[ttft]"].peers["naive"] == 0.0
     limits = [figures[f"slo_attainment[{name}]"].peers["objective, s"] for name in ("ttft", "tpot")]
     assert limits == pytest.approx([0.3, 0.04])
+
+
+def test_an_engine_with_other_weights_than_the_trainer_is_counted() -> None:
+    steps = (training_step(0, 0.0), training_step(1, 0.0, engine_hashes=("other", "hash-1")))
+    figure = compute_figures(DemoResult(is_quick=True, phases=(), steps=steps))["checksum_mismatches"]
+    assert (figure.value, figure.peers) == (1, {"checksums compared": 4})
 
 
 def test_json_has_the_benchmark_format() -> None:
@@ -109,14 +106,14 @@ def test_low_harvest_under_a_heavy_load_is_not_judged_but_under_a_light_one_fall
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(16, None), (60, False)])
 def test_a_reward_that_had_too_few_steps_to_rise_is_not_judged(num_steps: int, expected: bool | None) -> None:
-    points = tuple(RewardPoint(step=i, reward_mean=0.05, success=0.0) for i in range(num_steps))
-    result = DemoResult(is_quick=True, phases=(), rewards=points)
+    steps = tuple(training_step(i, 0.05) for i in range(num_steps))
+    result = DemoResult(is_quick=True, phases=(), steps=steps)
     figures = compute_figures(result)
     assert judge(result, figures)["reward_rise"] is expected
     assert figures["reward_rise"].peers["steps"] == num_steps
 
 
 def test_reward_windows_never_overlap() -> None:
-    points = tuple(RewardPoint(step=i, reward_mean=float(i), success=0.0) for i in range(3))
-    result = DemoResult(is_quick=True, phases=(), rewards=points)
+    steps = tuple(training_step(i, float(i)) for i in range(3))
+    result = DemoResult(is_quick=True, phases=(), steps=steps)
     assert reward_ends(result) == (0.0, 2.0)

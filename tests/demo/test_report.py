@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from measured import training_step
 from rich.console import Console
 
 from rose.demo.figures import compute_figures
 from rose.demo.live import DemoPart, LiveView
-from rose.demo.records import DemoResult, PhaseName, RewardPoint, SyncPoint
+from rose.demo.records import DemoResult, PhaseName
 from rose.demo.report import print_summary, write_report
 from rose.demo.run import main
 from rose.errors import ConfigError
@@ -37,8 +38,7 @@ def some_result(notes: tuple[str, ...] = ()) -> DemoResult:
             Window(name=name, start_s=0.0, duration_s=10.0, requests=(request,), rollout_tokens=500)
             for name in PhaseName
         ),
-        rewards=tuple(RewardPoint(step=i, reward_mean=i / 10, success=i / 10) for i in range(10)),
-        syncs=(SyncPoint(version="r/1", dense_bytes=900, coo_bytes=60, wire_bytes=13, num_changed=10),),
+        steps=tuple(training_step(i, i / 10) for i in range(10)),
         slab_samples=tuple(
             SlabSample(t_s=float(t), serving=4, rollout=2, free=2, budget=3) for t in range(5)
         ),

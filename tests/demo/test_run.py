@@ -54,9 +54,9 @@ def test_the_whole_loop_runs_and_leaves_nothing_behind(
         result = run_demo(replace(DemoPlan.of(options), durations=MINIATURE, serving=LIGHT))
     assert result.greedy_compared > 0
     assert result.greedy_equal == result.greedy_compared
-    assert result.checksums_compared > 0
-    assert result.checksum_mismatches == 0
-    assert result.rewards and result.syncs
+    assert result.steps
+    for step in result.steps:
+        assert list(step.engine_hashes) == [step.state_hash] * 2
     # How many tokens rollouts make within seconds is the machine's to say; the rewards are theirs as well.
     assert len(result.windows(PhaseName.ROSE)) == 1
     (static,) = result.windows(PhaseName.STATIC)

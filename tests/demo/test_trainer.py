@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from rose.config import child_environment
-from rose.demo.frozenlake import LEVELS, WORDS
+from rose.demo.frozenlake import STARTS, WORDS
 from rose.errors import WorkerError
 from rose.measure import models
 from rose.measure.completions import SESSION_HEADER
@@ -111,7 +111,7 @@ def roll_out(server: ScriptedServer, model_dir: Path, group_size: int) -> Json:
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     rollouts = FrozenLakeRollouts(tokenizer, RouterTurns(server.url, "rollout"), server.rl_steps.append, 0)
-    prompts = [level.name for level in LEVELS for _ in range(group_size)]
+    prompts = [start for start in STARTS for _ in range(group_size)]
     try:
         return rollouts(prompts, SimpleNamespace(state=SimpleNamespace(global_step=0)))
     finally:
@@ -166,9 +166,9 @@ def test_a_refused_turn_is_a_worker_error(server: ScriptedServer, model_dir: Pat
         roll_out(server, model_dir, group_size=1)
 
 
-def trainer_command(server_url: str, relay_url: str, model_dir: Path, events: Path, *extra: str) -> list[str]:
+def trainer_command(server_url: str, relay_url: str, model_dir: Path, log: Path, *extra: str) -> list[str]:
     where = ["--model", str(model_dir), "--router", server_url, "--relay", relay_url]
-    return [*where, "--run-id", "test-run", "--events", str(events), *extra]
+    return [*where, "--run-id", "test-run", "--log", str(log), *extra]
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
     server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
 ) -> None:
     server.hangs.set()
-    command = trainer_command(server.url, relay_url, model_dir, tmp_path / "events.jsonl")
+    command = trainer_command(server.url, relay_url, model_dir, tmp_path / "training.jsonl")
     environment = child_environment({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     process = subprocess.Popen([sys.executable, "-m", "rose.demo.trainer", *command], env=environment)
     try:
@@ -187,7 +187,7 @@ def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
         process.kill()
         process.wait()
     assert server.rl_steps == [1]
-    assert not (tmp_path / "events.jsonl").exists()
+    assert not (tmp_path / "training.jsonl").exists()
 
 
 def test_the_relay_ends_up_with_the_last_steps_weights(
@@ -195,19 +195,19 @@ def test_the_relay_ends_up_with_the_last_steps_weights(
 ) -> None:
     from rose.demo.trainer import GROUP_SIZE, main
 
-    events = tmp_path / "events.jsonl"
-    assert main(trainer_command(server.url, relay_url, model_dir, events, "--steps", "2")) == 0
-    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    log = tmp_path / "training.jsonl"
+    assert main(trainer_command(server.url, relay_url, model_dir, log, "--steps", "2")) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert len(server.requests) == 2 * GROUP_SIZE * len(LEVELS)
-    assert sum(line["tokens"] for line in lines) == sum(map(len, map(said_by, server.requests.values())))
+    assert len(server.requests) == 2 * GROUP_SIZE * len(STARTS)
+    assert sum(line["num_tokens"] for line in lines) == sum(map(len, map(said_by, server.requests.values())))
     assert server.rl_steps == [1, 2]
     assert server.announced == ["test-run/0", "test-run/1"]
-    assert [line["publish"]["version"] for line in lines] == ["test-run/1", "test-run/2"]
-    assert all(line["publish"]["num_changed"] > 0 for line in lines)
+    assert [line["version"] for line in lines] == ["test-run/1", "test-run/2"]
+    assert all(line["num_changed"] > 0 for line in lines)
     relay = open_relay(relay_url)
     follower = Follower(relay, "test-run", WeightMirror())
     follower.advance()
     assert str(follower.mirror.version) == "test-run/2"
-    assert str(follower.mirror.state_hash) == lines[-1]["publish"]["state_hash"]
+    assert str(follower.mirror.state_hash) == lines[-1]["state_hash"]
     relay.close()

@@ -16,7 +16,7 @@ from forked_engines import Driver, Reply, make_engine
 from late_device import LateDevice, use_late_device
 
 from rose._shm import Words
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.rollout_side import RolloutSide
 from rose.types import GateMode
 
@@ -104,12 +104,12 @@ def offer_turns(
     words = tenant_of(driver).client.board_words
     with _Rollouts(words) as rollouts:
         for _ in range(MOST_TURN_ROUNDS):
-            before, rollouts.num_steps = words.load(Word.S_STEPS), 0
+            before, rollouts.num_steps = words.load(BoardWord.S_STEPS), 0
             replies = driver.answer(prompts, max_tokens)
             turns = Turns(
                 replies=replies,
                 alone_in_flight=alone,
-                num_serving_steps=words.load(Word.S_STEPS) - before,
+                num_serving_steps=words.load(BoardWord.S_STEPS) - before,
                 num_rollout_steps=rollouts.num_steps,
                 num_overlaps=rollouts.num_overlaps,
             )

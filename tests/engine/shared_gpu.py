@@ -13,7 +13,7 @@ from tiny_models import SLAB_BYTES
 from weight_probes import update, version_name
 
 from rose._shm import Words
-from rose.admission.board import NUM_WORDS, Word
+from rose.admission.board import NUM_WORDS, BoardWord
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.pool.pool import PoolClient
@@ -204,10 +204,10 @@ class BoardLog:
     def _run(self) -> None:
         load = self._words.load
         while not self._closing.is_set():
-            rollout_ns = load(Word.R_STARTED)
-            is_serving = load(Word.S_STARTED) > 0
+            rollout_ns = load(BoardWord.R_STARTED)
+            is_serving = load(BoardWord.S_STARTED) > 0
             # A step's start is its name: the same before and after means that it ran in between.
-            if is_serving and rollout_ns > 0 and load(Word.R_STARTED) == rollout_ns:
+            if is_serving and rollout_ns > 0 and load(BoardWord.R_STARTED) == rollout_ns:
                 self.num_overlaps += 1
             time.sleep(0.0005)
 

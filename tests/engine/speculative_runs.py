@@ -13,7 +13,7 @@ from engine_runs import Moves, Prompts, _cut, _wait_for_tokens, num_changes, ten
 from forked_engines import Driver, Reply, make_engine
 from late_device import use_late_device
 
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.engine.status import Field, ProfileCommand
 from rose.engine.weights.weights import StagedUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash
@@ -75,7 +75,7 @@ def draft_over_cuts(
         most_in_flight=device.most_in_flight if device is not None else 1,
         num_drafts=counts["vllm:spec_decode_num_draft_tokens"],
         num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
-        num_granted=tenant_of(driver).client.board_words.load(Word.R_STEPS) if is_gated else 0,
+        num_granted=tenant_of(driver).client.board_words.load(BoardWord.R_STEPS) if is_gated else 0,
     )
 
 

@@ -13,7 +13,7 @@ from references import StockAnswers
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, LedgerLog, SharedGpu
 from tiny_models import BLOCK_TOKENS
 
-from rose.admission.board import Word as BoardWord
+from rose.admission.board import BoardWord
 from rose.admission.board_snapshot import snapshot
 from rose.admission.harm import MEASURING_SHARE
 from rose.admission.step_time import UNPROFILED, StepTimeModel

@@ -12,7 +12,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.worker.gpu_worker import Worker
 
-from rose.admission.board import MAGIC, Word
+from rose.admission.board import MAGIC, BoardWord
 from rose.engine.hooks import patches
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.settings import EngineSettings
@@ -37,7 +37,7 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
             with pytest.raises(ConfigError, match=r"two has host slabs, .* the pool with --backend cuda"):
                 patches._pool_for("two", 2, BackendKind.CUDA)
             with PoolClient.observe("two") as observer:
-                observer.board_words.store(Word.MAGIC, MAGIC + 1)
+                observer.board_words.store(BoardWord.MAGIC, MAGIC + 1)
             with pytest.raises(BoardError, match="both engines and the pool daemon must run the same ROSE"):
                 patches._pool_for("two", 2, BackendKind.HOST)
 

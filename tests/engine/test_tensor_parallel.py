@@ -22,7 +22,7 @@ from shared_gpu import NUM_SLABS, BoardLog, LedgerLog, SharedGpu
 from tiny_models import SLAB_BYTES, staged_update
 from weight_probes import probe, update
 
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.memory.daemon.pool_state import read_state
 from rose.memory.pool.wire import Kind
 from rose.types import GateMode, Role, StopReason
@@ -117,12 +117,12 @@ def test_engines_of_two_ranks_exchange_grants_on_one_board(
     admitted_before = rollout.status().gate.admitted_steps
     with BoardLog(ranks.observer.board_words) as log:
         requests = rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS)
-        until(lambda: log.has_grown(Word.R_STEPS), "rollouts step on the idle GPU")
+        until(lambda: log.has_grown(BoardWord.R_STEPS), "rollouts step on the idle GPU")
         servings = [each.result() for each in serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS)]
         rollouts = [each.result() for each in requests]
-    assert log.has_grown(Word.S_STEPS) and rollout.status().gate.admitted_steps > admitted_before
+    assert log.has_grown(BoardWord.S_STEPS) and rollout.status().gate.admitted_steps > admitted_before
     # Serving doesn't wait for ever for a rollout step that runs past its predicted end, on a busy machine.
-    assert log.num_overlaps == 0 or log.has_grown(Word.S_OVERRUNS)
+    assert log.num_overlaps == 0 or log.has_grown(BoardWord.S_OVERRUNS)
     expected = {role: stock.of(str(role)) for role in Role}
     for given, answer in zip(prompts[Role.SERVING], servings, strict=True):
         assert answer.tokens == expected[Role.SERVING][tuple(given)]["tokens"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rose.demo.records import TrainingStep
 from rose.measure.records import RequestRecord
 
 
@@ -26,4 +27,22 @@ def record(
         status=200,
         error=error,
         finish_reason=finish_reason,
+    )
+
+
+def training_step(number: int, reward: float, engine_hashes: tuple[str, ...] = ()) -> TrainingStep:
+    """Returns a step of the demo; without ``engine_hashes``, both engines run the published weights."""
+    state_hash = f"hash-{number}"
+    return TrainingStep(
+        step=number,
+        reward_mean=reward,
+        success_share=reward,
+        num_tokens=300,
+        version=f"run/{number}",
+        num_changed=20,
+        wire_bytes=25,
+        coo_bytes=120,
+        dense_bytes=900,
+        state_hash=state_hash,
+        engine_hashes=engine_hashes if engine_hashes else (state_hash, state_hash),
     )

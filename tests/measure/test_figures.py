@@ -6,6 +6,9 @@ from measured import record
 from rose.measure.environment import collect_env
 from rose.measure.figures import attainment, percentile
 from rose.measure.records import RequestRecord
+from rose.types import SLO
+
+LIMITS = SLO(ttft_s=0.6, tpot_s=0.001)
 
 
 def test_ttft_counts_from_the_scheduled_arrival() -> None:
@@ -50,15 +53,15 @@ def test_unanswered_and_aborted_requests_miss_the_slo() -> None:
         record(tokens=0, error="refused", finish_reason=None),
         record(ttft_s=0.1, finish_reason="abort"),
     ]
-    assert attainment(requests, lambda r: r.ttft_s, 0.6) == 0.25
+    assert attainment(requests, "ttft", LIMITS) == 0.25
 
 
 def test_a_complete_one_token_request_meets_the_tpot_slo() -> None:
-    assert attainment([record(tokens=1)], lambda r: r.tpot_s, 0.001) == 1.0
+    assert attainment([record(tokens=1)], "tpot", LIMITS) == 1.0
 
 
 def test_attainment_without_requests_is_not_measured() -> None:
-    assert attainment([], lambda r: r.ttft_s, 0.6) is None
+    assert attainment([], "ttft", LIMITS) is None
 
 
 def test_environment_names_this_machine() -> None:

@@ -17,7 +17,7 @@ from rose.memory.daemon.daemon import DaemonHandle
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.pool.link import exchange
 from rose.memory.pool.pool import PoolClient
-from rose.memory.pool.wire import Hello, Kind, Refusal, Welcome
+from rose.memory.pool.wire import ClientHello, Kind, Refusal, Welcome
 from rose.types import Role
 
 
@@ -69,8 +69,8 @@ def wait_taking_over(runtime_dir: Path) -> None:
             time.sleep(0.01)
 
 
-def raw_hello(slot: int = 0) -> Hello:
-    return Hello(role=Role.ROLLOUT, engine_id="raw", kind=Kind.SCHEDULER, pid=os.getpid(), slot=slot)
+def raw_hello(slot: int = 0) -> ClientHello:
+    return ClientHello(role=Role.ROLLOUT, engine_id="raw", kind=Kind.SCHEDULER, pid=os.getpid(), slot=slot)
 
 
 def attach_raw(runtime_dir: Path) -> tuple[socket.socket, list[int]]:

@@ -12,7 +12,7 @@ from pool_setup import NUM_SLABS, POOL, StartEngine, attach, observe, start_pool
 
 from rose.errors import PoolError
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.pool.wire import Kind
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
@@ -100,7 +100,7 @@ def test_killed_engine_gives_its_slabs_back_and_the_other_keeps_its_own(
         wait_until(ledger, lambda: rollout.slot not in ledger.engines())
         assert ledger.num_free == NUM_SLABS - 4
         assert ledger.owned(serving.slot) == mine
-        assert ledger.count(Word.EXIT_FREED_SLABS, 0) == 10
+        assert ledger.count(LedgerWord.EXIT_FREED_SLABS, 0) == 10
         ledger.check_integrity()
     assert serving.ask("read", mine[0]) == [7]
     heir = start_engine("rollout", "r1", "scheduler")

@@ -35,7 +35,7 @@ from restart_setup import (
 from rose.errors import PoolError
 from rose.memory.daemon import owner
 from rose.memory.daemon.owner import PoolOwner
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolMemory, PoolSize
 from rose.memory.pool.wire import Kind
@@ -120,7 +120,7 @@ def test_an_engine_that_died_without_a_daemon_is_buried_by_the_next_one(
         assert serving.slot not in watcher.ledger.engines()
         assert watcher.ledger.num_free == NUM_SLABS - len(mine)
         assert watcher.ledger.serving_used_slabs == 0
-        assert watcher.ledger.count(Word.EXIT_FREED_SLABS, 0) == len(theirs)
+        assert watcher.ledger.count(LedgerWord.EXIT_FREED_SLABS, 0) == len(theirs)
         wait_all_back(watcher.ledger)
     assert start_engine("serving", "s1", "scheduler").slot == serving.slot
 

@@ -23,7 +23,7 @@ from rose.transfer.adapters.folders import AdapterFolders
 from rose.transfer.follow.delivery import WorkerClient
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.follow.subscriber import Subscriber, run_command, worker_names, worker_url
+from rose.transfer.follow.subscriber import Subscriber, run_subscriber, worker_names, worker_url
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import AdapterBody
 from rose.transfer.relay.opening import open_relay
@@ -135,7 +135,7 @@ def _parser() -> CommandParser:
 
 def main() -> None:
     """Runs the command; bad input is one line on stderr and exit status 2."""
-    run_command(_parser(), follow)
+    run_subscriber(_parser(), follow)
 
 
 if __name__ == "__main__":

@@ -230,10 +230,10 @@ def _parser() -> CommandParser:
 
 def main() -> None:
     """Runs the command; bad input is one line on stderr and exit status 2."""
-    run_command(_parser(), follow)
+    run_subscriber(_parser(), follow)
 
 
-def run_command(
+def run_subscriber(
     parser: argparse.ArgumentParser, follow: Callable[[argparse.Namespace, Settings], None]
 ) -> None:
     """Runs a subscriber with the command line's arguments, among them --staging, until a signal stops it."""

@@ -135,7 +135,7 @@ def _packed(head: ChangesHead) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Changes:
+class ChangesFile:
     """An open changes file."""
 
     def __init__(self, path: Path) -> None:

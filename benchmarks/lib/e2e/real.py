@@ -24,11 +24,10 @@ from lib.load import groups
 from lib.load.groups import PhaseResult
 from lib.load.traffic import MAX_FOREIGN_SHARE
 from lib.slo.engines import LONG_STEPS
-from rose.demo.figures import TPOT_MEDIANS, TTFT_MEDIANS
 from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan
 from rose.demo.processes import ALLOWED_HARM, GUEST_NICE, SERVING_STEP_TOKENS
 from rose.errors import WorkerError
-from rose.measure.figures import Figure, attainment, percentile, tpot, tpots_s, ttft, ttfts_s
+from rose.measure.figures import LATENCIES, Figure, latency_s, objectives, spread, worse_attainment
 from rose.measure.models import make_rollout_model
 from rose.measure.records import RequestRecord
 from rose.measure.rig import PoolSetup, Rig, give_way
@@ -220,19 +219,18 @@ def figures(alone: Sequence[Phase], lent: Sequence[Phase], shares: Sequence[floa
 
 
 def _attainment(name: str, alone: Sequence[Phase], lent: Sequence[Phase], slo: SLO) -> Figure:
-    met = [_attained([phase], slo) for phase in lent]
     return Figure(
         name=name,
-        value=_attained(lent, slo),
+        value=worse_attainment(_requests(lent), slo),
         unit="share, the worse of TTFT and TPOT",
         target=">= 0.99",
         peers={
-            "own alone": _attained(alone, slo),
+            "own alone": worse_attainment(_requests(alone), slo),
             "requests": float(sum(len(phase.requests) for phase in lent)),
             "TTFT objective, ms": 1e3 * slo.ttft_s,
             "TPOT objective, ms": 1e3 * slo.tpot_s,
         },
-        spread=(min(met), max(met)),
+        spread=spread([worse_attainment(phase.requests, slo) for phase in lent]),
     )
 
 
@@ -242,18 +240,11 @@ def _disturbance(*phases: Phase) -> float:
 
 
 def _objectives(phases: Sequence[Phase]) -> SLO:
-    """Serving's objectives, from phases in which it had its GPU for itself."""
-    requests = _requests(phases)
-    ttft_s, tpot_s = percentile(ttfts_s(requests), 50), percentile(tpots_s(requests), 50)
-    if ttft_s is None or tpot_s is None:
+    """Returns serving's objectives, from phases in which it had its GPU for itself. Raises: WorkerError."""
+    slo = objectives(_requests(phases))
+    if slo is None:
         raise WorkerError("serving alone answered nothing: a phase must be longer than the first arrival")
-    return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
-
-
-def _attained(phases: Sequence[Phase], slo: SLO) -> float:
-    requests = _requests(phases)
-    shares = (attainment(requests, ttft, slo.ttft_s), attainment(requests, tpot, slo.tpot_s))
-    return min(share for share in shares if share is not None)
+    return slo
 
 
 def _requests(phases: Sequence[Phase]) -> list[RequestRecord]:
@@ -271,9 +262,9 @@ def _table(phases: dict[str, list[Phase]], shares: Sequence[float]) -> Table:
             latencies = (
                 "/".join(
                     "-" if value is None else f"{1e3 * value:.0f}"
-                    for value in (percentile(seconds, percent) for percent in (50, 99))
+                    for value in (latency_s(phase.requests, which, percent) for percent in (50, 99))
                 )
-                for seconds in (ttfts_s(phase.requests), tpots_s(phase.requests))
+                for which in LATENCIES
             )
             is_disturbed = phase.foreign_cpu_share > MAX_FOREIGN_SHARE
             notes = [f"others used {phase.foreign_cpu_share:.0%}"] if is_disturbed else []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rose.demo.plan import SERVING_LOAD as DEMO_LOAD
 from rose.demo.plan import DemoOptions, DemoPlan
-from rose.measure.figures import percentile, pooled_requests, tpots_s, ttfts_s
+from rose.measure.figures import latency_s, pooled_requests
 from rose.measure.records import Window
 from rose.measure.rig import Rig
 from rose.measure.windows import WindowRunner
@@ -44,8 +44,7 @@ def window_runner(plan: DemoPlan, rig: Rig, serving: EngineControl, rollout: Eng
 
 def latency_ms(windows: Sequence[Window], kind: str, percent: float) -> float | None:
     """A percentile of "ttft" or "tpot" over all serving requests of the windows; None without answers."""
-    values = {"ttft": ttfts_s, "tpot": tpots_s}[kind](pooled_requests(windows))
-    seconds = percentile(values, percent)
+    seconds = latency_s(pooled_requests(windows), kind, percent)
     return seconds * 1e3 if seconds is not None else None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose._shm import Words
-from rose.admission.board import SLOT_WORDS, Word, to_ns
+from rose.admission.board import SLOT_WORDS, BoardWord, to_ns
 from rose.admission.claim import MAX_GUESTS
 from rose.admission.gate import GateReason, ServingView
 from rose.admission.liveness import is_alive, own_identity
@@ -116,9 +116,9 @@ def _expect_no_guest(words: Words, record: Words, serving: int | None, but: int 
     now_ns = time.monotonic_ns()
     for slot in range(MAX_GUESTS):
         who, at = record.load(COMPUTES + slot), SLOT_WORDS * slot
-        if slot == but or not who or who != words.load(Word.R_IDENTITY + at) or not is_alive(who):
+        if slot == but or not who or who != words.load(BoardWord.R_IDENTITY + at) or not is_alive(who):
             continue
-        if now_ns < words.load(Word.R_EST_END + at) and who == record.load(COMPUTES + slot):
+        if now_ns < words.load(BoardWord.R_EST_END + at) and who == record.load(COMPUTES + slot):
             record.add(OVERLAPS, 1)
 
 

@@ -21,10 +21,9 @@ from lib.load.traffic import SERVING_LOAD, window_runner
 from lib.slo.engines import LONG_STEP_ROLLOUTS, Look, SloEngines, shares
 from lib.slo.figures import AGAIN, ALONE, DUAL, Run, mean, p99_ratio_figure
 from lib.slo.policies import IDLE, policy_table
-from rose.demo.figures import TPOT_MEDIANS, TTFT_MEDIANS
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName
-from rose.measure.figures import Figure, percentile, pooled_requests, tpots_s, ttfts_s
+from rose.measure.figures import Figure, objectives
 from rose.measure.records import Window
 from rose.measure.rig import Rig
 from rose.measure.windows import RlSteps, WindowRunner, WindowSpec
@@ -82,7 +81,8 @@ class _RealBench:
         plan = replace(self._plan, serving=CASES[case])
         runner = window_runner(plan, self._rig, self.engines.serving, self.engines.rollout)
         # Known before any policy runs: the mode that spends slack aims at a share of what it is judged by.
-        slo = _objectives([self._window(runner, case, ALONE, -1)])
+        slo = objectives(self._window(runner, case, ALONE, -1).requests)
+        assert slo is not None, "serving alone answered nothing"
         tpot_target_s = SPENT_SHARE * slo.tpot_s
         windows: dict[str, list[Window]] = defaultdict(list)
         rates: list[float] = []
@@ -153,13 +153,6 @@ class _RealBench:
             has_serving=True,
             rollout_url=self.engines.rollout.url,
         )
-
-
-def _objectives(windows: Sequence[Window]) -> SLO:
-    requests = pooled_requests(windows)
-    ttft_s, tpot_s = percentile(ttfts_s(requests), 50), percentile(tpots_s(requests), 50)
-    assert ttft_s is not None and tpot_s is not None, "serving alone answered nothing"
-    return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
 
 
 def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> Run:

@@ -14,7 +14,7 @@ from rose.admission.gate import GateSettings
 from rose.scheduler.sim.requests import TraceRow
 from rose.types import SLO, GateMode
 from sim.e2e.calibration import CALM_S, MAX_DENSITY, RELOAD_S, Workload
-from sim.e2e.supply import Rented, Shared, from_levels
+from sim.e2e.supply import Rented, SharedGpu, from_levels
 from sim.twin.gpu import TwinGpu
 from sim.twin.serving import Arrival, ServedRequest
 from sim.twin.traffic import sample
@@ -50,8 +50,8 @@ class Tape:
     latencies: Latencies
     serving_share: float
 
-    def supply(self) -> Shared:
-        return Shared(shares=self.shares, steps=self.steps)
+    def supply(self) -> SharedGpu:
+        return SharedGpu(shares=self.shares, steps=self.steps)
 
 
 def fleet_arrivals(

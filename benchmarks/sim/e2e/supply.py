@@ -44,7 +44,7 @@ class Supply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared(Supply):
+class SharedGpu(Supply):
     """A serving engine's GPU, second by second, as its gate shares it."""
 
     kind: WorkerKind = WorkerKind.SERVING

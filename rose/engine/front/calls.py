@@ -85,7 +85,7 @@ def _interval(params: SamplingParams) -> int:
     return int(params.stream_interval or 1)
 
 
-def has_state(body: Json) -> bool:
+def begins_anew(body: Json) -> bool:
     """Returns whether the call's parameters begin anew where its tokens are made elsewhere."""
     params = body["sampling_params"]
     return must_restart({**params, "vllm_xargs": params.get("extra_args")})

@@ -30,9 +30,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from rose.engine.front.caller import caller_headers
 from rose.engine.front.calls import (
     Outputs,
+    begins_anew,
     call_body,
     error_of,
-    has_state,
     streams_single_tokens,
     wants_stream,
 )
@@ -216,7 +216,7 @@ class TokenPlane(EngineCoreClient):
                     return
                 are_too_many = failures.are_too_many(len(outputs.so_far))
                 are_refusals = error.is_there and failures.have_all_failed
-                if are_too_many or are_refusals or (outputs.so_far and has_state(body)):
+                if are_too_many or are_refusals or (outputs.so_far and begins_anew(body)):
                     raise _http_error(error.status, str(error)) from error
                 logger.warning("turn is sent again request=%s reason=%s", request.request_id, error)
             self._pass_over(at)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from vllm.v1.request import Request
 
 from rose.engine.memory.tenant import Tenant
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.policy.budget import BudgetPolicy
 from rose.memory.policy.victims import choose_victims
 from rose.types import Role
@@ -84,7 +84,7 @@ class RolloutMemory:
         expired = self._leases.expired(now)
         if expired:
             self._tenant.give_back(expired)
-            self._tenant.ledger.count(Word.EXPIRED_LEASES, len(expired))
+            self._tenant.ledger.count(LedgerWord.EXPIRED_LEASES, len(expired))
 
     def _shrink(self, now: float, unfinished: Iterable[Request]) -> None:
         tenant = self._tenant
@@ -100,7 +100,7 @@ class RolloutMemory:
         plan = choose_victims(needed=excess, uses=tenant.uses(unfinished), now=now)
         if plan.aborted_requests:
             self._reclaim(plan.aborted_requests)
-            tenant.ledger.count(Word.RECLAIMED_REQUESTS, len(plan.aborted_requests))
+            tenant.ledger.count(LedgerWord.RECLAIMED_REQUESTS, len(plan.aborted_requests))
         # The blocks of an ended request may stay in use, for example while an encoder cache is sent away.
         idle = [position for position in plan.positions if tenant.pool.num_used[position] == 0]
         tenant.give_back(idle)

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from rose.engine.memory.block_pool import PINNED_POSITION
 from rose.engine.memory.tenant import Shortage, Tenant
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.ledger.policy_word import Pressure
 from rose.memory.policy.budget import BudgetEvent, BudgetPolicy, RecentPeak
 from rose.types import Role
@@ -146,7 +146,7 @@ class ServingMemory:
             if wanted == seen or ledger.swap_policy(seen, wanted):
                 break
         if decision.event is BudgetEvent.CUT:
-            ledger.count(Word.CUTS)
+            ledger.count(LedgerWord.CUTS)
         if decision.event in (BudgetEvent.CUT, BudgetEvent.TAKEN_BACK):
             logger.info(
                 "%s budget=%d->%d serving_used=%d",

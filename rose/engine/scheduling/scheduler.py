@@ -32,7 +32,7 @@ from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
-from rose.memory.ledger.ledger_words import Word
+from rose.memory.ledger.ledger_words import LedgerWord
 from rose.types import GateMode, Role, StopReason
 
 logger = logging.getLogger(__name__)
@@ -355,5 +355,5 @@ class RoseScheduler(Scheduler):
             page.put(Field.KV_LIVE_BLOCKS, pool.num_live_blocks())
             page.put(Field.PRESSURE, ledger.policy.pressure)
             page.put(Field.SLABS_QUARANTINED, ledger.num_quarantined)
-            page.put(Field.CUTS, ledger.count(Word.CUTS, 0))
-            page.put(Field.LEASES_EXPIRED, ledger.count(Word.EXPIRED_LEASES, 0))
+            page.put(Field.CUTS, ledger.count(LedgerWord.CUTS, 0))
+            page.put(Field.LEASES_EXPIRED, ledger.count(LedgerWord.EXPIRED_LEASES, 0))

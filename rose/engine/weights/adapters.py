@@ -26,7 +26,7 @@ from rose.transfer.adapters.description import (
 from rose.transfer.format.checkpoint import read_checkpoint
 from rose.transfer.format.manifest import AdapterBody
 
-Shapes = dict[str, tuple[int, int] | None]
+ModuleShapes = dict[str, tuple[int, int] | None]
 """The base model's modules that an adapter may change: outputs and inputs, None where they are not known."""
 
 
@@ -66,9 +66,9 @@ def _renamed(found: Mapping[str, MatrixPair], model: Any) -> dict[str, MatrixPai
     }
 
 
-def _shapes(manager: Any) -> Shapes:
+def _shapes(manager: Any) -> ModuleShapes:
     """Returns the modules by their names in the checkpoint, where vLLM has several in one."""
-    shapes: Shapes = {}
+    shapes: ModuleShapes = {}
     for name, module in manager.modules.items():
         shapes.update(_unpacked(name, module.base_layer, manager.packed_modules_mapping))
     return shapes
@@ -97,7 +97,7 @@ def _part_sizes(layer: Any, num_parts: int) -> list[int] | None:
     return sizes if len(sizes) == num_parts else None
 
 
-def _check_modules(found: Mapping[str, MatrixPair], shapes: Shapes, adapter: AdapterBody) -> None:
+def _check_modules(found: Mapping[str, MatrixPair], shapes: ModuleShapes, adapter: AdapterBody) -> None:
     for module, pair in sorted(found.items()):
         if module not in shapes:
             raise ValueError(

@@ -26,7 +26,7 @@ from rose.engine.weights.reload import LiveModel, load_layers, process_dependant
 from rose.engine.weights.routes import LiveRoutes, Reloading
 from rose.engine.weights.staged_file import tensors_of
 from rose.errors import FrameError
-from rose.transfer.format.changes import Changes
+from rose.transfer.format.changes import ChangesFile
 from rose.transfer.format.codec import Bits
 from rose.transfer.format.element_routes import Index, ParameterChange, changed_pieces
 from rose.transfer.format.layout import Layout
@@ -181,7 +181,7 @@ class InPlaceWriter:
         Raises: FrameError, OSError where the checkpoint has to be loaded whole.
         """
         self._coming = None
-        files = [Changes(Path(path)) for path in paths]
+        files = [ChangesFile(Path(path)) for path in paths]
         hashes = [base_hash, *(file.head.state_hash for file in files)]
         if [file.head.base_hash for file in files] != hashes[:-1] or hashes[-1] != state_hash:
             raise FrameError("the changes don't lead from the weights in use to the new ones")
@@ -254,7 +254,7 @@ class InPlaceWriter:
         """Returns when nothing is being prepared any more."""
         self._thread.shutdown()
 
-    def _prepare(self, layout: Layout, files: Sequence[Changes]) -> PreparedChanges:
+    def _prepare(self, layout: Layout, files: Sequence[ChangesFile]) -> PreparedChanges:
         """Raises: FrameError on a bad changes file, and on one that does not fit the parameters."""
         found: list[dict[str, list[ParameterChange]]] = [{} for _ in self._routes]
         changed: set[str] = set()

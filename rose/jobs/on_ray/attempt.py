@@ -15,7 +15,7 @@ import ray
 
 from rose.errors import ConfigError
 from rose.jobs.on_ray.actors import Part, Polled, Prepared
-from rose.jobs.on_ray.ending import Ending, Say, Shared
+from rose.jobs.on_ray.ending import AttemptSetup, AttemptThread, Say
 from rose.jobs.on_ray.failures import checked_env, env_limit_s, failure, is_passing, reason
 from rose.jobs.on_ray.groups import Seat
 from rose.jobs.on_ray.parts import KILL_ASK_S, POLL_S, Hung, PartRef, ask
@@ -31,7 +31,7 @@ ENV_RETRY_S = 65.0
 """Ray answers with the same failure for a minute before it prepares an environment again."""
 
 
-class RayAttempt(Ending):
+class RayAttempt(AttemptThread):
     """One attempt. Its thread owns everything but the wish to end it."""
 
     def __init__(
@@ -39,7 +39,7 @@ class RayAttempt(Ending):
         spec: RunSpec,
         order: Start,
         *,
-        shared: Shared,
+        setup: AttemptSetup,
         code: Callable[[], bytes | None],
         log: Path,
         say: Say,
@@ -51,7 +51,7 @@ class RayAttempt(Ending):
         code: packs what is sent to each host, in the attempt's thread. running: the attempt was started by
         an earlier scheduler, on these nodes and with these parts.
         """
-        super().__init__(spec.name, list(running[1]) if running is not None else [], shared, say)
+        super().__init__(spec.name, list(running[1]) if running is not None else [], setup, say)
         self._spec, self._order = spec, order
         self._code, self._log, self._before = code, log, before
         self._seats: Sequence[Seat] = running[0] if running is not None else []
@@ -97,14 +97,14 @@ class RayAttempt(Ending):
     # Start --------------------------------------------------------------------------------------------------
 
     def _start(self) -> bool:
-        """Starts the processes on all nodes, the first node's as the others' master. Whether it did."""
+        """Starts the processes on all nodes, the first node's as master. Returns whether it did."""
         while self._before is not None and self._before.ended() is None:
             if self._is_let_go:
                 return False
             time.sleep(POLL_S)
         nodes = nodes_of(self._order)
         self._say([f"waits for Ray to place {', '.join(nodes)} of {self._order.group}"], runs=False)
-        seats = self._shared.groups.seat(
+        seats = self._setup.groups.seat(
             self._spec.name, self._order.group, nodes, self._spec.placement, self._is_wanted
         )
         if seats is None:
@@ -114,7 +114,7 @@ class RayAttempt(Ending):
         packed = self._code()
         self._create(seats[:1] if self._spec.launch is Launch.ONCE else seats, packed)
         code = ray.put(packed) if packed is not None else None
-        limit_s = self._shared.hung_s + env_limit_s(self._spec.runtime_env)
+        limit_s = self._setup.hung_s + env_limit_s(self._spec.runtime_env)
         asked = [(part, part.actor.prepare.remote(code)) for part in self._parts]
         prepared: list[Prepared] = self._ask(asked, "to prepare its packages and code", limit_s)
         for part, each in zip(self._parts, prepared, strict=True):
@@ -123,9 +123,9 @@ class RayAttempt(Ending):
         starts = []
         for index, part in enumerate(self._parts):
             its_part = HostPart(nodes=all_nodes, index=index, master_port=prepared[0].free_port)
-            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._shared.channel)
+            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._setup.channel)
             starts.append((part, order))
-        self._ask(starts, "to start its processes", self._shared.hung_s)
+        self._ask(starts, "to start its processes", self._setup.hung_s)
         return True
 
     def _create(self, seats: Sequence[Seat], packed: bytes | None) -> None:
@@ -146,7 +146,7 @@ class RayAttempt(Ending):
                 "scheduling_strategy": seat.strategy,
                 "runtime_env": environment,
             }
-            made = actor.options(**options).remote(self._spec.name, seat.node.name, self._shared.root)
+            made = actor.options(**options).remote(self._spec.name, seat.node.name, self._setup.root)
             self._parts.append(PartRef(node=seat.node.name, ray_node=seat.ray_node, actor=made))
 
     # Watch --------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class RayAttempt(Ending):
         told_s: float | None = None
         while True:
             asked = [(part, part.actor.poll.remote(part.kept)) for part in self._parts]
-            polled: list[Polled] = self._ask(asked, "to say how its processes are", self._shared.hung_s)
+            polled: list[Polled] = self._ask(asked, "to say how its processes are", self._setup.hung_s)
             for part, each in zip(self._parts, polled, strict=True):
                 self._write(part.node, each.output)
                 part.kept = each.end
@@ -173,7 +173,7 @@ class RayAttempt(Ending):
                 told_s = self._kill_s
                 grace_s = max(0.0, told_s - time.monotonic()) if told_s is not None else 0.0
                 ends = [(part, part.actor.end.remote(grace_s)) for part in self._parts]
-                self._ask(ends, "to end its processes", self._shared.hung_s)
+                self._ask(ends, "to end its processes", self._setup.hung_s)
             time.sleep(POLL_S)
 
     def _ask(self, questions: Sequence[tuple[PartRef, Any]], what: str, limit_s: float) -> list[Any]:
@@ -192,7 +192,7 @@ class RayAttempt(Ending):
 
     def _lost(self) -> str | None:
         """Names the dead nodes; None if all live, and the job itself has failed."""
-        dead = [seat for seat in self._seats if not self._shared.nodes.is_alive(seat.ray_node)]
+        dead = [seat for seat in self._seats if not self._setup.nodes.is_alive(seat.ray_node)]
         names = dict.fromkeys(f"Ray node {seat.ray_node[:8]} on {seat.node.address}" for seat in dead)
         return f"{', '.join(names)} died" if names else None
 

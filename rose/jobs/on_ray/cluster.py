@@ -52,13 +52,13 @@ class Silence:
         self._silent_s = 0.0
 
     def ask(self, now: float) -> None:
-        """The head is asked, again or for the first time since it last answered."""
+        """Notes that the head is asked, again or for the first time since it last answered."""
         with self._lock:
             if self._seen_s is None:
                 self._seen_s = now
 
     def answered(self) -> None:
-        """The head has answered."""
+        """Notes that the head has answered."""
         with self._lock:
             self._seen_s, self._silent_s = None, 0.0
 
@@ -170,7 +170,7 @@ class RayNodes:
 
 
 def on_node(ray_node: str) -> NodeAffinitySchedulingStrategy:
-    """The strategy for work on one node alone."""
+    """Returns the strategy for work on one node alone."""
     return NodeAffinitySchedulingStrategy(ray_node, soft=False)
 
 
@@ -258,6 +258,6 @@ def describe_self(channel: str) -> str:
 
 
 def _lives_here(who: str) -> bool:
-    """Whether the other scheduler is a living process of this host. Of other hosts, Ray alone knows."""
+    """Whether the other scheduler is a living process of this host. Only Ray knows about other hosts."""
     host, pid = who.split(", ")[:2]
     return host == f"host {os.uname().nodename}" and os.path.exists(f"/proc/{pid.removeprefix('pid ')}")

@@ -34,8 +34,8 @@ class LetGo(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """What all attempts of one scheduler share."""
+class AttemptSetup:
+    """What all attempts of one scheduler run with."""
 
     nodes: RayNodes
     groups: GroupNodes
@@ -45,11 +45,11 @@ class Shared:
     hung_s: float
 
 
-class Ending(ABC):
+class AttemptThread(ABC):
     """An attempt, from what `_life` does to the confirmed end of all its parts. Its thread owns the parts."""
 
-    def __init__(self, job: str, parts: list[PartRef], shared: Shared, say: Say) -> None:
-        self._job, self._parts, self._shared, self._tell = job, parts, shared, say
+    def __init__(self, job: str, parts: list[PartRef], setup: AttemptSetup, say: Say) -> None:
+        self._job, self._parts, self._setup, self._tell = job, parts, setup, say
         self._said: tuple[list[str], bool] | None = None
         self._leaves = self._is_let_go = False
         self._ended: Ended | None = None
@@ -70,7 +70,7 @@ class Ending(ABC):
         """Gives back the nodes of the job's group when the attempt has ended."""
         self._leaves = True
         if self._ended is not None:
-            self._shared.groups.leave(self._job)
+            self._setup.groups.leave(self._job)
 
     def let_go(self) -> None:
         """The attempt goes on without this object."""
@@ -96,10 +96,10 @@ class Ending(ABC):
                 self._insist(partial(self._confirm, part))
             if ended is None:  # Ray may have held a node for alive until now
                 ended = Ended(exit_status=-signal.SIGKILL, lost=self._insist(self._lost))
-            self._insist(partial(self._shared.groups.vacate, self._job))
+            self._insist(partial(self._setup.groups.vacate, self._job))
             self._ended = ended
             if self._leaves:
-                self._insist(partial(self._shared.groups.leave, self._job))
+                self._insist(partial(self._setup.groups.leave, self._job))
         except LetGo:  # the next scheduler finds out how it has ended
             return
 
@@ -108,9 +108,9 @@ class Ending(ABC):
         return None
 
     def _confirm(self, part: PartRef) -> None:
-        shared = self._shared
+        setup = self._setup
         say = partial(self._say, runs=False)
-        confirm_end(part, shared.nodes, shared.root, self._job, look=self._check_held, say=say)
+        confirm_end(part, setup.nodes, setup.root, self._job, look=self._check_held, say=say)
 
     def _insist(self, step: Callable[[], T]) -> T:
         """Repeats a step until it succeeds, as while the Ray head is away. Raises: LetGo."""
@@ -136,15 +136,15 @@ class Ending(ABC):
             self._tell(lines, runs)
 
 
-class Remains(Ending):
+class Remains(AttemptThread):
     """The parts of a job's attempt that can't go on, until they have ended."""
 
-    def __init__(self, job: str, parts: list[PartRef], shared: Shared, say: Say) -> None:
-        super().__init__(job, parts, shared, say)
+    def __init__(self, job: str, parts: list[PartRef], setup: AttemptSetup, say: Say) -> None:
+        super().__init__(job, parts, setup, say)
         self._thread.start()
 
     def _life(self) -> Ended:
         return Ended(exit_status=-signal.SIGKILL, lost="a part of it was lost with its scheduler")
 
     def end(self, grace_s: float) -> None:
-        """It ends anyhow."""
+        """Does nothing, because these parts are being ended already."""

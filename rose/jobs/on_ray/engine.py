@@ -20,7 +20,7 @@ from rose.errors import ConfigError, WorkerError
 from rose.jobs.on_ray.adopt import find
 from rose.jobs.on_ray.attempt import RayAttempt
 from rose.jobs.on_ray.cluster import NAMESPACE, RayNodes, channel_root, describe_self
-from rose.jobs.on_ray.ending import Ending, Remains, Shared
+from rose.jobs.on_ray.ending import AttemptSetup, AttemptThread, Remains
 from rose.jobs.on_ray.groups import GroupNodes, Seat
 from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
@@ -49,7 +49,7 @@ class RayEngine:
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._cluster, self._spec = cluster, cluster.ray
         self._channel = channel
-        self._attempts: dict[str, Ending] = {}
+        self._attempts: dict[str, AttemptThread] = {}
         """The latest of each job that has nodes."""
         self._adopted: dict[str, tuple[int, Attempt]] = {}
         self._said: queue.SimpleQueue[Callable[[int], Call]] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ class RayEngine:
             check_channel(self._channel, self._nodes.addresses())
             self._wait("the jobs that an earlier scheduler has left to answer", JOIN_S + self._spec.hung_s)
             groups = GroupNodes(self._spec, root)
-            self._shared = Shared(
+            self._setup = AttemptSetup(
                 nodes=self._nodes,
                 groups=groups,
                 channel=self._channel,
@@ -89,7 +89,7 @@ class RayEngine:
         self._waits_for = what
 
     def _adopt(self) -> None:
-        survivors, broken = find(self._shared.groups, self._spec.hung_s)
+        survivors, broken = find(self._setup.groups, self._spec.hung_s)
         for each in survivors:
             spec = parse_config(each.order.spec, RunSpec, f"job {each.order.job}")
             attempt = self._attempt(spec, each.order, running=(each.seats, each.parts))
@@ -97,7 +97,7 @@ class RayEngine:
         for job, left in broken.items():
             number, parts = left.attempt, left.parts
             logger.warning("not adopted job=%s attempt=%d parts=%d", job, number, len(parts))
-            remains = Remains(job, parts, self._shared, partial(self._placed, job, number))
+            remains = Remains(job, parts, self._setup, partial(self._placed, job, number))
             self._attempts[job] = remains
             self._adopted[job] = (number, remains)
 
@@ -123,7 +123,7 @@ class RayEngine:
             )
 
     def num_nodes(self) -> dict[Phase, int]:
-        idle = self._shared.groups.view(self._nodes.draining).num_idle
+        idle = self._setup.groups.view(self._nodes.draining).num_idle
         return {kind: max(0, num - idle[kind]) for kind, num in self._nodes.num_nodes().items()}
 
     def start(self, spec: RunSpec, order: Start, before: Attempt | None) -> Attempt:
@@ -140,7 +140,7 @@ class RayEngine:
         attempt = RayAttempt(
             spec,
             order,
-            shared=self._shared,
+            setup=self._setup,
             code=partial(packed, spec),
             log=self.log_folder / f"{spec.name}.log",
             say=partial(self._placed, order.job, order.attempt),
@@ -160,7 +160,7 @@ class RayEngine:
             news.append(self._said.get())
         leaving = {
             job: running[job]
-            for job in self._shared.groups.view(self._nodes.draining).leaving
+            for job in self._setup.groups.view(self._nodes.draining).leaving
             if job in running
         }
         told = (self.num_nodes(), leaving)

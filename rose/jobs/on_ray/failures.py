@@ -40,7 +40,7 @@ _WRONG = re.compile(
 
 
 def failure(command: Sequence[str], error: Exception) -> Ended:
-    """How an attempt ends because of this error: for ever, or as a crash that may not come again."""
+    """Returns how an attempt ends because of this error: for good, or as a crash that may not come again."""
     if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
         said = f"runtime_env can't be prepared: {reason(error)}"
         if is_passing(error):

@@ -144,14 +144,14 @@ class GroupNodes:
                 self._remove(group)
 
     def vacate(self, job: str) -> None:
-        """No process of the job is on its nodes; the group keeps them for the next attempt."""
+        """Notes that no process of the job is on its nodes; the group keeps them for the next attempt."""
         with self._lock:
             group = self._users[job][0] if job in self._users else None
             if group in self._condemned:
                 self.leave(job)
 
     def leave(self, job: str) -> None:
-        """The job has left its group, which gives its nodes back if no other job is in it."""
+        """Notes that the job has left its group, which gives its nodes back if no other job is in it."""
         with self._lock:
             if job not in self._users:
                 return

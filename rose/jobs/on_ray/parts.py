@@ -61,8 +61,8 @@ def ask(
 ) -> list[Any]:
     """Waits for the answers of all parts.
 
-    what: is waited for, such as "to start". look: called from time to time; may raise. say: hears whom a
-    late answer is waited for. Raises: RayError of the first part that has ended; Hung after ``limit_s``.
+    what: the purpose of the question, such as "to start". look: called from time to time; may raise. say:
+    hears which parts are late. Raises: RayError of the first part that has ended; Hung after ``limit_s``.
     """
     waited_s, told_s = 0.0, min(QUIET_S, limit_s / 4)
     left = {answer: part for part, answer in questions}

@@ -24,7 +24,7 @@ from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, wr
 from rose.memory.daemon.roster import AttachRefused, Roster
 from rose.memory.pool.pool_memory import PoolMemory, PoolSize
 from rose.memory.pool.processes import find_process
-from rose.memory.pool.wire import Bye, Hello, Kind, Welcome, socket_path
+from rose.memory.pool.wire import Bye, ClientHello, Kind, Welcome, socket_path
 from rose.memory.slabs.fd_limit import ensure_fd_limit
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class PoolOwner:
             )
         self._files = state.files
 
-    def _take_back(self, connection: Connection, hello: Hello) -> None:
+    def _take_back(self, connection: Connection, hello: ClientHello) -> None:
         """Takes back a client that was attached before, with the memory that it holds. Raises: PoolError."""
         old = self._connections[self._roster.find(hello, connection.pid)]
         fds = connection.inbox.take_fds()
@@ -206,9 +206,9 @@ class PoolOwner:
             Bye.from_line(line)
             self._bury(connection)
         else:
-            self._greet(connection, Hello.from_line(line))
+            self._greet(connection, ClientHello.from_line(line))
 
-    def _greet(self, connection: Connection, hello: Hello) -> None:
+    def _greet(self, connection: Connection, hello: ClientHello) -> None:
         fds: tuple[int, ...] = ()
         if not hello.slot and (former := self._roster.find_lost(hello, connection.pid)) is not None:
             # It left, or got no welcome, while its daemon died: nothing else would ever bury it.
@@ -226,7 +226,7 @@ class PoolOwner:
             fds = self._memory.fds
         connection.welcome(Welcome(slot=connection.slot, num_fds=len(fds), daemon_pid=os.getpid()), fds)
 
-    def _admit(self, connection: Connection, hello: Hello) -> None:
+    def _admit(self, connection: Connection, hello: ClientHello) -> None:
         try:
             self._size.check_ranks(self._name, hello.world_size)
         except ConfigError as error:

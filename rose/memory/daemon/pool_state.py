@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from rose.errors import PoolError
 from rose.memory.pool.pool_memory import PoolSize
 from rose.memory.pool.processes import find_process
-from rose.memory.pool.wire import Hello
+from rose.memory.pool.wire import ClientHello
 from rose.memory.slabs.backend import BackendKind
 
 STATE_VERSION = 2
@@ -25,7 +25,7 @@ class MemberState(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hello: Hello
+    hello: ClientHello
     """It has the slot, and the pid as the daemon sees it."""
     started: int
     """The process's start_ticks (rose.memory.pool.processes), because pids are used again."""

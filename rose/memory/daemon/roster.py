@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rose.errors import PoolError
 from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.ledger.slab_word import MAX_SLOT
-from rose.memory.pool.wire import Hello, Kind
+from rose.memory.pool.wire import ClientHello, Kind
 from rose.types import MAX_ENGINES, Role
 
 
@@ -63,7 +63,7 @@ class Roster:
         self._pool = pool
         self._engines: dict[int, _Engine] = {}
 
-    def admit(self, connection: int, hello: Hello, pid: int) -> int:
+    def admit(self, connection: int, hello: ClientHello, pid: int) -> int:
         """Admits a scheduler or worker; returns its engine's slot. Raises: AttachRefused."""
         if hello.kind is Kind.WORKER and hello.rank >= hello.world_size:
             raise AttachRefused(f"rank {hello.rank} of {hello.world_size} workers: ranks start at 0")
@@ -74,7 +74,7 @@ class Roster:
         engine.members[connection] = _Member(kind=hello.kind, rank=hello.rank, pid=pid)
         return slot
 
-    def restore(self, connection: int, hello: Hello, pid: int, *, is_broken: bool) -> None:
+    def restore(self, connection: int, hello: ClientHello, pid: int, *, is_broken: bool) -> None:
         """Puts a process that an earlier daemon had admitted into ``hello.slot``; it is lost until it comes
         back.
 
@@ -86,7 +86,7 @@ class Roster:
         engine.members[connection] = _Member(kind=hello.kind, rank=hello.rank, pid=pid, is_present=False)
         engine.is_broken |= is_broken
 
-    def find(self, hello: Hello, pid: int) -> int:
+    def find(self, hello: ClientHello, pid: int) -> int:
         """Finds the connection that process ``pid`` had before it broke. Raises: AttachRefused."""
         engine = self._engines.get(hello.slot)
         if engine is not None and (engine.role, engine.engine_id, engine.world_size) == (
@@ -103,7 +103,7 @@ class Roster:
             f"restart the engine"
         )
 
-    def find_lost(self, hello: Hello, pid: int) -> int | None:
+    def find_lost(self, hello: ClientHello, pid: int) -> int | None:
         """Finds the lost connection of a process that says hello as a new client, which has nothing
         mapped."""
         for connection, former in self.members():
@@ -149,13 +149,13 @@ class Roster:
             is_leaving=engine.is_leaving,
         )
 
-    def members(self) -> Iterator[tuple[int, Hello]]:
+    def members(self) -> Iterator[tuple[int, ClientHello]]:
         """Yields every connection with a hello that would restore it."""
         for slot, engine in self._engines.items():
             for connection, member in engine.members.items():
                 yield (
                     connection,
-                    Hello(
+                    ClientHello(
                         role=engine.role,
                         engine_id=engine.engine_id,
                         kind=member.kind,
@@ -178,7 +178,7 @@ class Roster:
             parts = [member.part for member in engine.members.values()]
             assert 1 <= slot <= MAX_SLOT and 0 < len(parts) == len(set(parts)), (slot, parts)
 
-    def _slot_for(self, hello: Hello) -> int:
+    def _slot_for(self, hello: ClientHello) -> int:
         same_role = {slot: engine for slot, engine in self._engines.items() if engine.role is hello.role}
         for slot, engine in same_role.items():
             if engine.engine_id == hello.engine_id and not engine.is_leaving:
@@ -200,7 +200,7 @@ class Roster:
             )
         return next(slot for slot in range(1, MAX_SLOT + 1) if slot not in self._engines)
 
-    def _check_same_engine(self, engine: _Engine, hello: Hello) -> None:
+    def _check_same_engine(self, engine: _Engine, hello: ClientHello) -> None:
         if engine.world_size != hello.world_size:
             raise AttachRefused(
                 f"the {engine.describe()} has world size {engine.world_size}, got {hello.world_size}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from rose._shm import Words
 from rose.errors import PoolError
-from rose.memory.ledger.ledger_words import COUNTERS, MAGIC, SLOT_WORDS, VERSION, Word
+from rose.memory.ledger.ledger_words import COUNTERS, MAGIC, SLOT_WORDS, VERSION, LedgerWord
 from rose.memory.ledger.policy_word import PolicyState
 from rose.memory.ledger.slab_table import SlabTable
 from rose.memory.ledger.slab_word import MAX_SLOT, NO_SLOT, SlabState, decode
@@ -46,23 +46,24 @@ class Ledger(SlabTable):
     def __init__(self, buffer: mmap.mmap) -> None:
         """Opens a formatted ledger in a writable mmap. Raises: PoolError for another layout."""
         words = Words(buffer)
-        magic, version = words.load(Word.MAGIC), words.load(Word.VERSION)
+        magic, version = words.load(LedgerWord.MAGIC), words.load(LedgerWord.VERSION)
         if (magic, version) != (MAGIC, VERSION):
             raise PoolError(
                 f"ledger has layout {magic:#x} version {version}, but this rose knows {MAGIC:#x} version "
                 f"{VERSION}: restart the pool daemon with this version"
             )
-        super().__init__(buffer, words, words.load(Word.NUM_SLABS))
-        self.slab_bytes = words.load(Word.SLAB_BYTES)
-        self.headroom_slabs = words.load(Word.HEADROOM_SLABS)
-        self.num_shards = words.load(Word.NUM_SHARDS)
-        self.backend = _BACKENDS[words.load(Word.BACKEND)]
+        super().__init__(buffer, words, words.load(LedgerWord.NUM_SLABS))
+        self.slab_bytes = words.load(LedgerWord.SLAB_BYTES)
+        self.headroom_slabs = words.load(LedgerWord.HEADROOM_SLABS)
+        self.num_shards = words.load(LedgerWord.NUM_SHARDS)
+        self.backend = _BACKENDS[words.load(LedgerWord.BACKEND)]
         # What is read of every slot in every step; one load after another would take 5 us. Each word is one
         # process's, and a sum of several is of about one moment either way.
-        header = np.frombuffer(buffer, dtype=np.int64, count=Word.SLABS)
-        self._roles = header[Word.SLOTS : Word.SLOTS + SLOT_WORDS * (MAX_SLOT + 1) : SLOT_WORDS]
+        header = np.frombuffer(buffer, dtype=np.int64, count=LedgerWord.SLABS)
+        self._roles = header[LedgerWord.SLOTS : LedgerWord.SLOTS + SLOT_WORDS * (MAX_SLOT + 1) : SLOT_WORDS]
         self._used, self._reserved, self._wanted = (
-            header[first : first + MAX_SLOT + 1] for first in (Word.USED, Word.RESERVED, Word.WANTED)
+            header[first : first + MAX_SLOT + 1]
+            for first in (LedgerWord.USED, LedgerWord.RESERVED, LedgerWord.WANTED)
         )
 
     @classmethod
@@ -80,13 +81,13 @@ class Ledger(SlabTable):
         if num_slabs < 1 or not 0 <= headroom_slabs < num_slabs:
             raise ValueError(f"headroom_slabs must be 0..{num_slabs - 1}, got {headroom_slabs}")
         words = Words(buffer)
-        words.store(Word.VERSION, VERSION)
-        words.store(Word.NUM_SLABS, num_slabs)
-        words.store(Word.SLAB_BYTES, slab_bytes)
-        words.store(Word.HEADROOM_SLABS, headroom_slabs)
-        words.store(Word.NUM_SHARDS, num_shards)
-        words.store(Word.BACKEND, _BACKENDS.index(backend))
-        words.store(Word.MAGIC, MAGIC)
+        words.store(LedgerWord.VERSION, VERSION)
+        words.store(LedgerWord.NUM_SLABS, num_slabs)
+        words.store(LedgerWord.SLAB_BYTES, slab_bytes)
+        words.store(LedgerWord.HEADROOM_SLABS, headroom_slabs)
+        words.store(LedgerWord.NUM_SHARDS, num_shards)
+        words.store(LedgerWord.BACKEND, _BACKENDS.index(backend))
+        words.store(LedgerWord.MAGIC, MAGIC)
         return cls(buffer)
 
     # Policy words --------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Ledger(SlabTable):
     @property
     def policy(self) -> PolicyState:
         """Budget, pressure and RL step, as one consistent reading."""
-        return PolicyState.decode(self._words.load(Word.POLICY))
+        return PolicyState.decode(self._words.load(LedgerWord.POLICY))
 
     def swap_policy(self, seen: PolicyState, new: PolicyState) -> bool:
         """Replaces the state that was read; returns False if it has changed meanwhile.
@@ -102,7 +103,7 @@ class Ledger(SlabTable):
         The caller then has to decide again: a cut that was computed from the last RL step's budget must not
         undo this step's. A change notifies.
         """
-        if not self._words.cas(Word.POLICY, seen.encode(), new.encode()):
+        if not self._words.cas(LedgerWord.POLICY, seen.encode(), new.encode()):
             return False
         if new != seen:
             self.notify()
@@ -127,16 +128,16 @@ class Ledger(SlabTable):
     def set_serving_use(self, slot: int, *, used: int, reserved: int) -> None:
         """Sets a serving engine's part of these two. It is set in every serving step, so it doesn't
         notify."""
-        self._words.store(Word.USED + slot, used)
-        self._words.store(Word.RESERVED + slot, reserved)
+        self._words.store(LedgerWord.USED + slot, used)
+        self._words.store(LedgerWord.RESERVED + slot, reserved)
 
     def want(self, slot: int, num_slabs: int) -> None:
         """Sets how many slabs an engine wants to own, which it may; 0 if it lacks none.
 
         Notifies if engines now lack more slabs than are free or on their way: serving has to give.
         """
-        is_more = num_slabs > self._words.load(Word.WANTED + slot)
-        self._words.store(Word.WANTED + slot, num_slabs)
+        is_more = num_slabs > self._words.load(LedgerWord.WANTED + slot)
+        self._words.store(LedgerWord.WANTED + slot, num_slabs)
         if is_more and self._lacking(_SLOTS) > self.num_free + self.num_draining:
             self.notify()
 
@@ -153,7 +154,7 @@ class Ledger(SlabTable):
         wanted = self._wanted.tolist()
         return sum(max(0, wanted[slot] - self.num_owned(slot)) for slot in slots if wanted[slot])
 
-    def count(self, counter: Word, increment: int = 1) -> int:
+    def count(self, counter: LedgerWord, increment: int = 1) -> int:
         """Adds to one of ``COUNTERS`` and returns the new value; an increment of 0 reads it."""
         if counter not in COUNTERS:
             raise ValueError(f"{counter.name} is not a counter")
@@ -165,7 +166,7 @@ class Ledger(SlabTable):
         """The engines attached to the pool, by slot."""
         found: dict[int, EngineSlot] = {}
         for slot in _SLOTS:
-            at = Word.SLOTS + slot * SLOT_WORDS
+            at = LedgerWord.SLOTS + slot * SLOT_WORDS
             role = _ROLES[self._words.load(at)]
             if role is not None:
                 pid, world_size, is_leaving = (self._words.load(at + part) for part in (1, 2, 3))
@@ -182,7 +183,7 @@ class Ledger(SlabTable):
     def set_engine(self, slot: int, engine: EngineSlot | None) -> None:
         """Records the engine in a slot, None for an empty one. For the daemon alone."""
         self._check_slot(slot)
-        at = Word.SLOTS + slot * SLOT_WORDS
+        at = LedgerWord.SLOTS + slot * SLOT_WORDS
         if engine is not None:
             self._words.store(at + 1, engine.pid)
             self._words.store(at + 2, engine.world_size)
@@ -194,9 +195,9 @@ class Ledger(SlabTable):
         force_free."""
         # Nothing else resets them, and the others would leave alone memory that nobody uses.
         self.set_serving_use(slot, used=0, reserved=0)
-        self._words.store(Word.WANTED + slot, 0)
+        self._words.store(LedgerWord.WANTED + slot, 0)
         num_freed = len(self.force_free(slot))
-        self.count(Word.EXIT_FREED_SLABS, num_freed)
+        self.count(LedgerWord.EXIT_FREED_SLABS, num_freed)
         self.set_engine(slot, None)
         return num_freed
 

@@ -14,7 +14,7 @@ WORD_BYTES = 8
 SLOT_WORDS = 4
 
 
-class Word(IntEnum):
+class LedgerWord(IntEnum):
     """The index of each word before the slabs."""
 
     MAGIC = 0
@@ -37,9 +37,14 @@ class Word(IntEnum):
     SLABS = 144
 
 
-COUNTERS = (Word.CUTS, Word.RECLAIMED_REQUESTS, Word.EXPIRED_LEASES, Word.EXIT_FREED_SLABS)
+COUNTERS = (
+    LedgerWord.CUTS,
+    LedgerWord.RECLAIMED_REQUESTS,
+    LedgerWord.EXPIRED_LEASES,
+    LedgerWord.EXIT_FREED_SLABS,
+)
 
 
 def ledger_bytes(num_slabs: int) -> int:
     """The bytes that a ledger of ``num_slabs`` slabs takes."""
-    return (Word.SLABS + num_slabs) * WORD_BYTES
+    return (LedgerWord.SLABS + num_slabs) * WORD_BYTES

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rose._shm import Words
 from rose.errors import PoolError
-from rose.memory.ledger.ledger_words import WORD_BYTES, Word
+from rose.memory.ledger.ledger_words import WORD_BYTES, LedgerWord
 from rose.memory.ledger.slab_word import MAX_RANKS, MAX_SLOT, NO_SLOT, SlabEntry, SlabState, decode, encode
 
 
@@ -28,14 +28,14 @@ class SlabTable:
 
     def __init__(self, buffer: mmap.mmap, words: Words, num_slabs: int) -> None:
         """``words`` is the whole ledger in ``buffer``. Raises: PoolError if it can't hold that many slabs."""
-        if len(words) < Word.SLABS + num_slabs:
+        if len(words) < LedgerWord.SLABS + num_slabs:
             raise PoolError(f"ledger of {len(words)} words can't hold {num_slabs} slabs")
         self.num_slabs = num_slabs
         self._words = words
         # A scan of 2,048 slabs takes 5 us; through Words each word takes 0.1 us. What a scan sees may be
         # stale, so every change still goes through a compare-and-swap.
         self._slabs: npt.NDArray[np.int64] = np.frombuffer(
-            buffer, dtype=np.int64, count=num_slabs, offset=Word.SLABS * WORD_BYTES
+            buffer, dtype=np.int64, count=num_slabs, offset=LedgerWord.SLABS * WORD_BYTES
         )
 
     def acquire(self, slot: int, count: int) -> list[int]:
@@ -133,19 +133,19 @@ class SlabTable:
     @property
     def change_seq(self) -> int:
         """A number that grows with every change that another process may wait for."""
-        return self._words.load(Word.CHANGE_SEQ)
+        return self._words.load(LedgerWord.CHANGE_SEQ)
 
     def notify(self) -> None:
         """Wakes every process in :meth:`wait_change`."""
-        self._words.add(Word.CHANGE_SEQ, 1)
-        self._words.wake(Word.CHANGE_SEQ)
+        self._words.add(LedgerWord.CHANGE_SEQ, 1)
+        self._words.wake(LedgerWord.CHANGE_SEQ)
 
     def wait_change(self, seen: int, timeout_s: float) -> int:
         """Sleeps until ``change_seq`` differs from ``seen``, or until the timeout; returns its value then.
 
         It may return early, with ``seen`` itself. Releases the GIL.
         """
-        self._words.wait(Word.CHANGE_SEQ, seen, timeout_s)
+        self._words.wait(LedgerWord.CHANGE_SEQ, seen, timeout_s)
         return self.change_seq
 
     def _check_slot(self, slot: int) -> None:
@@ -155,10 +155,10 @@ class SlabTable:
     def _load(self, slab: int) -> int:
         if not 0 <= slab < self.num_slabs:
             raise ValueError(f"slab {slab} of {self.num_slabs}")
-        return self._words.load(Word.SLABS + slab)
+        return self._words.load(LedgerWord.SLABS + slab)
 
     def _swap(self, slab: int, old: int, state: SlabState, slot: int, num_pending: int, epoch: int) -> bool:
-        return self._words.cas(Word.SLABS + slab, old, encode(state, slot, num_pending, epoch))
+        return self._words.cas(LedgerWord.SLABS + slab, old, encode(state, slot, num_pending, epoch))
 
     def _matching(self, mask: int, value: int) -> list[int]:
         slabs: list[int] = np.flatnonzero((self._slabs & mask) == value).tolist()

@@ -19,7 +19,7 @@ from rose.errors import PoolError
 from rose.memory.pool.passing import Inbox, send_line
 from rose.memory.pool.pool_memory import PoolMemory
 from rose.memory.pool.processes import is_readable
-from rose.memory.pool.wire import Bye, Hello, Refusal, Welcome, read_answer
+from rose.memory.pool.wire import Bye, ClientHello, Refusal, Welcome, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class DaemonLink:
     """One attached client's link. It is made with an open connection and closed once."""
 
     def __init__(
-        self, path: Path, connection: socket.socket, hello: Hello, memory: PoolMemory, daemon_pid: int
+        self, path: Path, connection: socket.socket, hello: ClientHello, memory: PoolMemory, daemon_pid: int
     ) -> None:
         """Takes the connection over; ``hello`` is what the client presents when it comes back."""
         self.daemon_pid = daemon_pid
@@ -138,7 +138,7 @@ class DaemonLink:
 
 
 def exchange(
-    connection: socket.socket, path: Path, hello: Hello, fds: Sequence[int] = ()
+    connection: socket.socket, path: Path, hello: ClientHello, fds: Sequence[int] = ()
 ) -> tuple[Welcome | Refusal, list[int]]:
     """Connects, sends hello and descriptors, and returns the answer with its descriptors.
 

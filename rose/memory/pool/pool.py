@@ -16,7 +16,7 @@ from rose.config import Settings
 from rose.errors import PoolError
 from rose.memory.pool.link import DaemonLink, exchange
 from rose.memory.pool.pool_memory import PoolMemory, PoolSize
-from rose.memory.pool.wire import Hello, Kind, Welcome, socket_path
+from rose.memory.pool.wire import ClientHello, Kind, Welcome, socket_path
 from rose.memory.slabs.backend import Slabs
 from rose.memory.slabs.fd_limit import ensure_fd_limit
 from rose.types import Role
@@ -34,7 +34,7 @@ class PoolClient:
     """An attached scheduler, worker or observer. Made by :meth:`attach` or :meth:`observe`."""
 
     def __init__(
-        self, path: Path, connection: socket.socket, hello: Hello, welcome: Welcome, memory: PoolMemory
+        self, path: Path, connection: socket.socket, hello: ClientHello, welcome: Welcome, memory: PoolMemory
     ) -> None:
         """Takes over the connection and the memory."""
         self.slot = welcome.slot
@@ -73,7 +73,7 @@ class PoolClient:
         environment says it. Raises: PoolError if there is no daemon or it refuses; ConfigError if the
         descriptor limit is too low for the pool.
         """
-        hello = Hello(
+        hello = ClientHello(
             role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid()
         )
         deadline = time.monotonic() + timeout_s
@@ -85,11 +85,11 @@ class PoolClient:
     @classmethod
     def observe(cls, name: str, *, runtime_dir: Path | None = None, timeout_s: float = 5.0) -> Self:
         """Opens a pool to look at its ledger and board. Raises: PoolError if there is no daemon."""
-        hello = Hello(engine_id="", kind=Kind.OBSERVER, pid=os.getpid())
+        hello = ClientHello(engine_id="", kind=Kind.OBSERVER, pid=os.getpid())
         return cls._join(name, hello, runtime_dir, timeout_s)
 
     @classmethod
-    def _join(cls, name: str, hello: Hello, runtime_dir: Path | None, timeout_s: float) -> Self:
+    def _join(cls, name: str, hello: ClientHello, runtime_dir: Path | None, timeout_s: float) -> Self:
         folder = runtime_dir if runtime_dir is not None else Settings.from_environment().runtime_dir
         path = socket_path(folder, name)
         deadline = time.monotonic() + timeout_s

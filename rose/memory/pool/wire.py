@@ -3,9 +3,9 @@
 The pool's descriptors (rose/memory/pool/pool_memory.py) travel with the answer to a new client, and with the
 hello of a client that comes back. An observer gets those of ledger and board alone:
 
-    new client   Hello                        ->    Welcome + descriptors, or Refusal
-    comes back   Hello(slot) + descriptors    ->    Welcome, or Refusal
-    leaves       Bye                          ->    (closed)
+    new client   ClientHello                        ->    Welcome + descriptors, or Refusal
+    comes back   ClientHello(slot) + descriptors    ->    Welcome, or Refusal
+    leaves       Bye                                ->    (closed)
 
 A malformed line raises PoolError.
 """
@@ -52,7 +52,7 @@ class _Message(BaseModel):
             raise PoolError(f"bad {cls.__name__} line: {where}: {first['msg']}") from error
 
 
-class Hello(_Message):
+class ClientHello(_Message):
     """A client's first line, also when it comes back after the connection broke."""
 
     protocol: int = PROTOCOL_VERSION

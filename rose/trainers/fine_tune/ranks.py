@@ -17,8 +17,8 @@ from rose.errors import WorkerError
 HUNG_S = 600.0
 """A process that the others have waited for so long has hung. Publishing and saving take less."""
 LATE_S = 60.0
-"""A process that is so late at the end of a piece, or with its answer about a grant, has hung: rank 0 may hold
-the GPU meanwhile."""
+"""A process that is so late at the end of a piece, or with its answer about a grant, has hung: rank 0 may
+hold the GPU meanwhile."""
 TELL_S = 30.0
 """Rank 0 tells the others so often that it still waits for a grant: serving may leave no time for long. Less
 than LATE_S."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rose.errors import RoseError
 from rose.scheduler.rollout.formats import resume
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
-from rose.scheduler.rollout.formats.completions import Call, Single, checked_n, child_body, usage_of
+from rose.scheduler.rollout.formats.completions import ClientCall, Single, checked_n, child_body, usage_of
 from rose.scheduler.rollout.formats.events import CHAT_PATH, Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated
 
@@ -114,7 +114,7 @@ def suits_front(body: Mapping[str, Any]) -> bool:
     return is_plain and _are_texts(body.get("messages"))
 
 
-def has_grammar(body: Mapping[str, Any]) -> bool:
+def must_follow_grammar(body: Mapping[str, Any]) -> bool:
     """Whether an answer is bound to a grammar: by the request's own, or by a tool that it has to call."""
     return body.get("tool_choice") not in (None, "none", "auto") or resume.has_grammar(body)
 
@@ -207,7 +207,7 @@ class Chat:
     ids_key = "prompt"  # a chat has none
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> Call:
+    def call(self, body: Json) -> ClientCall:
         """Reads a request for which `can_resume` holds."""
         limited = {**body, "max_tokens": _limit(body)}
         limited.pop("max_completion_tokens", None)
@@ -218,16 +218,16 @@ class Chat:
             request = {**child_body(limited, index), "request_id": f"{call_id}-{index}"}
             generation = ChatGeneration(request=request, is_streamed=is_streamed)
             singles.append(Single(index=index, prompt=prompt, generation=generation))
-        return Call(body=body, n=n, singles=singles, is_batch=n > 1, id=f"chatcmpl-{call_id}")
+        return ClientCall(body=body, n=n, singles=singles, is_batch=n > 1, id=f"chatcmpl-{call_id}")
 
-    def answer(self, call: Call, model: str | None) -> Json:
+    def answer(self, call: ClientCall, model: str | None) -> Json:
         returns_ids = bool(call.body.get("return_token_ids"))
         choices = [_choice(single, returns_ids) for single in call.singles]
         ids = call.singles[0].generation.prompt_token_ids if returns_ids else None
         usage = {"usage": usage_of(call), "prompt_token_ids": ids}
         return {**_envelope(call, "chat.completion", model), "choices": choices, **usage}
 
-    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+    def stream_chunk(self, call: ClientCall, single: Single, chunk: Chunk, model: str | None) -> Json:
         is_first = single.generation.num_tokens == len(chunk.token_ids)
         role = {"role": _role(single)} if is_first else {}
         choice: Json = {"index": single.index, "delta": {**role, "content": chunk.text}}
@@ -239,20 +239,20 @@ class Chat:
                 event["prompt_token_ids"] = single.generation.prompt_token_ids
         return event
 
-    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+    def stream_end(self, call: ClientCall, single: Single, model: str | None) -> Json:
         generation = single.generation
         choice: Json = {"index": single.index, "delta": {}, "logprobs": None}
         choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
         choice["rose"] = generation.provenance()
         return {**_envelope(call, "chat.completion.chunk", model), "choices": [choice]}
 
-    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+    def stream_usage(self, call: ClientCall, model: str | None) -> Json | None:
         if not call.wants_usage:
             return None
         return {**_envelope(call, "chat.completion.chunk", model), "choices": [], "usage": usage_of(call)}
 
 
-def _envelope(call: Call, kind: str, model: str | None) -> Json:
+def _envelope(call: ClientCall, kind: str, model: str | None) -> Json:
     return {"id": call.id, "object": kind, "created": call.created, "model": model}
 
 

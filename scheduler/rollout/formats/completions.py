@@ -58,7 +58,7 @@ class Single:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ClientCall:
     """One client's call and its single requests."""
 
     body: Mapping[str, Any]
@@ -78,7 +78,7 @@ class Call:
         return bool((self.body.get("stream_options") or {}).get("include_usage"))
 
 
-def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
+def fan_out(body: Mapping[str, Any], shown_id: object = None) -> ClientCall:
     """Splits a call into single requests, in vLLM's order of choices (prompt-major).
 
     Child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded, because a generator
@@ -104,7 +104,7 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> Call:
         singles.append(Single(index=index, prompt=prompt, generation=generation))
     name = shown_id if isinstance(shown_id, str) and shown_id else f"cmpl-{call_id}"
     is_batch = n > 1 or isinstance(body.get("prompt"), list)
-    return Call(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
+    return ClientCall(body=body, n=n, singles=singles, is_batch=is_batch, id=name)
 
 
 def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumulated, count: int) -> list[int]:
@@ -160,11 +160,11 @@ def child_body(body: Mapping[str, Any], child: int) -> Json:
     return {k: v for k, v in body.items() if k not in _OF_THE_CALL} | seed
 
 
-def _envelope(call: Call, model: str | None) -> Json:
+def _envelope(call: ClientCall, model: str | None) -> Json:
     return {"id": call.id, "object": "text_completion", "created": call.created, "model": model}
 
 
-def usage_of(call: Call, singles: Sequence[Single] | None = None) -> Json:
+def usage_of(call: ClientCall, singles: Sequence[Single] | None = None) -> Json:
     """Returns OpenAI's usage of a call, or of some of its singles. A prompt counts once, whatever n is."""
     of = call.singles if singles is None else singles
     prompts = of[:: call.n] if singles is None else of
@@ -208,15 +208,15 @@ class Completions:
     ids_key = "prompt"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> Call:
+    def call(self, body: Json) -> ClientCall:
         return fan_out(body)
 
-    def answer(self, call: Call, model: str | None) -> Json:
+    def answer(self, call: ClientCall, model: str | None) -> Json:
         returns_ids = bool(call.body.get("return_token_ids"))
         choices = [_choice(single, returns_ids) for single in call.singles]
         return {**_envelope(call, model), "choices": choices, "usage": usage_of(call)}
 
-    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+    def stream_chunk(self, call: ClientCall, single: Single, chunk: Chunk, model: str | None) -> Json:
         generation = single.generation
         choice: Json = {"index": single.index, "text": chunk.text, "logprobs": None, "finish_reason": None}
         choice["stop_reason"] = None
@@ -230,7 +230,7 @@ class Completions:
                 choice["prompt_token_ids"] = generation.prompt_token_ids
         return {**_envelope(call, model), "choices": [choice]}
 
-    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+    def stream_end(self, call: ClientCall, single: Single, model: str | None) -> Json:
         generation = single.generation
         choice: Json = {"index": single.index, "text": "", "logprobs": None}
         choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
@@ -239,7 +239,7 @@ class Completions:
             choice["token_ids"] = []
         return {**_envelope(call, model), "choices": [choice]}
 
-    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+    def stream_usage(self, call: ClientCall, model: str | None) -> Json | None:
         if not call.wants_usage:
             return None
         return {**_envelope(call, model), "choices": [], "usage": usage_of(call)}

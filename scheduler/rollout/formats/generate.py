@@ -12,7 +12,7 @@ from typing import Any
 
 from rose.http import SO_FAR
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, encode
-from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
+from rose.scheduler.rollout.formats.completions import ClientCall, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import (
     REASONING_ENDED,
@@ -135,7 +135,7 @@ class TokenGenerate:
     ids_key = "token_ids"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> Call:
+    def call(self, body: Json) -> ClientCall:
         if body.get("features") or body.get("content_parts"):
             raise BadRequest("features: only text can be routed; send nothing but token_ids")
         prompt = body.get("token_ids")
@@ -156,7 +156,7 @@ class TokenGenerate:
             single.generation.is_told_reasoning = bool(reasoning) and has_grammar(completion)
         return call
 
-    def answer(self, call: Call, model: str | None) -> Json:
+    def answer(self, call: ClientCall, model: str | None) -> Json:
         first = call.singles[0].generation
         return {
             "request_id": call.id,
@@ -182,7 +182,7 @@ class TokenGenerate:
             **_finish(generation),
         }
 
-    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+    def stream_chunk(self, call: ClientCall, single: Single, chunk: Chunk, model: str | None) -> Json:
         choice: Json = {"index": single.index, "token_ids": list(chunk.token_ids), "text": chunk.text}
         if chunk.logprobs is not None:
             choice["logprobs"] = {"content": token_logprobs(chunk.logprobs, chunk.token_ids)}
@@ -190,11 +190,11 @@ class TokenGenerate:
             choice["rose"] = news
         return {"request_id": call.id, "model": model, "choices": [choice]}
 
-    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+    def stream_end(self, call: ClientCall, single: Single, model: str | None) -> Json:
         choice = {"index": single.index, "token_ids": [], "text": "", **_finish(single.generation)}
         return {"request_id": call.id, "model": model, "choices": [choice]}
 
-    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+    def stream_usage(self, call: ClientCall, model: str | None) -> Json | None:
         if not call.wants_usage:
             return None
         return {"request_id": call.id, "model": model, "choices": [], "usage": usage_of(call)}

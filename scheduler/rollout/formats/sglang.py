@@ -9,7 +9,7 @@ Never does: I/O.
 from collections.abc import Mapping
 
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
-from rose.scheduler.rollout.formats.completions import Call, Single, fan_out, usage_of
+from rose.scheduler.rollout.formats.completions import ClientCall, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.generate import TOKEN_PREFIX, sampling, version_of, weight_versions
 
@@ -24,7 +24,7 @@ class SglangGenerate:
     ids_key = "input_ids"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> Call:
+    def call(self, body: Json) -> ClientCall:
         prompt = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
         if prompt is None:
             raise BadRequest("input_ids: expected token ids, or a string in text")
@@ -43,11 +43,11 @@ class SglangGenerate:
         rid = body.get("rid")
         return fan_out(completion, shown_id=rid if isinstance(rid, str) else None)
 
-    def answer(self, call: Call, model: str | None) -> object:
+    def answer(self, call: ClientCall, model: str | None) -> object:
         answers = [self._one(call, single) for single in call.singles]
         return answers if call.is_batch else answers[0]
 
-    def _one(self, call: Call, single: Single) -> Json:
+    def _one(self, call: ClientCall, single: Single) -> Json:
         generation = single.generation
         reason: Json = {"type": generation.finish_reason}
         if generation.finish_reason == "length":
@@ -75,14 +75,14 @@ class SglangGenerate:
                 meta["output_top_logprobs"] = [_alternatives(top or {}) for top in tops]
         return {"text": generation.text, "output_ids": generation.token_ids, "meta_info": meta}
 
-    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+    def stream_chunk(self, call: ClientCall, single: Single, chunk: Chunk, model: str | None) -> Json:
         """Returns the whole answer so far, which is what SGLang streams."""
         return {**self._one(call, single), "index": single.index}
 
-    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+    def stream_end(self, call: ClientCall, single: Single, model: str | None) -> Json:
         return {**self._one(call, single), "index": single.index}
 
-    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+    def stream_usage(self, call: ClientCall, model: str | None) -> Json | None:
         return None
 
 

@@ -8,7 +8,7 @@ Never does: I/O.
 from typing import Protocol
 
 from rose.scheduler.rollout.formats.bodies import Json
-from rose.scheduler.rollout.formats.completions import Call, Single
+from rose.scheduler.rollout.formats.completions import ClientCall, Single
 from rose.scheduler.rollout.formats.events import Chunk
 
 
@@ -20,19 +20,19 @@ class Format(Protocol):
     end: bytes
     """The end of an event stream."""
 
-    def call(self, body: Json) -> Call:
+    def call(self, body: Json) -> ClientCall:
         """Reads a request. Raises: BadRequest."""
 
-    def answer(self, call: Call, model: str | None) -> object:
+    def answer(self, call: ClientCall, model: str | None) -> object:
         """Returns the whole answer to a finished call."""
 
-    def stream_chunk(self, call: Call, single: Single, chunk: Chunk, model: str | None) -> Json:
+    def stream_chunk(self, call: ClientCall, single: Single, chunk: Chunk, model: str | None) -> Json:
         """Returns the event for a chunk that was just added to the single's generation."""
 
-    def stream_end(self, call: Call, single: Single, model: str | None) -> Json:
+    def stream_end(self, call: ClientCall, single: Single, model: str | None) -> Json:
         """Returns the event that finishes one choice."""
 
-    def stream_usage(self, call: Call, model: str | None) -> Json | None:
+    def stream_usage(self, call: ClientCall, model: str | None) -> Json | None:
         """Returns the usage event; None if the client did not ask for one."""
 
 

@@ -19,11 +19,11 @@ from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Conflict, NotFound
 from rose.scheduler.rollout.http.guard import Guard
 from rose.scheduler.rollout.http.metrics import prometheus_text
-from rose.scheduler.rollout.http.shared.changes import Changes
+from rose.scheduler.rollout.http.shared.changes import AdminChanges
 from rose.scheduler.rollout.http.shared.entries import Value
 from rose.scheduler.rollout.http.shared.peers import Exchange, Peers
 from rose.scheduler.rollout.placing.versions import VersionMode
-from rose.scheduler.rollout.router_config import JobSpec, WorkerSpec
+from rose.scheduler.rollout.router_config import RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.workers.registry import rose_headers
 from rose.scheduler.rollout.workers.worker import Worker
@@ -55,7 +55,7 @@ class StepBegun(RlStep):
 
 
 class Admin:
-    def __init__(self, plane: DataPlane, guard: Guard, changes: Changes, peers: Peers) -> None:
+    def __init__(self, plane: DataPlane, guard: Guard, changes: AdminChanges, peers: Peers) -> None:
         self._plane = plane
         self._guard = guard
         self._changes = changes
@@ -133,7 +133,7 @@ class Admin:
 
     async def change_job(self, request: web.Request) -> web.Response:
         """Sets those of a job's key, run, model and limits that the body names; null takes one away."""
-        name, given = request.match_info["job"], await _read(request, JobSpec)
+        name, given = request.match_info["job"], await _read(request, RouterJob)
         try:
             job = self._plane.jobs.change(name, given, time.monotonic())
         except ValueError as error:

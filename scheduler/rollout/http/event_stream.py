@@ -8,13 +8,13 @@ Never does: make events (formats/).
 from aiohttp import web
 
 from rose.scheduler.rollout.formats.bodies import Json, encode
-from rose.scheduler.rollout.formats.completions import Call, Single
+from rose.scheduler.rollout.formats.completions import ClientCall, Single
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.shape import Format
 
 
 class EventStream:
-    def __init__(self, request: web.Request, shape: Format, call: Call) -> None:
+    def __init__(self, request: web.Request, shape: Format, call: ClientCall) -> None:
         self._request = request
         self._shape = shape
         self._call = call

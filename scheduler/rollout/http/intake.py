@@ -16,7 +16,7 @@ from aiohttp import web
 from rose.errors import NoWorkerError
 from rose.http import TIMEOUT_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, parse
-from rose.scheduler.rollout.formats.completions import Call
+from rose.scheduler.rollout.formats.completions import ClientCall
 from rose.scheduler.rollout.formats.resume import ROUTERS_ARGUMENTS
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.callers import Callers
@@ -78,7 +78,7 @@ class Intake:
         )
         return Asked(data, body, route)
 
-    def call(self, shape: Format, asked: Asked) -> Call:
+    def call(self, shape: Format, asked: Asked) -> ClientCall:
         """Splits a request into its turns. Raises: BadRequest, ChatParsed."""
         call = shape.call(asked.body)
         self._check_lengths(call, asked.route.model)
@@ -136,7 +136,7 @@ class Intake:
         alive = [worker for worker in self._registry.workers() if worker.is_alive]
         return not alive or any(worker.models is None for worker in alive)
 
-    def _check_lengths(self, call: Call, model: str | None) -> None:
+    def _check_lengths(self, call: ClientCall, model: str | None) -> None:
         """Raises: BadRequest if a prompt does not fit into any worker's context."""
         limit = self._registry.catalogue.context(model)
         if limit is None or call.body.get("truncate_prompt_tokens"):

@@ -20,7 +20,7 @@ from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
 from rose.scheduler.rollout.turn.attempt.progress import probed
-from rose.scheduler.rollout.turn.attempt.receive import adapter_name
+from rose.scheduler.rollout.turn.attempt.receive import versioned_name
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey, Route
@@ -145,7 +145,7 @@ class _WholeAttempt:
         if request.path != RENDER_PATH:
             body = salted(body, worker.weight_version)
             if self._adapter is not None:
-                body = {**body, "model": adapter_name(self._adapter)}
+                body = {**body, "model": versioned_name(self._adapter)}
         headers = {**openai_headers(plane.config), **JSON_HEADERS, **self._place.lease_headers}
         if self._parent is not None:
             headers[PARENT_HEADER] = self._parent
@@ -196,7 +196,7 @@ class _WholeAttempt:
         assert self._adapter is not None
         ended, newline, self._line = (self._line + data).rpartition(b"\n")
         asked = b'"model":' + json.dumps(self._adapter.run_id).encode()
-        served = json.dumps(adapter_name(self._adapter)).encode()
+        served = json.dumps(versioned_name(self._adapter)).encode()
         # Quotes within a JSON string are escaped, so this finds nothing in a text.
         return re.sub(rb'"model": ?' + re.escape(served), lambda _: asked, ended + newline)
 

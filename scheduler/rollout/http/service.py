@@ -15,7 +15,7 @@ from rose.errors import NoWorkerError, RoseError
 from rose.scheduler.rollout.formats import chat, completions
 from rose.scheduler.rollout.formats.bodies import encode, parse
 from rose.scheduler.rollout.formats.chat import Chat, ChatParsed
-from rose.scheduler.rollout.formats.completions import Call, Completions
+from rose.scheduler.rollout.formats.completions import ClientCall, Completions
 from rose.scheduler.rollout.formats.generate import TokenGenerate
 from rose.scheduler.rollout.formats.sglang import SglangGenerate
 from rose.scheduler.rollout.formats.shape import Format
@@ -28,7 +28,7 @@ from rose.scheduler.rollout.http.guard import Guard, Handler
 from rose.scheduler.rollout.http.inflight import IDEMPOTENCY_HEADER, InFlight, SharedAnswer
 from rose.scheduler.rollout.http.intake import Asked, Intake
 from rose.scheduler.rollout.http.passthrough import RENDER_PATH, Passthrough
-from rose.scheduler.rollout.http.shared.changes import Changes
+from rose.scheduler.rollout.http.shared.changes import AdminChanges
 from rose.scheduler.rollout.http.shared.peers import Peers
 from rose.scheduler.rollout.placing.views import of_model
 from rose.scheduler.rollout.router_config import RouterConfig
@@ -60,7 +60,7 @@ class Service:
         )
         self._guard = Guard(config, self._callers)
         self._in_flight = InFlight()
-        self.changes = Changes(plane)
+        self.changes = AdminChanges(plane)
         self.peers = Peers(plane, self.changes)
         self.fronts = Fronts(config.fronts, self._callers.front_key, self._callers.front_secret)
         self._parsed_models: set[str | None] = set()
@@ -182,7 +182,7 @@ class Service:
             return False
         if not self.fronts.serve(self._plane.registry.base_of(model)):
             return False
-        return not chat.has_grammar(body) or self._plane.dispatcher.have_takers(model)
+        return not chat.must_follow_grammar(body) or self._plane.dispatcher.have_takers(model)
 
     def _goes_whole(self, shape: Format, asked: Asked) -> bool:
         if isinstance(shape, Chat):
@@ -208,7 +208,7 @@ class Service:
         return shared.response()
 
     async def _stream(
-        self, request: web.Request, shape: Format, call: Call, route: Route
+        self, request: web.Request, shape: Format, call: ClientCall, route: Route
     ) -> web.StreamResponse:
         sink = EventStream(request, shape, call)
         try:

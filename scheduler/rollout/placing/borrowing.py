@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from rose.scheduler.rollout.placing.views import NOBODY, Adapters, Wants
+from rose.scheduler.rollout.placing.views import NOBODY, AdapterVersions, Wants
 from rose.types import WeightVersion
 
 _NUM_BUCKETS = 60
@@ -57,7 +57,7 @@ class Lendable:
     """The models that it serves; None: it does not say."""
     version: WeightVersion | None = None
     """The weights that it has; None: base weights."""
-    adapters: Adapters = field(default_factory=dict)
+    adapters: AdapterVersions = field(default_factory=dict)
 
 
 class UsageWindow:

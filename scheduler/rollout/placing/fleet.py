@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rose.scheduler.rollout.placing.columns import WorkerColumns
 from rose.scheduler.rollout.placing.views import (
-    Adapters,
+    AdapterVersions,
     TurnView,
     WorkerKind,
     WorkerView,
@@ -37,7 +37,7 @@ class Cohort:
     number: int
     models: frozenset[str] | None
     version: WeightVersion | None
-    adapters: Adapters = field(default_factory=dict)
+    adapters: AdapterVersions = field(default_factory=dict)
     num_workers: int = 0
     num_alive: int = 0
     num_with_room: int = 0
@@ -214,7 +214,9 @@ class Fleet:
         assert len(again._cohorts) == len(self._cohorts)
 
 
-def _weights(models: frozenset[str] | None, version: WeightVersion | None, adapters: Adapters) -> _Weights:
+def _weights(
+    models: frozenset[str] | None, version: WeightVersion | None, adapters: AdapterVersions
+) -> _Weights:
     return (models, version, frozenset(adapters.values()))
 
 

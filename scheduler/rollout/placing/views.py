@@ -19,12 +19,14 @@ NO_RUN = ""
 """The run of a turn that may have base weights alone."""
 
 
-Adapters = Mapping[str, WeightVersion]
+AdapterVersions = Mapping[str, WeightVersion]
 """The newest versions of a worker's LoRA adapters, by the model name that turns give them: their run."""
-NO_ADAPTERS: Adapters = {}
+NO_ADAPTERS: AdapterVersions = {}
 
 
-def version_for(model: str | None, version: WeightVersion | None, adapters: Adapters) -> WeightVersion | None:
+def version_for(
+    model: str | None, version: WeightVersion | None, adapters: AdapterVersions
+) -> WeightVersion | None:
     """Returns the version with which a worker answers a model: its adapter's, or its whole weights'."""
     return adapters.get(model, version) if model is not None else version
 
@@ -48,7 +50,7 @@ class Wants(NamedTuple):
         self,
         models: Collection[str] | None,
         version: WeightVersion | None,
-        adapters: Adapters = NO_ADAPTERS,
+        adapters: AdapterVersions = NO_ADAPTERS,
     ) -> bool:
         """Whether a worker that serves `models` with these weights, or with base weights, will do."""
         is_served = self.model is None or models is None or self.model in models
@@ -120,7 +122,7 @@ class WorkerView:
     models: Collection[str] | None = None
     """The names of the models that it serves; None: it does not say, and may serve any."""
     weight_version: WeightVersion | None = None
-    adapters: Adapters = field(default_factory=dict)
+    adapters: AdapterVersions = field(default_factory=dict)
     load: float = 0.0
     not_before: float = 0.0
     """It gets no turn before this time, because it failed or stalled one."""

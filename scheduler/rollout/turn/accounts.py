@@ -15,9 +15,9 @@ from typing import Any
 from rose.errors import RoseError
 from rose.scheduler.rollout.placing.borrowing import Borrower
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, Wants
-from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, contradiction
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, contradiction
 
-_DEFAULTS = JobSpec()
+_DEFAULTS = RouterJob()
 _MAX_WANTS = 64
 """Clients may name any run while nothing is published; what is in use is soon noted again."""
 EXTENDED, DIVERGED = "extended", "diverged"
@@ -30,7 +30,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _set_in(spec: JobSpec) -> dict[str, Any]:
+def _set_in(spec: RouterJob) -> dict[str, Any]:
     return spec.model_dump(exclude_unset=True)
 
 
@@ -41,7 +41,7 @@ class JobAborted(RoseError):
 class JobAccount:
     """One job's limits and its use of the router. Lives on the router's event loop."""
 
-    def __init__(self, name: str, spec: JobSpec, now: float) -> None:
+    def __init__(self, name: str, spec: RouterJob, now: float) -> None:
         self.name = name
         self.spec = spec
         self.is_paused = False
@@ -102,7 +102,7 @@ class JobAccounts:
     def __init__(self, config: RouterConfig) -> None:
         self._job_idle_s = config.job_idle_s
         self._max_jobs = config.max_jobs
-        self._specs: Mapping[str, JobSpec] = {}
+        self._specs: Mapping[str, RouterJob] = {}
         self._by_key: Mapping[bytes, str] = {}
         """The jobs' names by the digests of their keys: a look-up takes as long for a wrong key."""
         self._run_id = config.run_id
@@ -194,7 +194,7 @@ class JobAccounts:
     def find(self, name: str) -> JobAccount | None:
         return self._jobs.get(name)
 
-    def spec(self, name: str) -> JobSpec:
+    def spec(self, name: str) -> RouterJob:
         """Returns what was set for the job, or the defaults."""
         return self._specs.get(name, _DEFAULTS)
 
@@ -217,15 +217,15 @@ class JobAccounts:
         specs = self._specs.items()
         return next((name for name, spec in specs if spec.key is not None and spec.run_id == run_id), None)
 
-    def change(self, name: str, given: JobSpec, now: float) -> JobAccount:
+    def change(self, name: str, given: RouterJob, now: float) -> JobAccount:
         """Sets those of a job's key, run, model and limits that were given. They outlast its idle times.
 
         Raises: ValueError if it contradicts another job or the router's run.
         """
-        self.put(name, JobSpec(**{**self.spec(name).model_dump(), **_set_in(given)}))
+        self.put(name, RouterJob(**{**self.spec(name).model_dump(), **_set_in(given)}))
         return self.get(name, now)
 
-    def put(self, name: str, spec: JobSpec | None) -> None:
+    def put(self, name: str, spec: RouterJob | None) -> None:
         """Sets those of a job's key, run, model and limits that are set in `spec`; the rest, or all if it is
         None, is what the router's file says.
 
@@ -235,7 +235,7 @@ class JobAccounts:
         if spec is None or declared is None:
             spec = spec or declared
         else:
-            spec = JobSpec(**{**_set_in(declared), **_set_in(spec)})
+            spec = RouterJob(**{**_set_in(declared), **_set_in(spec)})
         others = {other: each for other, each in self._specs.items() if other != name}
         self._take_specs({**others, **({name: spec} if spec is not None else {})})
         if (job := self._jobs.get(name)) is not None:
@@ -257,7 +257,7 @@ class JobAccounts:
         self.put(name, None)
         self._jobs.pop(name, None)
 
-    def _take_specs(self, specs: Mapping[str, JobSpec]) -> None:
+    def _take_specs(self, specs: Mapping[str, RouterJob]) -> None:
         if (problem := contradiction(specs, self._run_id)) is not None:
             raise ValueError(problem)
         self._specs = dict(specs)

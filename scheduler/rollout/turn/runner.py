@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from rose.errors import RoseError, WorkerError
-from rose.scheduler.rollout.formats.completions import Call, Single
+from rose.scheduler.rollout.formats.completions import ClientCall, Single
 from rose.scheduler.rollout.formats.shape import Sink
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.attempt.attempt import AttemptParts, TurnAttempt
@@ -20,7 +20,7 @@ from rose.scheduler.rollout.turn.dispatch import Dispatcher
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.records import CANCELLED, FINISHED
 from rose.scheduler.rollout.turn.rerouting import Rerouting
-from rose.scheduler.rollout.turn.trajectories import about_tokens, version_of
+from rose.scheduler.rollout.turn.trajectories import about_tokens, answering_version
 from rose.scheduler.rollout.workers.worker import Worker
 
 _CANT_RESUME = (
@@ -46,7 +46,7 @@ class TurnRunner:
         self._dispatcher = dispatcher
         self._rerouting = rerouting
 
-    async def complete(self, call: Call, route: Route, sink: Sink | None) -> str | None:
+    async def complete(self, call: ClientCall, route: Route, sink: Sink | None) -> str | None:
         """Runs all single requests of a call and returns the model's name.
 
         The answers are in the singles' generations.
@@ -93,7 +93,7 @@ class TurnRunner:
             first_version = generation.spans[0].weight_version if generation.spans else None
             place = await self._dispatcher.place(journey, first_version)
             is_pinned, model = self._dispatcher.pins_versions, journey.route.model
-            version = version_of(place.worker, model) if is_pinned else None
+            version = answering_version(place.worker, model) if is_pinned else None
             try:
                 if generation.token_ids:
                     self._resume_on(place.worker, single, is_streamed=sink is not None)

@@ -72,7 +72,9 @@ class Trajectories:
     def ended(self, single: Single, journey: Journey, worker: Worker) -> None:
         """Notes that a turn finished on this worker."""
         generation, route = single.generation, journey.route
-        first = generation.spans[0].weight_version if generation.spans else version_of(worker, route.model)
+        first = (
+            generation.spans[0].weight_version if generation.spans else answering_version(worker, route.model)
+        )
         num_tokens = about_tokens(single.prompt) + generation.num_tokens
         is_leased = worker.spec.kind is WorkerKind.SERVING
         until_s = time.monotonic() + self._config.lease_s if is_leased else float("inf")
@@ -103,7 +105,7 @@ class Trajectories:
         """Notes that a request that was forwarded whole finished on this worker."""
         route = journey.route
         if route.explicit_session is not None:
-            version, scope = version_of(worker, route.model), scope_of(route.job, route.model)
+            version, scope = answering_version(worker, route.model), scope_of(route.job, route.model)
             self.sessions.record(route.explicit_session, worker.id, version, scope=scope)
 
     def finished(self, session: str, job: str) -> None:
@@ -129,7 +131,7 @@ def kv_weights(worker: Worker, model: str | None) -> KvWeights:
     return worker.weight_version if adapter is None else (worker.weight_version, adapter)
 
 
-def version_of(worker: Worker, model: str | None) -> WeightVersion | None:
+def answering_version(worker: Worker, model: str | None) -> WeightVersion | None:
     """Returns the version with which the worker answers a model, as far as the router knows."""
     return version_for(model, worker.weight_version, worker.adapters)
 

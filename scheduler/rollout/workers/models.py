@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rose.messages import parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
-from rose.scheduler.rollout.placing.views import Adapters
+from rose.scheduler.rollout.placing.views import AdapterVersions
 
 Contexts = Mapping[str, int | None]
 """Model name -> its context in tokens, None if unknown. The first model is the worker's default."""
@@ -35,7 +35,7 @@ class ModelCards(BaseModel):
     data: list[ModelCard]
 
 
-def adapters_of(versions: Iterable[str]) -> Adapters:
+def adapters_of(versions: Iterable[str]) -> AdapterVersions:
     """Returns the versions of adapters, such as "run/7", by their runs. Raises: WorkerError."""
     found = [version for text in versions if (version := parse_version(text)) is not None]
     return {version.run_id: version for version in found}

@@ -16,7 +16,7 @@ from yarl import URL
 from rose.messages import Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
-from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, Adapters, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, AdapterVersions, WorkerKind, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.models import Contexts, ModelCard, adapters_of, with_adapters
 from rose.scheduler.rollout.workers.speed import SpeedEstimate
@@ -65,7 +65,7 @@ class Worker:
         self.cooldown_until = 0.0
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
-        self.adapters: Adapters = NO_ADAPTERS
+        self.adapters: AdapterVersions = NO_ADAPTERS
         self.is_held_by_serving = False
         """Whether its gate has declined steps lately: it runs, and waits for serving."""
         self.is_gate_declining = False

@@ -58,7 +58,7 @@ class IterationDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_s: float
 
 
-Line = PhaseRun | TokensAsked | PhaseBegan | IterationDone
+RecordedLine = PhaseRun | TokensAsked | PhaseBegan | IterationDone
 
 
 class Recorded(NamedTuple):
@@ -86,7 +86,7 @@ class Recorder:
             self.note(TokensAsked())
         return self._recording.forced_tokens
 
-    def note(self, line: Line) -> None:
+    def note(self, line: RecordedLine) -> None:
         """Records what happens now."""
         with Path(self._recording.path).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
@@ -95,7 +95,7 @@ class Recorder:
 def read_recording(path: Path) -> Recorded:
     """Reads what the job has recorded so far."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+    decoder: msgspec.json.Decoder[RecordedLine] = msgspec.json.Decoder(RecordedLine)
     found = [decoder.decode(line) for line in lines]
     done = [each for each in found if isinstance(each, IterationDone)]
     return Recorded(

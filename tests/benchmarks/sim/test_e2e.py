@@ -23,7 +23,7 @@ from sim.e2e.fleet import Latencies, autoscaled, balanced, play
 from sim.e2e.job import JobPlan, asynchronous_step_s, run_job
 from sim.e2e.phase import Demand, PhaseResult, RolloutPhase
 from sim.e2e.pipeline import Pipeline, iterate, iteration_s
-from sim.e2e.supply import Away, From, Rented, Shared, Supply, serverless, spot
+from sim.e2e.supply import Away, From, Rented, SharedGpu, Supply, serverless, spot
 from sim.e2e.systems import ELASTIC, System
 from sim.rollout.scenario import trajectories
 from sim.twin.serving import Arrival, ServedRequest
@@ -107,7 +107,7 @@ def test_a_rented_engine_starts_answers_and_goes() -> None:
 
 
 def test_an_engine_waits_for_its_weights() -> None:
-    late = From(inner=Shared(shares=(0.5,), steps=(3,)), ready_s=8.0)
+    late = From(inner=SharedGpu(shares=(0.5,), steps=(3,)), ready_s=8.0)
     assert [late.at(7.0), late.at(8.0), late.steps_at(8.0)] == [Away.SYNCING, 0.5, 3]
 
 

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from rose._shm import Words
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.claim import has_work
 from rose.admission.gate import ServingView
 from rose.admission.profile import ProfileKey
@@ -355,4 +355,4 @@ def test_a_serving_engine_whose_gate_goes_off_leaves_rollout_free(serving: Any) 
     serving._side.publish(ServingView(has_work=True, has_pending_prefill=False, latest_start_s=NEVER))
     assert not side.view().may_start
     serving.set_gate(serving.rose.gate_settings(GateMode.OFF))
-    assert not has_work(board(serving).load(Word.CLAIM)) and side.view().may_start
+    assert not has_work(board(serving).load(BoardWord.CLAIM)) and side.view().may_start

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rose._shm import Words
-from rose.admission.board import Word
+from rose.admission.board import BoardWord
 from rose.admission.gate import ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
@@ -64,7 +64,7 @@ def test_a_paused_step_that_gets_a_grant_goes_to_its_end_and_is_timed_without_th
         interrupt.ask()  # serving still has work: were it asked, this would wait for ever
     side.end_step(1)
     offering.join()
-    assert words.load(Word.R_PAUSES) == 1
+    assert words.load(BoardWord.R_PAUSES) == 1
     assert interrupt.end() > 0
     assert interrupt.end() == 0
 
@@ -103,7 +103,7 @@ def test_scheduling_is_a_part_of_the_step_that_the_gate_predicts(
     assert rollout.recorder.observed_model.predict(0, 2, 40) > 1.5 * slow_s
     ask("d", 7)
     rollout.schedule()
-    started, ends = (board(rollout).load(word) for word in (Word.R_STARTED, Word.R_EST_END))
+    started, ends = (board(rollout).load(word) for word in (BoardWord.R_STARTED, BoardWord.R_EST_END))
     assert started > 0 and ends - started > 1e9 * slow_s
 
 
@@ -111,7 +111,7 @@ def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> No
     rollout._side.set_want(True)
     rollout._stalls.observe({"a"}, time.monotonic())
     rollout.set_pause_state(PauseState.PAUSED_ALL)
-    assert board(rollout).load(Word.R_WANT) == 0
+    assert board(rollout).load(BoardWord.R_WANT) == 0
     assert rollout._stalls.stalled(time.monotonic() + 5000) == ()
     rollout.set_pause_state(PauseState.UNPAUSED)
     assert rollout._stalls.stalled(time.monotonic() + 500) == ()
@@ -170,7 +170,7 @@ def test_drafts_that_the_worker_has_dropped_are_not_in_the_grant(
 def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: Any) -> None:
     rollout._side.set_want(True)
     rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
-    assert board(rollout).load(Word.R_WANT) == 0
+    assert board(rollout).load(BoardWord.R_WANT) == 0
 
 
 def test_slabs_are_mapped_by_a_step_that_uses_them_and_unmapped_by_any_pass(rollout: Any) -> None:

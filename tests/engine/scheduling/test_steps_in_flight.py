@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rose._shm import Words
-from rose.admission.board import Word, set_closed_share, to_ns
+from rose.admission.board import BoardWord, set_closed_share, to_ns
 from rose.admission.claim import ServingState, state_of
 from rose.admission.deadlines import MIN_PREFILL_TOKENS
 from rose.admission.online import OnlineStepTime
@@ -91,7 +91,7 @@ def test_a_claim_ends_with_the_gate_although_steps_are_always_in_flight(
 ) -> None:
     shut(serving, GateMode.IDLE)
     first, second = serving.schedule(), serving.schedule()
-    assert state_of(board(serving).load(Word.CLAIM), 0) == ServingState.RUNNING
+    assert state_of(board(serving).load(BoardWord.CLAIM), 0) == ServingState.RUNNING
     shut(serving, GateMode.OFF)
     for _ in range(3):
         assert rollout.view().may_start and not rollout.view().has_work
@@ -106,13 +106,16 @@ def test_no_grant_is_offered_beside_a_step_that_was_begun_with_the_gate_off(
     shut(serving, GateMode.ALTERNATE)
     second = serving.schedule()
     words = board(serving)
-    assert (words.load(Word.S_YIELDS), state_of(words.load(Word.CLAIM), 0)) == (0, ServingState.RUNNING)
+    assert (words.load(BoardWord.S_YIELDS), state_of(words.load(BoardWord.CLAIM), 0)) == (
+        0,
+        ServingState.RUNNING,
+    )
     end(serving, first)
-    assert state_of(words.load(Word.CLAIM), 0) == ServingState.RUNNING
+    assert state_of(words.load(BoardWord.CLAIM), 0) == ServingState.RUNNING
     end(serving, second)
-    assert state_of(words.load(Word.CLAIM), 0) == ServingState.OPEN
+    assert state_of(words.load(BoardWord.CLAIM), 0) == ServingState.OPEN
     serving.schedule()
-    assert words.load(Word.S_YIELDS) == 1
+    assert words.load(BoardWord.S_YIELDS) == 1
 
 
 def test_serving_drains_for_a_paused_rollout_step_only_if_that_may_have_a_grant(
@@ -124,7 +127,7 @@ def test_serving_drains_for_a_paused_rollout_step_only_if_that_may_have_a_grant(
     serving.schedule()
     words = board(serving)
     assert not serving.must_drain()
-    words.store(Word.R_PAUSED, time.monotonic_ns() - int(STALL_S * 1e9))
+    words.store(BoardWord.R_PAUSED, time.monotonic_ns() - int(STALL_S * 1e9))
     assert serving.must_drain()
     set_closed_share(words, 1.0)
     assert not serving.must_drain()
@@ -137,10 +140,10 @@ def test_serving_drains_for_a_rollout_engine_that_died_in_a_pause_once(
     assert rollout.try_begin(time.monotonic(), rollout.view())
     rollout.pause()
     words = board(serving)
-    words.store(Word.R_PAUSED, time.monotonic_ns() - int(STALL_S * 1e9))
+    words.store(BoardWord.R_PAUSED, time.monotonic_ns() - int(STALL_S * 1e9))
     shut(serving, GateMode.IDLE)
     serving.schedule()
-    assert words.load(Word.S_YIELDS) == 1  # left without an answer
+    assert words.load(BoardWord.S_YIELDS) == 1  # left without an answer
     assert not serving.must_drain()
 
 
@@ -166,7 +169,7 @@ def test_a_rollout_engine_says_how_much_slack_its_next_step_needs(
         end(scheduler, scheduler.schedule())
         model = scheduler.recorder.model
         scheduler.schedule()
-        assert board(scheduler).load(Word.R_MIN_STEP) == to_ns(model.predict_safe(0, 1, 40))
+        assert board(scheduler).load(BoardWord.R_MIN_STEP) == to_ns(model.predict_safe(0, 1, 40))
 
 
 def test_prefill_in_a_step_behind_another_spares_decodes_as_in_the_first(

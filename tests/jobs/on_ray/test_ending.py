@@ -13,7 +13,7 @@ from rose.jobs.on_ray import ending, groups, parts  # noqa: E402 - loads Ray
 from rose.jobs.on_ray.actors import Begun, Where  # noqa: E402
 from rose.jobs.on_ray.adopt import find  # noqa: E402
 from rose.jobs.on_ray.attempt import RayAttempt  # noqa: E402
-from rose.jobs.on_ray.ending import Remains, Shared  # noqa: E402
+from rose.jobs.on_ray.ending import AttemptSetup, Remains  # noqa: E402
 from rose.jobs.on_ray.parts import PartRef, confirm_end  # noqa: E402
 from rose.jobs.ranks import HostPart  # noqa: E402
 from rose.scheduler.runtime.channel.messages import Start  # noqa: E402
@@ -112,8 +112,8 @@ class Groups:
         self.left.append(job)
 
 
-def shared(nodes: Any, groups: Any) -> Shared:
-    return Shared(nodes=nodes, groups=groups, channel="unix:/c", root="root", hung_s=60.0)
+def attempt_setup(nodes: Any, groups: Any) -> AttemptSetup:
+    return AttemptSetup(nodes=nodes, groups=groups, channel="unix:/c", root="root", hung_s=60.0)
 
 
 def begun() -> Begun:
@@ -166,7 +166,7 @@ def test_an_attempt_ends_though_ray_fails_and_gives_its_nodes_back_only_then(
     nodes = Nodes(RuntimeError("no head"), RuntimeError("no head"))
     said: list[list[str]] = []
     part = PartRef(node="rollout-0", ray_node="node-1", actor=Actor())
-    remains = Remains("a", [part], shared(nodes, held), lambda lines, runs: said.append(lines))
+    remains = Remains("a", [part], attempt_setup(nodes, held), lambda lines, runs: said.append(lines))
     remains.leave_group()
     wait_until(lambda: remains.ended() is not None, "its end")
     ended = remains.ended()
@@ -188,7 +188,7 @@ def test_an_error_of_the_runner_or_of_ray_is_a_crash_and_not_the_jobs_end(
     attempt = RayAttempt(
         SPEC,
         ORDER,
-        shared=shared(Nodes(), Groups(seat=error)),
+        setup=attempt_setup(Nodes(), Groups(seat=error)),
         code=lambda: None,
         log=tmp_path / "a.log",
         say=lambda lines, runs: None,

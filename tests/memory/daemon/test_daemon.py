@@ -238,14 +238,14 @@ def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runti
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"GET / HTTP/1.1\n", "bad Hello line"),
+        (b"GET / HTTP/1.1\n", "bad ClientHello line"),
         (b'{"engine_id": "x", "kind": "king", "pid": 1}\n', "kind"),
         (
             b'{"engine_id": "x", "kind": "worker", "pid": 1, "protocol": 9, "new": 1}\n',
             "protocol 9, the pool's daemon 3",
         ),
         (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 1, "world_size": 1}\n', "rank 1 of 1"),
-        (b"[" * 10_000 + b"\n", "bad Hello line"),
+        (b"[" * 10_000 + b"\n", "bad ClientHello line"),
     ],
 )
 def test_strangers_are_answered_and_hung_up(

@@ -11,7 +11,7 @@ import pytest
 from rose.errors import PoolError
 from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, write_state
 from rose.memory.pool.processes import find_process, start_ticks
-from rose.memory.pool.wire import Hello, Kind
+from rose.memory.pool.wire import ClientHello, Kind
 from rose.memory.slabs.backend import BackendKind
 
 STATE = PoolState(
@@ -21,7 +21,7 @@ STATE = PoolState(
     num_shards=1,
     backend=BackendKind.HOST,
     files=[(1, 2), (1, 3)],
-    members=[MemberState(hello=Hello(engine_id="s0", kind=Kind.WORKER, pid=9, slot=1), started=77)],
+    members=[MemberState(hello=ClientHello(engine_id="s0", kind=Kind.WORKER, pid=9, slot=1), started=77)],
     broken_slots=[1],
 )
 

@@ -7,7 +7,7 @@ import pytest
 from rose.errors import PoolError
 from rose.memory.daemon.roster import AttachRefused, Roster
 from rose.memory.ledger.ledger import EngineSlot
-from rose.memory.pool.wire import Hello, Kind, Refusal, Welcome, read_answer
+from rose.memory.pool.wire import ClientHello, Kind, Refusal, Welcome, read_answer
 from rose.types import MAX_ENGINES, Role
 
 
@@ -17,8 +17,10 @@ def hello(
     kind: Kind = Kind.WORKER,
     rank: int = 0,
     world_size: int = 1,
-) -> Hello:
-    return Hello(role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid())
+) -> ClientHello:
+    return ClientHello(
+        role=role, engine_id=engine_id, kind=kind, rank=rank, world_size=world_size, pid=os.getpid()
+    )
 
 
 def shown(roster: Roster, slot: int) -> EngineSlot:
@@ -107,7 +109,7 @@ def test_a_restored_roster_equals_the_one_that_was_saved() -> None:
         (hello(rank=1), "rank 1 of 1 workers"),
     ],
 )
-def test_conflicts_are_refused_for_good(second: Hello, reason: str) -> None:
+def test_conflicts_are_refused_for_good(second: ClientHello, reason: str) -> None:
     roster = Roster("p")
     roster.admit(1, hello(), pid=11)
     with pytest.raises(AttachRefused, match=reason) as refusal:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rose._shm import Words
 from rose.errors import PoolError
 from rose.memory.ledger.ledger import EngineSlot, Ledger
-from rose.memory.ledger.ledger_words import Word, ledger_bytes
+from rose.memory.ledger.ledger_words import LedgerWord, ledger_bytes
 from rose.memory.ledger.policy_word import PolicyState, Pressure
 from rose.memory.ledger.slab_word import MAX_SLOT, SlabState
 from rose.types import Role
@@ -140,7 +140,7 @@ def test_threads_never_own_the_same_slab() -> None:
 
 def test_epoch_wraps_instead_of_overflowing() -> None:
     ledger, memory = make_ledger()
-    Words(memory).store(Word.SLABS, 0x7FFF_FFFF << 32)
+    Words(memory).store(LedgerWord.SLABS, 0x7FFF_FFFF << 32)
     assert ledger.entry(0).epoch == 0x7FFF_FFFF
     ledger.drain(ledger.acquire(1, 1), 0)
     assert ledger.entry(0).epoch == 0
@@ -160,14 +160,14 @@ def test_epoch_wraps_instead_of_overflowing() -> None:
 )
 def test_integrity_check_finds_words_that_mean_nothing(word: int, reason: str) -> None:
     ledger, memory = make_ledger()
-    Words(memory).store(Word.SLABS + 3, word)
+    Words(memory).store(LedgerWord.SLABS + 3, word)
     with pytest.raises(PoolError, match=f"slab 3: .*{reason}"):
         ledger.check_integrity()
 
 
 def test_other_layouts_are_refused() -> None:
     _, memory = make_ledger()
-    Words(memory).store(Word.VERSION, 99)
+    Words(memory).store(LedgerWord.VERSION, 99)
     with pytest.raises(PoolError, match="version 99"):
         Ledger(memory)
     with pytest.raises(PoolError, match="layout 0x0"):
@@ -263,11 +263,11 @@ def test_waiters_wake_on_notify_and_return_after_the_timeout() -> None:
 
 def test_counters_add_up_across_views() -> None:
     ledger, memory = make_ledger()
-    assert ledger.count(Word.CUTS) == 1
-    assert Ledger(memory).count(Word.CUTS, 2) == 3
-    assert ledger.count(Word.CUTS, 0) == 3
+    assert ledger.count(LedgerWord.CUTS) == 1
+    assert Ledger(memory).count(LedgerWord.CUTS, 2) == 3
+    assert ledger.count(LedgerWord.CUTS, 0) == 3
     with pytest.raises(ValueError, match="CHANGE_SEQ is not a counter"):
-        ledger.count(Word.CHANGE_SEQ)
+        ledger.count(LedgerWord.CHANGE_SEQ)
 
 
 def test_engine_slots_show_who_is_there() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rose.errors import PoolError
 from rose.memory.pool.link import exchange
 from rose.memory.pool.pool import describe_pool
-from rose.memory.pool.wire import Hello, Kind, Refusal
+from rose.memory.pool.wire import ClientHello, Kind, Refusal
 
 
 def listen(runtime_dir: Path, backlog: int) -> socket.socket:
@@ -40,7 +40,7 @@ def test_a_client_that_is_refused_before_it_said_hello_hears_why(runtime_dir: Pa
     with listen(runtime_dir, 1) as listener, ThreadPoolExecutor(1) as threads:
         refusing = threads.submit(refuse)
         with Slow(socket.AF_UNIX) as connection:
-            hello = Hello(engine_id="", kind=Kind.OBSERVER, pid=os.getpid())
+            hello = ClientHello(engine_id="", kind=Kind.OBSERVER, pid=os.getpid())
             answer, fds = exchange(connection, runtime_dir / "pool-p.sock", hello)
         refusing.result()
     assert (answer, fds) == (Refusal(refused="full"), [])

@@ -9,19 +9,19 @@ from rose.scheduler.gpu.pairing import Pairing
 SMALL, LARGE = 8, 2048
 """Tokens of a decode step, and of a training step."""
 Truth = dict[tuple[int, int], float]
-"""How many times longer a stage's steps take beside the other pipeline's stage, on half of the device."""
+"""How many times longer a phase's steps take beside the other pipeline's phase, on half of the device."""
 
 
 @dataclass(slots=True)
 class Script:
-    """One pipeline: so many equal steps a stage. `obeys`: whether it pauses when it is told to."""
+    """One pipeline: so many equal steps a phase. `obeys`: whether it pauses when it is told to."""
 
     rollout: tuple[int, float] = (40, 0.02)
     train: tuple[int, float] = (8, 0.1)
     num_iterations: int = 20
     reports: bool = True
     obeys: bool = True
-    stage: int = ROLLOUT
+    phase: int = ROLLOUT
     at: int = 0
     left_s: float = 0.0
     began_s: float = 0.0
@@ -34,7 +34,7 @@ class Script:
 
     @property
     def steps(self) -> tuple[int, float]:
-        return self.rollout if self.stage == ROLLOUT else self.train
+        return self.rollout if self.phase == ROLLOUT else self.train
 
     @property
     def runs(self) -> bool:
@@ -96,12 +96,12 @@ class PlayedPair:
         script, other = self.scripts[index], self.scripts[1 - index]
         if not script.runs:
             return 0.0
-        return 1 / self._truth[script.stage, other.stage] if other.runs else 1.0
+        return 1 / self._truth[script.phase, other.phase] if other.runs else 1.0
 
     def _step(self, index: int) -> None:
         script, pairing = self.scripts[index], self.pairing
         if script.reports:
-            tokens, running = (SMALL, SMALL) if script.stage == ROLLOUT else (LARGE, 0)
+            tokens, running = (SMALL, SMALL) if script.phase == ROLLOUT else (LARGE, 0)
             pairing.stepped(index, tokens, running, self.now - script.began_s, script.epoch)
         if script.obeys:
             script.is_paused = pairing.shares[index] is None
@@ -116,12 +116,12 @@ class PlayedPair:
         script, pairing = self.scripts[index], self.pairing
         script.at, script.holds, script.is_paused = 0, False, False
         pairing.released(index, self.now)
-        if script.stage == TRAIN:
+        if script.phase == TRAIN:
             pairing.completed(index, self.now)
             script.num_done += 1
             script.ends_s.append(self.now)
-        script.stage = TRAIN if script.stage == ROLLOUT else ROLLOUT
+        script.phase = TRAIN if script.phase == ROLLOUT else ROLLOUT
         if script.num_done == script.num_iterations:
             self.end(index)
         else:
-            pairing.asks(index, script.stage, self.now)
+            pairing.asks(index, script.phase, self.now)

@@ -27,14 +27,14 @@ def table_of(truth: Truth) -> SlowdownTable:
     return SlowdownTable(hardware="two cores", entries=entries, compute=(0.5,), memory=(0.5,))
 
 
-def run_stage(pairing: Pairing, index: int, stage: int, step_s: float, now: float) -> float:
-    """Runs eight steps of a stage that is allowed to begin at once; returns when it ends."""
-    pairing.asks(index, stage, now)
+def run_phase(pairing: Pairing, index: int, phase: int, step_s: float, now: float) -> float:
+    """Runs eight steps of a phase that is allowed to begin at once; returns when it ends."""
+    pairing.asks(index, phase, now)
     pairing.granted(index, now)
     assert pairing.shares[index] is not None
     for _ in range(8):
         now += step_s
-        pairing.stepped(index, *((8, 8) if stage == ROLLOUT else (2048, 0)), step_s, pairing.epoch)
+        pairing.stepped(index, *((8, 8) if phase == ROLLOUT else (2048, 0)), step_s, pairing.epoch)
     pairing.released(index, now)
     return now
 
@@ -94,21 +94,21 @@ def test_seconds_count_as_alone_only_once_the_other_pipeline_has_paused() -> Non
     """While b ends the step in which it was told to pause, a's training is slow."""
     pairing, now = pair(table=table_of({**COMPLEMENTARY, (TRAIN, TRAIN): 3.0})), 0.0
     for index in (0, 1, 0, 1):
-        now = run_stage(pairing, index, ROLLOUT, 0.02, now)
-        now = run_stage(pairing, index, TRAIN, 0.1, now)
+        now = run_phase(pairing, index, ROLLOUT, 0.02, now)
+        now = run_phase(pairing, index, TRAIN, 0.1, now)
         pairing.completed(index, now)
     assert pairing.mode is Mode.SHARED
     pairing.asks(0, ROLLOUT, now)
     pairing.granted(0, now)
     pairing.stepped(0, 8, 8, 0.02, pairing.epoch)
-    now = run_stage(pairing, 1, ROLLOUT, 0.02, now)
+    now = run_phase(pairing, 1, ROLLOUT, 0.02, now)
     pairing.asks(1, TRAIN, now)
     pairing.granted(1, now)
     pairing.released(0, now)
-    now = run_stage(pairing, 0, TRAIN, 0.3, now)
+    now = run_phase(pairing, 0, TRAIN, 0.3, now)
     pairing.completed(0, now)
     past = pairing.pipelines[0].past
-    assert past is not None and past.stages[TRAIN].seconds == pytest.approx(0.8)
+    assert past is not None and past.phases[TRAIN].seconds == pytest.approx(0.8)
 
 
 def test_when_a_pipeline_ends_the_other_one_has_the_whole_device() -> None:
@@ -145,8 +145,8 @@ def test_sharing_that_turns_out_slower_than_serial_ends() -> None:
 def test_a_pipeline_that_never_begins_keeps_nobody_waiting() -> None:
     pairing = pair()
     for now in range(3):
-        for stage in (ROLLOUT, TRAIN):
-            pairing.asks(1, stage, float(now))
+        for phase in (ROLLOUT, TRAIN):
+            pairing.asks(1, phase, float(now))
             assert pairing.shares == (None, WHOLE)
             pairing.granted(1, float(now))
             pairing.released(1, now + 0.5)

@@ -7,7 +7,7 @@ import pytest
 from rose.scheduler.gpu.plan import Multiplexing, choose
 from rose.scheduler.gpu.player import PairResult, Player
 from rose.scheduler.gpu.slowdown import SlowdownTable
-from rose.scheduler.gpu.substages import DecodeCost, Iteration, Stage, SubStage, SubStageKind
+from rose.scheduler.gpu.substages import DecodeCost, Iteration, PhaseChains, SubStage, SubStageKind
 from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, PipelineWorkload, draw, profiled
 
 COST = DecodeCost(step_s=0.1, sample_s=0.0, prefill_token_s=0.0)
@@ -35,8 +35,8 @@ def graph(rollouts: tuple[tuple[int, ...], ...], train_s: float) -> Iteration:
         for left in rollouts
     )
     train = (SubStage(kind=SubStageKind.TRAIN, seconds=train_s),)
-    stages = Stage(chains=chains), Stage(chains=(train,) * len(rollouts), is_elastic=True)
-    return Iteration(stages=stages, cost=COST, num_samples=1200)
+    phases = PhaseChains(chains=chains), PhaseChains(chains=(train,) * len(rollouts), is_elastic=True)
+    return Iteration(phases=phases, cost=COST, num_samples=1200)
 
 
 def play(

@@ -106,5 +106,5 @@ def test_a_rollout_without_samples_is_refused() -> None:
 
 def test_stages_without_time_are_left_out() -> None:
     graph = iteration([[steps(4, 100)], [steps(4, 50)]], reference_s=0.0, train_s=2.0)
-    assert [stage.is_elastic for stage in graph.stages] == [False, True]
+    assert [phase.is_elastic for phase in graph.phases] == [False, True]
     assert graph.seconds == pytest.approx(1.0 + 2.0)

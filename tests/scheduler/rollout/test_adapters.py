@@ -9,7 +9,7 @@ import pytest
 
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.placing.sessions import Held, SessionTable
-from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, WorkerSpec
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.trajectories import kv_weights, probably_cached
 from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.conftest import Client, StartRouter
@@ -202,8 +202,8 @@ async def test_a_turn_right_after_the_first_version_and_one_after_a_restart_find
 
 
 async def test_an_adapter_belongs_to_the_job_that_has_its_run(start_router: StartRouter) -> None:
-    jobs = {"a": JobSpec(run_id="math", key="key-a"), "b": JobSpec(run_id="code", key="key-b")}
-    jobs["c"] = JobSpec(key="key-c")
+    jobs = {"a": RouterJob(run_id="math", key="key-a"), "b": RouterJob(run_id="code", key="key-b")}
+    jobs["c"] = RouterJob(key="key-c")
     async with engine("math/3", "code/1") as worker, start_router(worker, jobs=jobs) as client:
         a, b, c = ({"Authorization": f"Bearer key-{name}"} for name in "abc")
         assert versions(await client.complete(MATH, **a)) == ["math/3"]

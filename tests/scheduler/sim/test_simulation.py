@@ -10,7 +10,7 @@ from rose.scheduler.cluster.lifetime import Lifetime
 from rose.scheduler.cluster.policies import ClusterPolicy, Greedy, Solo, Weave
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.group.model import Job, SloKind
-from rose.scheduler.sim.loop import Change, Failure, Simulation
+from rose.scheduler.sim.loop import Drift, Failure, Simulation
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
 
 HOUR_S = 3600.0
@@ -73,7 +73,7 @@ def test_a_crashed_job_comes_back_and_the_others_never_stop() -> None:
 
 def test_a_job_that_drifts_over_a_limit_is_placed_anew() -> None:
     jobs = [submitted("a", 0.0, 4, slo=1.2), submitted("b", 0.0, 4, slo=1.2)]
-    result = Simulation(jobs, Weave(), changes=[Change(time_s=HOUR_S, name="b", factor=1.5)]).run()
+    result = Simulation(jobs, Weave(), changes=[Drift(time_s=HOUR_S, name="b", factor=1.5)]).run()
     assert (result.num_moves, result.attainment, result.kinds[CandidateKind.ISOLATED]) == (1, 1.0, 2)
 
 

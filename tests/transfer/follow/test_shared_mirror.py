@@ -21,7 +21,7 @@ from rose.messages import WeightUpdate
 from rose.transfer.follow import shared_mirror
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
-from rose.transfer.format.changes import Changes, ChangesWriter
+from rose.transfer.format.changes import ChangesFile, ChangesWriter
 from rose.transfer.format.codec import Bits, Codec, Elements
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shared_planes import PlanesFile
@@ -95,7 +95,7 @@ def test_changes_files_lead_from_each_version_to_the_next(
     assert update.whole_because is None and len(update.changes) == 3
     held = bits_of(versions.states[1])
     for path in update.changes:
-        for bucket, elements in Changes(Path(path)).buckets(LAYOUT):
+        for bucket, elements in ChangesFile(Path(path)).buckets(LAYOUT):
             bits = held[bucket.dtype][bucket.begin : bucket.end]
             assert np.array_equal(bits[elements.places], elements.old)
             bits[elements.places] = elements.new

@@ -17,13 +17,13 @@ from rose.errors import ConfigError, WorkerError
 from rose.messages import parse_version
 from rose.scheduler.rollout.http.shared.entries import Entries, Entry, Heard, Value
 from rose.scheduler.rollout.placing.versions import VersionMode
-from rose.scheduler.rollout.router_config import JobSpec, WorkerSpec
+from rose.scheduler.rollout.router_config import RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 
 logger = logging.getLogger(__name__)
 
 
-class Changes:
+class AdminChanges:
     """The entries of one router and their effects. Runs on its event loop."""
 
     def __init__(self, plane: DataPlane) -> None:
@@ -126,7 +126,7 @@ class Changes:
 
     def _job(self, name: str, value: Value) -> None:
         if isinstance(value, dict):
-            self._plane.jobs.put(name, JobSpec(**value))
+            self._plane.jobs.put(name, RouterJob(**value))
         else:
             self._plane.jobs.put(name, None)
 

@@ -15,7 +15,7 @@ import time
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
 
-from rose.scheduler.rollout.http.shared.changes import Changes
+from rose.scheduler.rollout.http.shared.changes import AdminChanges
 from rose.scheduler.rollout.http.shared.entries import Entry
 from rose.scheduler.rollout.placing.borrowing import Borrower
 from rose.scheduler.rollout.placing.views import Wants
@@ -73,7 +73,7 @@ class _Peer:
 class Peers:
     """All peers of one router. Runs on its event loop."""
 
-    def __init__(self, plane: DataPlane, changes: Changes) -> None:
+    def __init__(self, plane: DataPlane, changes: AdminChanges) -> None:
         self._plane = plane
         self._changes = changes
         changes.noted = self._wake

@@ -19,7 +19,7 @@ from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
 
-def adapter_name(version: WeightVersion) -> str:
+def versioned_name(version: WeightVersion) -> str:
     """Returns the model name by which an engine knows one version of an adapter."""
     return f"{version.run_id}@{version.number}"
 

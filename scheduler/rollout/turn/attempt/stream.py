@@ -11,7 +11,7 @@ from rose.http import NO_PROMPT_IDS_HEADER
 from rose.scheduler.rollout.formats.bodies import Json, encode_apart
 from rose.scheduler.rollout.formats.events import CHAT_PATH, read_events
 from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt
-from rose.scheduler.rollout.turn.attempt.receive import Receiver, adapter_name
+from rose.scheduler.rollout.turn.attempt.receive import Receiver, versioned_name
 from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
@@ -35,7 +35,7 @@ def request_body(
         interval = min(interval, asked)
     return {
         **generation.next_body(version),
-        **({"model": adapter_name(adapter)} if adapter is not None else {}),
+        **({"model": versioned_name(adapter)} if adapter is not None else {}),
         "request_id": f"{generation.request['request_id']}-{generation.epoch}",
         "stream": True,
         # A chat's first usage shows whether the worker parses the text (see chunk_of).

@@ -7,7 +7,7 @@ import pytest
 
 from rose.config import Settings
 from rose.errors import ConfigError
-from rose.scheduler.rollout.router_config import JobSpec, build_config
+from rose.scheduler.rollout.router_config import RouterJob, build_config
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -36,7 +36,7 @@ async def test_each_of_two_jobs_of_one_model_gets_the_weights_of_its_own_run(
     async with (
         ScriptedWorker(version="run-a/3") as of_a,
         ScriptedWorker(version="run-b/7") as of_b,
-        start_router((of_a, "serving"), (of_b, "serving"), jobs={"b": JobSpec(run_id="run-b")}) as client,
+        start_router((of_a, "serving"), (of_b, "serving"), jobs={"b": RouterJob(run_id="run-b")}) as client,
     ):
         for session in ("1", "2", "1"):  # the same names of sessions, and the same prompts
             both = await asyncio.gather(
@@ -70,7 +70,7 @@ async def test_a_job_that_names_no_run_gets_base_weights_or_an_error_but_no_othe
 async def test_a_job_whose_run_no_worker_has_is_told_so_and_keeps_no_gpu_from_others(
     start_router: StartRouter, path: str
 ) -> None:
-    jobs = {"a": JobSpec(run_id="run-a"), "b": JobSpec(run_id="run-b")}
+    jobs = {"a": RouterJob(run_id="run-a"), "b": RouterJob(run_id="run-b")}
     async with (
         ScriptedWorker(version="run-a/3") as one,
         ScriptedWorker(version="run-a/3") as two,
@@ -117,7 +117,7 @@ async def test_a_turn_leaves_a_worker_that_gets_another_runs_weights(start_route
 async def test_a_jobs_key_stands_for_job_run_and_model_and_contradictions_are_refused(
     start_router: StartRouter,
 ) -> None:
-    jobs = {"a": JobSpec(key="key-a", run_id="run-a", model="scripted"), "b": JobSpec(key="key-b")}
+    jobs = {"a": RouterJob(key="key-a", run_id="run-a", model="scripted"), "b": RouterJob(key="key-b")}
     async with (
         ScriptedWorker(version="run-a/3", models=["first", "scripted"]) as worker,
         start_router(worker, jobs=jobs, api_key="all", admin_key="adm") as client,
@@ -158,7 +158,7 @@ async def test_a_jobs_key_stands_for_job_run_and_model_and_contradictions_are_re
 
 
 async def test_nobody_changes_a_jobs_key_without_the_admin_key(start_router: StartRouter) -> None:
-    async with ScriptedWorker() as worker, start_router(worker, jobs={"a": JobSpec(key="k")}) as client:
+    async with ScriptedWorker() as worker, start_router(worker, jobs={"a": RouterJob(key="k")}) as client:
         for method in ("put", "delete"):
             async with client.http.request(
                 method, f"{client.router.url}/admin/jobs/a", json={}, headers={"Authorization": "Bearer k"}

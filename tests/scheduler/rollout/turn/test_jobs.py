@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rose.scheduler.rollout.placing.fairness import jain
-from rose.scheduler.rollout.router_config import JobSpec
+from rose.scheduler.rollout.router_config import RouterJob
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
 from tests.scheduler.rollout.waiting import until
@@ -39,7 +39,7 @@ async def test_two_jobs_offering_ten_to_one_get_their_entitled_shares(
 ) -> None:
     async with (
         ScriptedWorker() as worker,
-        start_router(worker, turns_per_gpu=4, jobs={"small": JobSpec(weight=weight)}) as client,
+        start_router(worker, turns_per_gpu=4, jobs={"small": RouterJob(weight=weight)}) as client,
     ):
         worker.hold()
         asking = [asyncio.create_task(keep_asking(client, "big", lengths[0])) for _ in range(100)]
@@ -84,7 +84,7 @@ async def test_a_jobs_limits_hold_and_can_be_changed(start_router: StartRouter) 
 async def test_a_change_of_one_setting_keeps_the_others_and_delete_restores_the_file(
     start_router: StartRouter,
 ) -> None:
-    declared = JobSpec(key="k", run_id="r", model="scripted", max_queued=9)
+    declared = RouterJob(key="k", run_id="r", model="scripted", max_queued=9)
     async with (
         ScriptedWorker() as worker,
         start_router(worker, jobs={"a": declared}, admin_key="adm") as client,
@@ -108,7 +108,7 @@ async def test_a_change_of_one_setting_keeps_the_others_and_delete_restores_the_
         assert await answers() == [200, 401]
         assert await change("PUT", weight=None) == 400
         assert await change("PUT", key=None, model=None) == 200
-        assert jobs.spec("a") == JobSpec(run_id="r", weight=2.0, max_queued=9)
+        assert jobs.spec("a") == RouterJob(run_id="r", weight=2.0, max_queued=9)
         assert (await answers())[1] == 200
         assert await change("DELETE") == 200
         assert jobs.spec("a") == declared
@@ -116,10 +116,10 @@ async def test_a_change_of_one_setting_keeps_the_others_and_delete_restores_the_
 
 
 async def test_delete_gives_no_two_jobs_one_key(start_router: StartRouter) -> None:
-    async with start_router(jobs={"a": JobSpec(key="k")}) as client:
+    async with start_router(jobs={"a": RouterJob(key="k")}) as client:
         jobs = client.router.plane.jobs
-        jobs.change("a", JobSpec(key="new"), 0.0)
-        jobs.change("b", JobSpec(key="k"), 0.0)
+        jobs.change("a", RouterJob(key="new"), 0.0)
+        jobs.change("b", RouterJob(key="k"), 0.0)
         with pytest.raises(ValueError, match="has the same key"):
             jobs.forget("a")
         assert [jobs.holder(key) for key in ("new", "k")] == ["a", "b"]
@@ -129,7 +129,9 @@ async def test_each_serving_gpu_works_for_one_job_and_the_idlest_go_first(start_
     async with (
         ScriptedWorker(serving_kv_usage=0.7) as busy,
         ScriptedWorker(serving_kv_usage=0.1) as idle,
-        start_router((busy, "serving"), (idle, "serving"), jobs={"a": JobSpec(max_serving_gpus=1)}) as client,
+        start_router(
+            (busy, "serving"), (idle, "serving"), jobs={"a": RouterJob(max_serving_gpus=1)}
+        ) as client,
     ):
         await client.complete(BODY, X_Rose_Job="a")
         assert (len(busy.requests), len(idle.requests)) == (0, 1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rose.scheduler.rollout.formats.bodies import BadRequest
-from rose.scheduler.rollout.router_config import JobSpec, RouterConfig
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob
 from rose.scheduler.rollout.workers.models import Catalogue
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
@@ -238,7 +238,7 @@ async def test_serving_gpus_are_lent_to_jobs_that_have_turns_for_their_model(
     async with (
         worker_of("a", serving_kv_usage=0.9) as a,
         worker_of("b", serving_kv_usage=0.1) as b,
-        start_router((a, "serving"), (b, "serving"), jobs={"x": JobSpec(max_serving_gpus=1)}) as client,
+        start_router((a, "serving"), (b, "serving"), jobs={"x": RouterJob(max_serving_gpus=1)}) as client,
     ):
         await client.complete({**BODY, "model": "a"}, X_Rose_Job="x")  # not the idlest, which is of no use
         await client.complete({**BODY, "model": "b"}, X_Rose_Job="y")
@@ -253,7 +253,7 @@ async def test_a_job_with_two_models_borrows_what_its_waiting_turns_can_use(
     async with (
         worker_of("a") as a,
         worker_of("b") as b,
-        start_router((a, "serving"), (b, "serving"), jobs={"x": JobSpec(max_serving_gpus=1)}) as client,
+        start_router((a, "serving"), (b, "serving"), jobs={"x": RouterJob(max_serving_gpus=1)}) as client,
     ):
         for model in ("a", "b", "a", "b"):
             await client.complete({**BODY, "model": model}, X_Rose_Job="x")

@@ -7,7 +7,7 @@ import pytest
 from rose.errors import WorkerError
 from rose.messages import Lease, RoutingGate, RoutingStatus, parse_version
 from rose.scheduler.rollout.placing.views import NOBODY, TurnView, WorkerKind
-from rose.scheduler.rollout.router_config import JobSpec, RouterConfig, WorkerSpec
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccount
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind
 from rose.scheduler.rollout.turn.counters import Counters
@@ -162,7 +162,7 @@ def test_prefix_hits_teach_how_much_of_the_expected_cache_is_there() -> None:
 
 
 def test_a_turn_comes_under_the_lease_by_which_it_was_placed_and_no_later_one() -> None:
-    one, job = worker(), JobAccount("math", JobSpec(), 0.0)
+    one, job = worker(), JobAccount("math", RouterJob(), 0.0)
     one.take_status(RoutingStatus(lease=Lease(router="r", turns=4, fence=2)), 0.0)
     place = take_place(TurnView(session="t"), job, 0.0, one)
     one.lost("silent")
