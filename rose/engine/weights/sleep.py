@@ -48,9 +48,9 @@ class HostWeightsBackend(SleepModeBackend):
         """Frees the device's copy. All levels do the same, because the host's copy always stays."""
         if self._state == "SUSPENDED":
             return
-        model = self.engine.model
-        before = device_bytes(model)
-        self._storages = [(storage, storage.nbytes()) for storage in storages(model)]
+        modules = self.engine.modules
+        before = device_bytes(modules)
+        self._storages = [(storage, storage.nbytes()) for storage in storages(modules)]
         self._free()
         logger.info("weights off the device bytes=%d", before)
 
@@ -72,12 +72,12 @@ class HostWeightsBackend(SleepModeBackend):
             raise
         _trim()
         self._state, self.engine.is_resident = "RUNNING", True
-        logger.info("weights on the device bytes=%d", device_bytes(self.engine.model))
+        logger.info("weights on the device bytes=%d", device_bytes(self.engine.modules))
 
     def _free(self) -> None:
         for storage, _ in self._storages:
             storage.resize_(0)
-        for module in self.engine.model.modules():
+        for module in self.engine.modules.modules():
             if "cpu_linear" in vars(module):  # its own: wrappers for LoRA hand on their layer's
                 module.cpu_linear = None  # held the packed copy, if there is one
         _trim()
