@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -307,7 +308,7 @@ class ServedEngine:
 
     async def _run_profile(self) -> None:
         gate = self.status().gate
-        ranks = range(len(self._cores)) if len(self._cores) > 1 else [None]
+        ranks: Sequence[int | None] = range(len(self._cores)) if len(self._cores) > 1 else [None]
         self.set_gate(GateMode.OFF, gate.tpot_target_ms)
         try:
             await asyncio.gather(*(warm_up(self._client, rank) for rank in ranks))

@@ -149,7 +149,8 @@ class EngineCores:
         Why: vLLM's own collective_rpc() asks all cores, and returns what the first of them answers.
         """
         if len(self._all) == 1:
-            return await self._client.collective_rpc(method, args=args)
+            own: list[Any] = await self._client.collective_rpc(method, args=args)
+            return own
         client = self._core_client
         answers: list[list[Any]] = await asyncio.gather(
             *(
