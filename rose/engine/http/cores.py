@@ -123,7 +123,7 @@ class EngineCores:
         self._client = client
         self._all = [EngineCore(settings.of_rank(rank)) for rank in range(num_ranks)]
         if num_ranks > 1:
-            self._core_client: Any = client.engine_core  # type: ignore[attr-defined]
+            self._core_client: Any = client.engine_core
             report_chosen_cores(self._core_client, self._has_chosen)
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from typing import Any
 
 import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeState
@@ -77,7 +78,8 @@ class HostWeightsBackend(SleepModeBackend):
     def _free(self) -> None:
         for storage, _ in self._storages:
             storage.resize_(0)
-        for module in self.engine.modules.modules():
+        models: Any = self.engine.modules
+        for module in models.modules():
             if "cpu_linear" in vars(module):  # its own: wrappers for LoRA hand on their layer's
                 module.cpu_linear = None  # held the packed copy, if there is one
         _trim()
