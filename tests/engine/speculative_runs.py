@@ -153,16 +153,14 @@ def answer_under_new_weights(
     speculative: dict[str, Any],
     checkpoints: Sequence[Path],
 ) -> Updated:
-    """Loads the checkpoints one after the other. The weights leave the device and come back after each of
-    them, and before the first one."""
+    """Loads the checkpoints one after the other."""
     from vllm.config import set_current_vllm_config
 
     settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S}
     llm = make_engine(model, settings, speculative_config=speculative)
     driver = Driver(llm)
-    worker = driver.core.model_executor.driver_worker.worker
-    _leave_and_come_back(worker)
     answers = [driver.answer(prompts, max_tokens)]
+    worker = driver.core.model_executor.driver_worker.worker
     shared = {id(each) for each in worker.get_model().parameters()}
     stale, drafter = [], []
     for path in checkpoints:
@@ -170,7 +168,6 @@ def answer_under_new_weights(
         with set_current_vllm_config(worker.vllm_config):
             worker.weight_transfer_engine.receive_weights(update)
         assert llm.reset_prefix_cache()
-        _leave_and_come_back(worker)
         answers.append(driver.answer(prompts, max_tokens))
         stale.append(worker.weight_transfer_engine.stale_drafter)
         named = worker.get_draft_model().named_parameters()
@@ -178,11 +175,3 @@ def answer_under_new_weights(
     return Updated(
         answers=[[reply.tokens for reply in replies] for replies in answers], stale=stale, drafter=drafter
     )
-
-
-def _leave_and_come_back(worker: Any) -> None:
-    before = worker.device_use()[1]
-    worker.sleep()
-    assert worker.device_use()[1] == 0, "a drafter's weights leave the device too"
-    worker.wake_up()
-    assert worker.device_use()[1] == before

@@ -18,7 +18,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.hooks.rank import RoseWorker
 from rose.engine.weights.device_weights import device_bytes
-from rose.engine.weights.weights import StagedWeightEngine
 from rose.types import Role
 
 if TYPE_CHECKING:
@@ -101,9 +100,7 @@ class RoseCPUWorker(RoseWorker, CPUWorker):
     def device_use(self) -> tuple[int, int]:
         """Returns this process, whose anonymous memory stands for device memory, and its weights' bytes. It
         is called through vLLM's collective_rpc."""
-        engine = self.weight_transfer_engine
-        model = engine.modules if isinstance(engine, StagedWeightEngine) else self.get_model()
-        return os.getpid(), device_bytes(model)
+        return os.getpid(), device_bytes(self.get_model())
 
     def _weights_backend(self) -> HostWeightsBackend:
         from rose.engine.weights.sleep import (

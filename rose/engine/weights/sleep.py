@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
 
 import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeState
@@ -49,9 +48,9 @@ class HostWeightsBackend(SleepModeBackend):
         """Frees the device's copy. All levels do the same, because the host's copy always stays."""
         if self._state == "SUSPENDED":
             return
-        modules = self.engine.modules
-        before = device_bytes(modules)
-        self._storages = [(storage, storage.nbytes()) for storage in storages(modules)]
+        model = self.engine.model
+        before = device_bytes(model)
+        self._storages = [(storage, storage.nbytes()) for storage in storages(model)]
         self._free()
         logger.info("weights off the device bytes=%d", before)
 
@@ -73,13 +72,12 @@ class HostWeightsBackend(SleepModeBackend):
             raise
         _trim()
         self._state, self.engine.is_resident = "RUNNING", True
-        logger.info("weights on the device bytes=%d", device_bytes(self.engine.modules))
+        logger.info("weights on the device bytes=%d", device_bytes(self.engine.model))
 
     def _free(self) -> None:
         for storage, _ in self._storages:
             storage.resize_(0)
-        models: Any = self.engine.modules
-        for module in models.modules():
+        for module in self.engine.model.modules():
             if "cpu_linear" in vars(module):  # its own: wrappers for LoRA hand on their layer's
                 module.cpu_linear = None  # held the packed copy, if there is one
         _trim()

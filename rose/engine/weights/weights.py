@@ -84,11 +84,6 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         is_drafter = config.model != self.model_config.model
         self._models.append(LiveModel(head, config, is_drafter=is_drafter))
 
-    @property
-    def modules(self) -> torch.nn.ModuleList:
-        """All models whose weights it brings: the main one, and the heads and drafters beside it."""
-        return torch.nn.ModuleList([model.module for model in self._models])
-
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Does nothing, because no rendezvous is needed."""
 
@@ -216,29 +211,20 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         if staged is not None:
             with ExitStack() as reading:
                 _on_all_ranks(lambda: reading.enter_context(staged.reading()))
-                self._load_from(staged, is_anew=True)
-        else:
-            self._load_all(self._models, self._own_files)
-
-    def _own_files(self, model: LiveModel) -> Iterable[tuple[str, torch.Tensor]]:
-        """Returns the tensors of the checkpoint that the engine was started with."""
+                self._load_from(staged)
+            return
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self.vllm_config.load_config)
-        tensors: Iterable[tuple[str, torch.Tensor]] = loader.get_all_weights(model.config, model.module)
-        return tensors
+        models = [model for model in self._models if not model.is_drafter]  # a drafter's stay on the device
+        self._load_all(models, lambda model: loader.get_all_weights(model.config, model.module))
 
-    def _load_from(self, staged: StagedFile, *, is_anew: bool = False) -> None:
-        """Loads all models of which the file has tensors; with ``is_anew`` the other drafters too, from their
-        own checkpoints."""
+    def _load_from(self, staged: StagedFile) -> None:
         with staged.reading() as state:
             names = staged.names()
-            lacking = [model for model in self._models if not any(map(model.owns, names))]
-            self._load_all(
-                [model for model in self._models if is_anew or model not in lacking],
-                lambda model: self._own_files(model) if model in lacking else model.own(staged.tensors()),
-            )
-        self._note_stale([model for model in lacking if model.is_drafter])
+            models = [model for model in self._models if any(map(model.owns, names))]
+            self._load_all(models, lambda model: model.own(staged.tensors()))
+        self._note_stale([model for model in self._models if model.is_drafter and model not in models])
         self.version = state[0] if state is not None else None
         self.state_hash = state[1] if state is not None else self.state_hash
 
