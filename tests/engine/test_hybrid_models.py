@@ -41,7 +41,6 @@ CACHED = {"enable_prefix_caching": True}
 PARTLY_CACHED = {**CACHED, "prefix_match_unit": 16}
 """Prefixes are found in steps of 16 tokens, so most end inside a block, which is then copied."""
 UNCACHED = {"enable_prefix_caching": False}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 POOL_NUMBERS = count()
 
 Run = Callable[..., Fork]
@@ -130,23 +129,6 @@ def test_gated_delta_nets_answer_as_stock_while_slabs_leave(
     moves = run(
         engine_runs.answer_over_cuts,
         **{**given, **alone, **CACHED, "num_rounds": NUM_ROUNDS, "pool": new_pool(DELTA_NET_SLAB)},
-    ).result()
-    assert_greedy(moves, run(engine_runs.stock_answers, **given, **alone).result())
-
-
-@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
-def test_states_with_draft_tokens_answer_as_stock_with_the_same_drafts_while_slabs_leave(
-    run: Run, new_pool: NewPool, hybrids: Models, kind: str
-) -> None:
-    """One prompt at a time, and no prefix caching: on a CPU, answers of stock vLLM change with the drafts."""
-    given = {"model": getattr(hybrids, kind), "prompts": PROMPTS, "max_tokens": TOKENS}
-    alone = {"num_at_once": 1, "speculative_config": DRAFTS, **UNCACHED}
-    if kind == "delta_net":
-        alone["dtype"] = "bfloat16"
-    slab_bytes = SMALL_SLAB if kind == "mamba" else DELTA_NET_SLAB
-    moves = run(
-        engine_runs.answer_over_cuts,
-        **{**given, **alone, "num_rounds": NUM_ROUNDS, "pool": new_pool(slab_bytes)},
     ).result()
     assert_greedy(moves, run(engine_runs.stock_answers, **given, **alone).result())
 
