@@ -150,6 +150,16 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int] |
     return int(rank), int(num_ranks)
 
 
+def devices_of_rank(rank: int, size: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the environment of a process that sees the GPUs of a data-parallel rank alone: ``size`` of
+    those that this process sees."""
+    variables = environ if environ is not None else os.environ
+    numbers = range(rank * size, (rank + 1) * size)
+    given = variables.get("CUDA_VISIBLE_DEVICES", "")
+    seen = given.split(",") if given else [str(number) for number in range(numbers.stop)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[number] for number in numbers if number < len(seen))}
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the inherited environment plus ``extra``, for a child process."""
     return {**os.environ, **(extra if extra is not None else {})}

@@ -227,6 +227,9 @@ class WorkerStatus(RoutingStatus):
     """Bytes of the slabs that it owns; without a pool, vLLM's own cache is part of device_fixed_bytes."""
     device_fixed_bytes: int
     """Everything else on the device; on a CPU, the rest of the engine core's anonymous memory."""
+    ranks: list["WorkerStatus"] = []
+    """The status of each data-parallel rank, if there are several. The engine's own is then their sum. Its
+    pressure and its harm are those of the rank that has most of it, and what serving uses is their mean."""
 
 
 def parse_version(text: str | None) -> WeightVersion | None:

@@ -238,6 +238,13 @@ def announce_arrival(words: Words, slot: int = 0) -> None:
     ring(words, BoardWord.SERVING_BELL)
 
 
+def absorb_arrival(words: Words, arrival_s: float, slot: int = 0) -> None:
+    """Says that no request is announced any more to the serving engine in ``slot`` that was at its front end
+    by ``arrival_s`` (time.monotonic): its scheduler has those, or another engine core."""
+    absorbed = BoardWord.S_ABSORBED + SLOT_WORDS * slot
+    words.store(absorbed, max(words.load(absorbed), to_ns(arrival_s)))
+
+
 def is_arrival_pending(words: Words, servings: Iterable[int], now_ns: int) -> bool:
     """Whether a request announced to one of ``servings`` (offsets) has yet to reach its scheduler;
     False after ARRIVAL_HOLD_NS."""

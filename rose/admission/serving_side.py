@@ -17,6 +17,7 @@ from rose.admission.board import (
     NEVER_NS,
     SLOT_WORDS,
     BoardWord,
+    absorb_arrival,
     attach,
     closed_slices,
     is_arrival_pending,
@@ -192,9 +193,7 @@ class ServingSide:
         From here on has_work and has_pending_prefill stand for the announcements up to then. Later ones of
         the same burst are still on their way.
         """
-        words = self._words
-        absorbed = BoardWord.S_ABSORBED + self._at
-        words.store(absorbed, max(words.load(absorbed), to_ns(arrival_s)))
+        absorb_arrival(self._words, arrival_s, self.slot)
 
     def offer_grant(
         self,

@@ -27,7 +27,8 @@ class EngineSettings(BaseModel):
     role: Role
     """What the engine is for."""
     pool: str | None = None
-    """Name of the engine's slab pool. None runs a dedicated engine with vLLM's own KV cache."""
+    """Name of the engine's slab pool. The first data-parallel rank has the pool of this name, and rank N has
+    NAME-N. None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
     """The engine's name on this host; default: its role and process id."""
     gate: GateMode | None = None
@@ -138,6 +139,13 @@ class EngineSettings(BaseModel):
         """Returns these settings with an engine id made of role and ``pid``, unless one was given."""
         return self if self.engine_id else self.model_copy(update={"engine_id": f"{self.role}-{pid}"})
 
+    def of_rank(self, rank: int) -> Self:
+        """Returns the settings of a data-parallel rank, which has a pool and an engine id of its own."""
+        if rank == 0:
+            return self
+        pool = pool_of_rank(self.pool, rank) if self.pool is not None else None
+        return self.model_copy(update={"pool": pool, "engine_id": f"{self.engine_id}-{rank}"})
+
     def deployed(self, deployment: Deployment) -> "EngineSettings":
         """Returns these settings with a deployment. Raises: ConfigError if the gate mode doesn't fit it."""
         found = self.model_copy(update={"deployment": deployment})
@@ -194,6 +202,11 @@ class EngineSettings(BaseModel):
             high_watermark=self.high_watermark,
             floor_slabs=floor if is_serving else 0,
         )
+
+
+def pool_of_rank(name: str, rank: int) -> str:
+    """Returns the name of a data-parallel rank's pool, where ``name`` is the first rank's."""
+    return f"{name}-{rank}" if rank > 0 else name
 
 
 def _one_line(error: ValidationError) -> str:

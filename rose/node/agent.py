@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,15 +43,17 @@ def main(argv: Sequence[str]) -> int:
         for engine in node.engines:
             when_ended.callback(launch.remove_staging_dir, engine, settings)
         with StopOnSignals(), ProcessGroup() as group:
+            pools = _start_pools(node, settings, log_dir, group)
             engines = _start(node, settings, log_dir, group, when_ended)
-            _watch(group, engines)
+            _watch(group, pools, engines)
     return 0  # a signal
 
 
 def _check(node: NodeConfig, settings: Settings, path: Path) -> None:
     """Checks before anything is started. Raises: ConfigError with the file's name."""
     try:
-        _check_pool_unowned(node.pool.name, settings)
+        for pool in node.pool_names:
+            _check_pool_unowned(pool, settings)
         for engine in node.engines:
             check_engine(engine)
     except ConfigError as error:
@@ -58,22 +61,29 @@ def _check(node: NodeConfig, settings: Settings, path: Path) -> None:
 
 
 def _check_pool_unowned(pool: str, settings: Settings) -> None:
-    if checks.find_pool(settings, pool) is not None:
+    if checks.has_pool(settings, pool):
         raise ConfigError(
             f"pool {pool} already owned: a daemon answers at {settings.pool_socket(pool)}; "
             "stop it, or choose another name for the pool"
         )
 
 
+def _start_pools(
+    node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup
+) -> list[ServerProcess]:
+    """Starts the pools, and returns them once all answer."""
+    pools = launch.pool_processes(node, log_dir)
+    for name, process in zip(node.pool_names, pools, strict=True):
+        group.start(process)
+        is_up = partial(checks.has_pool, settings, name)
+        process.wait_until(is_up, "answer", launch.POOL_READY_TIMEOUT_S)
+    return pools
+
+
 def _start(
     node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup, when_ended: ExitStack
 ) -> list[ServerProcess]:
-    """Starts pool, serving engines and rollout engines, each once the last is ready; returns the engines."""
-    models = [engine.model for engine in node.engines]
-    daemon = group.start(launch.pool_process(node.pool, models, log_dir / f"pool-{node.pool.name}.log"))
-    daemon.wait_until(
-        lambda: checks.find_pool(settings, node.pool.name) is not None, "answer", launch.POOL_READY_TIMEOUT_S
-    )
+    """Starts serving engines and rollout engines, each once the last is ready; returns them."""
     servers = []
     for engine in sorted(node.engines, key=lambda each: each.role is Role.ROLLOUT):
         server = group.start(launch.engine_process(engine, log_dir / f"{engine.name}.log"))
@@ -86,9 +96,9 @@ def _start(
     return servers
 
 
-def _watch(group: ProcessGroup, engines: list[ServerProcess]) -> NoReturn:
-    """Reports deaths. Raises: WorkerError when the pool or the last engine has died."""
-    pool, reported = group.servers[0], set[ServerProcess]()
+def _watch(group: ProcessGroup, pools: list[ServerProcess], engines: list[ServerProcess]) -> NoReturn:
+    """Reports deaths. Raises: WorkerError when a pool or the last engine has died."""
+    reported = set[ServerProcess]()
     while True:
         for server in group.dead():
             if server not in reported:
@@ -96,11 +106,11 @@ def _watch(group: ProcessGroup, engines: list[ServerProcess]) -> NoReturn:
                 logger.error(
                     "died name=%s status=%s log=%s", server.name, server.exit_status, server.log_path
                 )
-        if pool in reported:
+        for pool in reported.intersection(pools):
             raise WorkerError(f"{pool.name} died with status {pool.exit_status}: stopping its engines")
         if reported.issuperset(engines):
             raise WorkerError("every engine of this node has died; see the log lines above")
-        pool.wait(WATCH_S)
+        pools[0].wait(WATCH_S)
 
 
 def _parser() -> CommandParser:

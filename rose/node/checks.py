@@ -114,10 +114,16 @@ def find_pool(settings: Settings, pool: str) -> PoolSize | None:
         return None
 
 
-def check_pool(settings: Settings, pool: str) -> None:
-    """Raises: ConfigError if no daemon answers for ``pool``."""
-    if find_pool(settings, pool) is None:
+def has_pool(settings: Settings, pool: str) -> bool:
+    """Whether a daemon answers for ``pool``."""
+    return find_pool(settings, pool) is not None
+
+
+def check_pool(settings: Settings, pool: str, rank: int = 0) -> None:
+    """Raises: ConfigError if no daemon answers for ``pool``, that of a data-parallel rank."""
+    if not has_pool(settings, pool):
+        whose = f" of data-parallel rank {rank}" if rank > 0 else ""
         raise ConfigError(
-            f"pool {pool}: no daemon answers at {settings.pool_socket(pool)}; "
+            f"pool {pool}{whose}: no daemon answers at {settings.pool_socket(pool)}; "
             f"start it: rose pool {pool} --model MODEL"
         )

@@ -18,13 +18,14 @@ import numpy as np
 import psutil
 
 from rose import ports
-from rose.config import Settings, make_private_dir, vllm_plugins, worker_api_key
+from rose.config import Settings, devices_of_rank, make_private_dir, vllm_plugins, worker_api_key
 from rose.engine.adapter_copies import remove_left
 from rose.engine.harm_records import records_path
 from rose.engine.status import Field, page_path
 from rose.errors import ConfigError, WorkerError
 from rose.http import http_client
-from rose.node.node_config import EngineConfig, PoolConfig
+from rose.memory.slabs.backend import BackendKind
+from rose.node.node_config import EngineConfig, NodeConfig, PoolConfig
 from rose.node.processes import ServerProcess
 from rose.types import Role
 
@@ -164,9 +165,10 @@ def remove_staging_dir(engine: EngineConfig, settings: Settings) -> None:
 def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Settings) -> None:
     """Removes the page of an engine that has ended, and its copies of adapters: one that was killed could not
     do it itself."""
-    engine_id = engine.named(server.pid).engine_id
-    page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
-    records_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
+    for rank in range(engine.num_data_ranks):
+        engine_id = engine.named(server.pid).of_rank(rank).engine_id
+        page_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
+        records_path(settings.runtime_dir, engine_id).unlink(missing_ok=True)
     remove_left(settings.staging_root)
 
 
@@ -186,7 +188,21 @@ def remove_dead_status_pages(settings: Settings) -> None:
             path.with_suffix(".harm").unlink(missing_ok=True)
 
 
-def pool_process(pool: PoolConfig, models: Iterable[str], log_path: Path | None) -> ServerProcess:
+def pool_processes(node: NodeConfig, log_dir: Path) -> list[ServerProcess]:
+    """Describes the daemons of a node's pools: that of each data-parallel rank is on the rank's GPUs."""
+    models = [engine.model for engine in node.engines]
+    processes = []
+    for rank, name in enumerate(node.pool_names):
+        pool = node.pool.model_copy(update={"name": name})
+        is_on_gpus = len(node.pool_names) > 1 and pool.backend is BackendKind.CUDA
+        env = devices_of_rank(rank, pool.num_shards) if is_on_gpus else None
+        processes.append(pool_process(pool, models, log_dir / f"pool-{name}.log", env))
+    return processes
+
+
+def pool_process(
+    pool: PoolConfig, models: Iterable[str], log_path: Path | None, env: Mapping[str, str] | None = None
+) -> ServerProcess:
     """Describes the daemon that owns the pool's slabs; ``models`` are its engines'."""
     sizes = {
         "--num-slabs": pool.num_slabs,
@@ -200,7 +216,7 @@ def pool_process(pool: PoolConfig, models: Iterable[str], log_path: Path | None)
         *(text for model in models for text in ("--model", model)),
         *("--backend", pool.backend),
     ]
-    return ServerProcess(argv, f"pool-{pool.name}", log_path)
+    return ServerProcess(argv, f"pool-{pool.name}", log_path, env)
 
 
 def check_cpus(engine: EngineConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from rose.config import Section
-from rose.engine.settings import EngineSettings
+from rose.engine.settings import EngineSettings, pool_of_rank
 from rose.memory.pool.pool_memory import MAX_SHARDS
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
@@ -105,8 +105,19 @@ class EngineConfig(EngineSettings):
         return (
             self.vllm_count("--tensor-parallel-size", "-tp")
             * self.vllm_count("--pipeline-parallel-size", "-pp")
-            * self.vllm_count("--data-parallel-size", "-dp")
+            * self.num_data_ranks
         )
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of its data-parallel ranks."""
+        return self.vllm_count("--data-parallel-size", "-dp")
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool of each data-parallel rank; empty without a pool."""
+        names = (self.of_rank(rank).pool for rank in range(self.num_data_ranks))
+        return tuple(name for name in names if name is not None)
 
     @property
     def listens_on(self) -> str | None:
@@ -167,6 +178,12 @@ class NodeConfig(Section):
         if twice:
             raise ValueError(f"engines share port {twice[0]}; give each engine its own")
         return self
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        """The pools of its engines' data-parallel ranks."""
+        sharing = [engine.num_data_ranks for engine in self.engines if engine.pool == self.pool.name]
+        return tuple(pool_of_rank(self.pool.name, rank) for rank in range(max(sharing, default=1)))
 
     def opened(self) -> Self:
         """Returns the node with engines that may listen beyond this machine without keys."""

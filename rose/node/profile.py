@@ -89,7 +89,7 @@ def draw(profile: Profile, path: Path, console: Console) -> None:
 def _profile_concurrency(
     engine: EngineConfig, max_concurrency: int, settings: Settings, console: Console
 ) -> None:
-    gpus = engine.vllm_count("--tensor-parallel-size", "-tp")
+    gpus = engine.vllm_count("--tensor-parallel-size", "-tp") * engine.num_data_ranks
     profile = measure(
         engine,
         settings,

@@ -39,8 +39,13 @@ def main(argv: Sequence[str]) -> int:
     engine, options = _engine_config(list(argv))
     settings = Settings.from_environment()
     launch.remove_dead_status_pages(settings)
-    if engine.pool is not None:
-        checks.check_pool(settings, engine.pool)
+    if options is not None and engine.pool is None and engine.num_data_ranks > 1:
+        raise ConfigError(
+            f"--fine-tune with --data-parallel-size {engine.num_data_ranks}: the pool that it starts is one "
+            f"rank's: start the pools of all ranks with rose pool, and name the first one with --pool"
+        )
+    for rank, pool in enumerate(engine.pools):
+        checks.check_pool(settings, pool, rank)
     check_engine(engine)
     tuning = None
     if options is not None:
@@ -160,8 +165,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--pool",
         metavar="NAME",
-        help="the slab pool (see rose pool); without one a rollout engine has vLLM's own KV cache, and "
-        "--fine-tune starts one",
+        help="the slab pool (see rose pool); with --data-parallel-size, rank 0 has the pool NAME and rank N "
+        "NAME-N; without one a rollout engine has vLLM's own KV cache, and --fine-tune starts one",
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     add_insecure_flag(parser)

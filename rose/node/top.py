@@ -118,7 +118,8 @@ def take_sample(client: httpx.Client, worker: str) -> WorkerSample:
 
 
 def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSample]) -> RenderableType:
-    """One row per engine and one line per worker that didn't answer; rates are relative to ``before``.
+    """One row per engine, one per data-parallel rank below it, and one line per worker that didn't answer;
+    rates are relative to ``before``.
 
     role: prefill or decode for a serving engine that computes one of them alone. queue: running and waiting
     requests. slabs: owned, of the budget. gate: its mode and the share of steps that it admitted, or that the
@@ -133,6 +134,8 @@ def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSamp
         if sample.status is not None:
             rate = _rate(sample, before.get(sample.worker))
             rows.append([urlsplit(sample.worker).netloc, *_row(sample.status), rate])
+            ranks = enumerate(sample.status.ranks)
+            rows += [[f"  rank {rank}", *_row(status), "-"] for rank, status in ranks]
             if quarantined := sample.status.pool_slabs_quarantined:
                 lines.append(Text(f"{sample.worker}: {quarantined} slabs of its pool in quarantine"))
             for problem in sample.status.adapter_problems:

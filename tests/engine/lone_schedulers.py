@@ -13,6 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rose.engine.hooks.patches import _scheduler
 from rose.engine.hooks.plugin import register
 from rose.engine.memory.kv_range import pinned_slab
+from rose.engine.settings import EngineSettings
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
@@ -33,9 +34,11 @@ def lone_scheduler(
     is_async: bool = False,
     max_model_len: int = 64,
     watermark: float = 0.0,
+    rank: int = 0,
     **settings: Any,
 ) -> Iterator[Any]:
     """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key.
+    ``rank``: the data-parallel one.
 
     With async scheduling it is another class; the caller decides how many steps it has in flight.
     """
@@ -49,9 +52,11 @@ def lone_scheduler(
         additional_config={"rose": {"role": str(role), "engine_id": ENGINE_ID, **settings}},
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    config.parallel_config.data_parallel_index = rank
+    its = EngineSettings(role=role, engine_id=ENGINE_ID, **settings).of_rank(rank)
     with ExitStack() as undo:
-        if "pool" in settings:
-            worker = PoolClient.attach(settings["pool"], role=role, engine_id=ENGINE_ID, kind=Kind.WORKER)
+        if its.pool is not None:
+            worker = PoolClient.attach(its.pool, role=role, engine_id=its.engine_id, kind=Kind.WORKER)
             pinned_slab(undo.enter_context(worker), acquire=True)
         if is_async:  # vLLM turns it off on a CPU
             config.scheduler_config.scheduler_cls = _scheduler(role, is_async=True)

@@ -26,6 +26,14 @@ def test_defaults_follow_the_role_and_an_engine_is_named_by_role_and_pid() -> No
     assert named.named(42).engine_id == "chat"
 
 
+def test_each_data_parallel_rank_has_a_pool_and_a_name_of_its_own() -> None:
+    settings = EngineSettings(role=Role.SERVING, engine_id="chat", pool="gpu")
+    ranks = [settings.of_rank(rank) for rank in range(3)]
+    assert [rank.pool for rank in ranks] == ["gpu", "gpu-1", "gpu-2"]
+    assert [rank.engine_id for rank in ranks] == ["chat", "chat-1", "chat-2"]
+    assert EngineSettings(role=Role.ROLLOUT).of_rank(1).pool is None
+
+
 def test_settings_survive_vllms_config() -> None:
     """patches.py writes them back as JSON for the engine core and the worker to parse."""
     settings = EngineSettings(role=Role.SERVING, pool="gpu0", allow_harm=0.05, max_step_ms=40)

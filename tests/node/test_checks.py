@@ -64,6 +64,8 @@ def test_a_pool_is_found_only_while_its_daemon_lives(runtime_dir: Path, tmp_path
     settings = Settings.from_environment()
     with pytest.raises(ConfigError, match="pool g: no daemon answers"):
         checks.check_pool(settings, "g")
+    with pytest.raises(ConfigError, match="pool g-1 of data-parallel rank 1: no daemon answers"):
+        checks.check_pool(settings, "g-1", 1)
     argv = [
         sys.executable,
         "-m",

@@ -10,7 +10,7 @@ import pytest
 from rose.config import Settings
 from rose.errors import ConfigError
 from rose.node import launch
-from rose.node.node_config import EngineConfig, PoolConfig
+from rose.node.node_config import EngineConfig, NodeConfig, PoolConfig
 from rose.types import Role
 
 
@@ -88,6 +88,21 @@ def test_the_pools_daemon_is_told_the_models_and_the_sizes_that_were_given() -> 
     given = PoolConfig(name="g", num_slabs=8, slab_bytes=4096, headroom_slabs=0)
     argv = launch.pool_process(given, [], None).argv
     assert argv[4:10] == ["--num-slabs", "8", "--slab-bytes", "4096", "--headroom-slabs", "0"]
+
+
+def test_a_node_has_a_pool_for_each_data_parallel_rank_on_the_ranks_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    replicated = {"model": "m", "role": "serving", "port": 1, "vllm_args": ["-dp", "2"]}
+    alone = {"model": "m", "role": "rollout", "port": 2}
+    pool = {"name": "gpu", "backend": "cuda", "num_shards": 2}
+    node = NodeConfig.model_validate({"pool": pool, "engines": [alone, replicated]})
+    first, second = launch.pool_processes(node, tmp_path)
+    assert (first.name, second.name) == ("pool-gpu", "pool-gpu-1")
+    assert "gpu-1" in second.argv and "gpu-1" not in first.argv
+    assert [one._env["CUDA_VISIBLE_DEVICES"] for one in (first, second)] == ["4,5", "6,7"]
+    assert node.engines[1].pools == ("gpu", "gpu-1") and node.engines[0].pools == ("gpu",)
 
 
 def test_engines_of_a_host_that_follow_the_same_weights_share_a_subscriber(tmp_path: Path) -> None:

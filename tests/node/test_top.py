@@ -30,6 +30,7 @@ STATUS = WorkerStatus.model_validate(
     | {
         "adapters": None,
         "adapter_problems": [],
+        "ranks": [],
         "deployment": None,
         "harm": None,
         "lease": None,
@@ -66,6 +67,15 @@ def printed(page: RenderableType, width: int = 80) -> str:
 def sample(taken_at_s: float, tokens: int) -> WorkerSample:
     status = STATUS.model_copy(update={"generated_tokens": tokens})
     return WorkerSample(worker="http://127.0.0.1:8001", taken_at_s=taken_at_s, status=status)
+
+
+def test_data_parallel_ranks_have_a_row_each() -> None:
+    ranks = [STATUS.model_copy(update={"num_running": number}) for number in (7, 8)]
+    whole = sample(1.0, 0)
+    assert whole.status is not None
+    text = render([replace(whole, status=whole.status.model_copy(update={"ranks": ranks}))], {})
+    assert text.index("3+2") < text.index("rank 0") < text.index("7+2") < text.index("rank 1")
+    assert "7+2" in text and "8+2" in text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rose.admission.profile import load_profile
 from rose.admission.reach import floors_s, unreachable_slo
 from rose.config import Settings
-from rose.engine.hooks.connectors import check_connectors
+from rose.engine.hooks.connectors import check_connectors, check_emptied
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
 from rose.types import Deployment, GateMode, Role
@@ -26,12 +26,24 @@ DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECO
 collocated engine, or belongs to a prefiller or a decoder."""
 
 
-def check_arguments(engine_args: Any) -> None:
-    """Refuses flags that make several engines of one. Raises: ConfigError."""
-    if engine_args.data_parallel_size > 1:
+def check_data_parallelism(engine_args: Any) -> None:
+    """Refuses data-parallel ranks that are not behind one API server on one host. Raises: ConfigError."""
+    size = engine_args.data_parallel_size
+    if size == 1:
+        return
+    is_split = (
+        engine_args.data_parallel_size_local not in (None, size)
+        or engine_args.data_parallel_rank is not None
+        or engine_args.data_parallel_start_rank is not None
+        or engine_args.data_parallel_external_lb
+        or engine_args.data_parallel_hybrid_lb
+        or engine_args.data_parallel_backend != "mp"
+    )
+    if is_split:
         raise ConfigError(
-            f"--data-parallel-size {engine_args.data_parallel_size}: a ROSE engine is one replica in the "
-            f"pool of one GPU: start one engine per replica, and let the router balance them"
+            f"--data-parallel-size {size} with ranks behind other API servers, on other hosts or on Ray: the "
+            f"ranks of a ROSE engine are on one host: leave vLLM's other --data-parallel flags out, or start "
+            f"an engine for each host, and let the router balance them"
         )
 
 
@@ -73,15 +85,31 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
 
     Raises: ConfigError.
     """
+    _check_lockstep(config)
+    if settings.is_updated and settings.pool is None:
+        check_emptied(config)
     if settings.pool is None:
         return
     _check_model(config.model_config)
     _check_states(config)
     check_connectors(config, settings.role)
+    if settings.is_updated:
+        check_emptied(config)
     _check_speculation(config)
     _check_scheduling(config, settings)
     if settings.role is Role.SERVING:
         _check_slo(config, settings)
+
+
+def _check_lockstep(config: VllmConfig) -> None:
+    """Refuses data-parallel ranks whose experts are spread over all of them."""
+    size = config.parallel_config.data_parallel_size
+    if size > 1 and config.model_config.is_moe:
+        raise ConfigError(
+            f"--data-parallel-size {size} with {config.model_config.model}, a mixture of experts: its ranks "
+            f"compute every step together, so none can give its GPU away alone: use --tensor-parallel-size, "
+            f"or start an engine for each replica"
+        )
 
 
 def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:

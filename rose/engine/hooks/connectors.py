@@ -35,6 +35,29 @@ EXPORTING = {"LMCacheMPConnector", "FlexKVConnectorV1"}
 whole allocation of cudaMalloc."""
 
 
+TRANSIENT = {"NixlBaseConnector", "MooncakeConnector", "DecodeBenchConnector"}
+"""Those of them that keep the KV of no request for another one."""
+
+
+def check_emptied(config: VllmConfig) -> None:
+    """Refuses a connector whose store keeps KV of old weights when new ones come. Raises: ConfigError."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
+        return
+    for one in _connectors(config.kv_transfer_config):
+        if one.kv_connector in EXPORTING:
+            continue  # check_connectors() says what is wrong with it, and only in a pool
+        connector = _load(one)
+        can_reset = getattr(connector, "reset_cache", None) is not KVConnectorBase_V1.reset_cache
+        if not can_reset and not {base.__name__ for base in connector.__mro__} & TRANSIENT:
+            raise ConfigError(
+                f"--kv-transfer-config {one.kv_connector}: vLLM can't empty its store, so it would give out "
+                f"KV of old weights once new ones have come: use OffloadingConnector or "
+                f"MooncakeStoreConnector, or leave --takes-weights out on a serving engine"
+            )
+
+
 def check_connectors(config: VllmConfig, role: Role) -> None:
     """Raises: ConfigError for a connector that can't work in a slab pool, or that nothing is known of."""
     if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:

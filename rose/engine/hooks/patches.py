@@ -14,7 +14,7 @@ from typing import Any
 
 from rose.arguments import BAD_INPUT_STATUS
 from rose.engine.amx import portable_attention
-from rose.engine.hooks.compatibility import check_arguments, check_config, resolve_deployment
+from rose.engine.hooks.compatibility import check_config, check_data_parallelism, resolve_deployment
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.memory.pool.pool_memory import PoolSize
@@ -113,6 +113,32 @@ def continue_from_generated_tokens() -> None:
     _wrap(CachedRequestState, "__post_init__", before=before)
 
 
+def report_chosen_cores(client: Any, report: Callable[[int, float], None]) -> None:
+    """Calls ``report`` with the data-parallel rank that vLLM has chosen for a request, and the request's
+    time of arrival.
+
+    Why: a front end rings the boards of all ranks, as vLLM balances the load behind tokenization. Those of
+    the ranks that do not get the request must not hold rollouts back. vLLM 0.30-0.33.
+    """
+    choose = getattr(client, "get_core_engine_for_request", None)
+    if choose is None or not hasattr(client, "_call_utility_async"):
+        raise ConfigError(
+            f"vLLM's {type(client).__name__} has no get_core_engine_for_request or _call_utility_async: "
+            f"this version is not supported by rose with --data-parallel-size"
+        )
+    if getattr(choose, _MARK, False):
+        return
+
+    @functools.wraps(choose)
+    def chosen(request: Any) -> Any:
+        core = choose(request)
+        report(client.core_engines.index(core), request.arrival_time)
+        return core
+
+    setattr(chosen, _MARK, True)
+    client.get_core_engine_for_request = chosen
+
+
 @contextmanager
 def ends_commands() -> Iterator[None]:
     """Ends vLLM's own commands with one line and exit status 2 on bad input, like ROSE's commands. Code that
@@ -172,7 +198,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     from rose.engine.hooks.executor import RanksExecutor
 
     num_ranks = _check_parallelism(engine_args, has_pool=settings.pool is not None)
-    check_arguments(engine_args)
+    check_data_parallelism(engine_args)
     settings = resolve_deployment(settings, engine_args.kv_transfer_config)
     engine_args.additional_config = {
         **engine_args.additional_config,
@@ -186,7 +212,11 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     if settings.is_updated:
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
-        size = _pool_for(settings.pool, num_ranks, backend)
+        sizes = [
+            _pool_for(str(settings.of_rank(rank).pool), num_ranks, backend)
+            for rank in range(engine_args.data_parallel_size)
+        ]
+        size = min(sizes, key=lambda each: each.num_slabs * each.slab_bytes)
         settings.check_floor(size.num_slabs)
         if backend is BackendKind.HOST and engine_args.attention_backend is None:
             engine_args.attention_backend = portable_attention(engine_args.model)

@@ -94,6 +94,14 @@ class RoseWorker(Worker):
         weights = self._staged_weights()
         return weights.version, weights.why_whole, weights.stale_drafter
 
+    def weights_hash(self) -> str | None:
+        """Returns the state hash of the weights in use; None before the first update."""
+        return self._staged_weights().state_hash
+
+    def give_up_weights(self) -> None:
+        """Says that the weights are of no version: other data-parallel ranks have those of another."""
+        self._staged_weights().is_mixed = True
+
     def adapter_problem(self, folder: str) -> str | None:
         """Returns why a LoRA adapter does not fit this rank's model, for vLLM's collective_rpc."""
         manager = self.model_runner.lora_manager._adapter_manager
@@ -127,7 +135,7 @@ class EngineRank:
     def __init__(self, worker: Worker) -> None:
         settings = EngineSettings.parse(worker.vllm_config.additional_config)
         assert settings is not None, "worker class chosen without rose settings"
-        self.settings = settings
+        self.settings = settings.of_rank(worker.parallel_config.data_parallel_index)
         self._worker = worker
         self._kv: KVRange | None = None
         self._is_allocated = False

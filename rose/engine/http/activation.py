@@ -19,7 +19,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
 from rose.engine.hooks.vllm_version import has_sleep_backends
-from rose.engine.status import Field, StatusPage
+from rose.engine.http.cores import EngineCores
+from rose.engine.status import Field
 from rose.errors import ConfigError, WorkerError
 from rose.messages import ActivationChange
 
@@ -35,12 +36,12 @@ class Activation:
     """The activation of one engine. Calls must not overlap."""
 
     def __init__(
-        self, client: EngineClient, page: StatusPage, before_turns: Callable[[], Awaitable[None]]
+        self, client: EngineClient, cores: EngineCores, before_turns: Callable[[], Awaitable[None]]
     ) -> None:
         """before_turns: awaited when the weights are back and no turn has come."""
         self._client = client
         self._before_turns = before_turns
-        self._page = page
+        self._cores = cores
         self.is_active = True
         self.activated_at_s = time.time()
         self.weights_bytes = 0
@@ -50,7 +51,7 @@ class Activation:
 
     async def measure(self) -> None:
         """Asks the ranks what their weights take."""
-        uses: list[tuple[int | None, int]] = await self._client.collective_rpc("device_use")
+        uses: list[tuple[int | None, int]] = await self._cores.call_ranks("device_use")
         self.weights_bytes = sum(num_bytes for _, num_bytes in uses)
         self._pids = [pid for pid, _ in uses if pid is not None]
 
@@ -68,7 +69,7 @@ class Activation:
         started_s = time.monotonic()
         self.is_active = False
         try:
-            self._page.put(Field.WANTED_INACTIVE, 1)
+            self._cores.put(Field.WANTED_INACTIVE, 1)
             await self._obeyed(is_inactive=True)
             await self._client.sleep(level=1, mode="abort")
         except BaseException:
@@ -96,13 +97,13 @@ class Activation:
     async def _come_back(self) -> None:
         await self._client.wake_up()
         await self._before_turns()
-        self._page.put(Field.WANTED_INACTIVE, 0)
+        self._cores.put(Field.WANTED_INACTIVE, 0)
         await self._obeyed(is_inactive=False)
         self.is_active = True
 
     async def _obeyed(self, *, is_inactive: bool) -> None:
         deadline_s = time.monotonic() + OBEYED_WITHIN_S
-        while self._page.get(Field.IS_INACTIVE) != is_inactive:
+        while self._cores.get(Field.IS_INACTIVE) != [int(is_inactive)] * len(self._cores):
             if time.monotonic() > deadline_s:
                 raise WorkerError(f"the scheduler did not obey within {OBEYED_WITHIN_S:.0f} s")
             await asyncio.sleep(POLL_S)

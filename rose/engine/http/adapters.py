@@ -13,7 +13,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,19 @@ class _Loaded:
 class EngineAdapters:
     """The adapters of an engine with --enable-lora. Calls of load() and load_kept() must not overlap.
 
-    ``models``: vLLM's OpenAIServingModels, whose names routes look up.
+    ``models``: vLLM's OpenAIServingModels, whose names routes look up. ``call_ranks`` calls a method of all
+    ranks' workers.
     """
 
-    def __init__(self, client: EngineClient, models: Any, copies: AdapterCopies) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        models: Any,
+        copies: AdapterCopies,
+        call_ranks: Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]],
+    ) -> None:
         self._client = client
+        self._call_ranks = call_ranks
         self._models = models
         self._copies = copies
         self._names = models.lora_requests = AdapterNames(models.lora_requests.items())
@@ -226,7 +234,7 @@ class EngineAdapters:
 
     async def _call(self, method: str, held: _Loaded, *args: str | int) -> None:
         """Calls all ranks. Raises: ConfigError where one of them says that the adapter does not fit."""
-        problems = await self._client.collective_rpc(method, args=args)
+        problems = await self._call_ranks(method, args)
         if problem := next((each for each in problems if each is not None), None):
             raise ConfigError(f"adapter {held.update.version}: {problem}")
 

@@ -1,6 +1,6 @@
 """What an engine's HTTP routes do: they report its status and pass commands on.
 
-Owns one engine's client, settings and status page on the API server's event loop. Promises that a status
+Owns one engine's client and settings on the API server's event loop. Promises that a status
 never waits for the engine, and that weight updates, activation and profiling never overlap.
 """
 
@@ -9,37 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import astuple
+from functools import partial
+from typing import Any
 
 from prometheus_client import REGISTRY
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
-from rose._shm import Words
-from rose.admission.board import announce_arrival
-from rose.admission.board_snapshot import ServingTime
 from rose.admission.profile import load_profile
 from rose.config import Settings
-from rose.engine.harm_records import HarmRecords, records_path
 from rose.engine.http.activation import INACTIVE, Activation
 from rose.engine.http.adapters import EngineAdapters
+from rose.engine.http.cores import GATE_MODES, EngineCores
 from rose.engine.http.followers import Followers
-from rose.engine.http.harm import HarmWatch
 from rose.engine.http.leases import Leases
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.http.streams import check_output_processor, send_held_back
 from rose.engine.scheduling.recorder import profile_key
 from rose.engine.settings import EngineSettings
-from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.status import Field, ProfileCommand
 from rose.engine.weights.weights import check_staged
 from rose.errors import ConfigError, WorkerError
-from rose.memory.ledger.policy_word import Pressure
-from rose.memory.pool.pool import PoolClient, describe_pool
 from rose.messages import (
     ActivationChange,
     AdapterUpdate,
-    GateStatus,
     HarmHistory,
     Profile,
     WeightUpdate,
@@ -50,7 +46,6 @@ from rose.types import GateMode, Role
 
 logger = logging.getLogger(__name__)
 
-GATE_MODES = list(GateMode)
 CHANGES_POLL_S = 0.02
 """Pause between two questions whether the ranks are prepared. Each goes through the engine's loop."""
 
@@ -58,7 +53,10 @@ CHANGES_POLL_S = 0.02
 class ServedEngine:
     """What the routes of one engine share."""
 
-    def __init__(self, client: EngineClient, settings: EngineSettings, model: str) -> None:
+    def __init__(
+        self, client: EngineClient, settings: EngineSettings, model: str, num_ranks: int = 1
+    ) -> None:
+        """``num_ranks``: the number of data-parallel ranks, each of which is an engine core of its own."""
         check_output_processor()
         self._client = client
         self._settings = settings
@@ -69,6 +67,7 @@ class ServedEngine:
         self._weights_whole = 0
         self._whole_because: str | None = None
         self._stale_drafter: str | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self.followers = Followers()
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
@@ -79,20 +78,9 @@ class ServedEngine:
         """Whether a request for the log-probabilities of its prompt would end the engine core."""
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
-        size = describe_pool(settings.pool) if settings.pool is not None else None
-        self._slab_bytes = size.slab_bytes * size.num_shards if size is not None else 0
-        # It stays open, because the board and the ledger are mapped through it.
-        self._pool = PoolClient.observe(settings.pool) if settings.pool is not None else None
-        self._serving_time = ServingTime(self._pool.board_words) if self._pool is not None else None
-        host = Settings.from_environment()
-        self._profile_dir = host.profile_dir
-        self._page = StatusPage(page_path(host.runtime_dir, settings.engine_id), create=False)
-        self._activation = Activation(client, self._page, self._before_turns)
-        self._harm: HarmWatch | None = None
-        board = self._serving_board
-        if board is not None:
-            records = HarmRecords(records_path(host.runtime_dir, settings.engine_id), create=False)
-            self._harm = HarmWatch(board, records, settings, self._floors_s, self._page.get(Field.BOARD_SLOT))
+        self._profile_dir = Settings.from_environment().profile_dir
+        self._cores = EngineCores(client, settings, num_ranks)
+        self._activation = Activation(client, self._cores, self._before_turns)
 
     @property
     def is_active(self) -> bool:
@@ -101,14 +89,19 @@ class ServedEngine:
     async def start(self) -> None:
         """Measures the weights and registers the metrics. Call once, when the engine is up."""
         await self._activation.measure()
-        slot = self._page.get(Field.BOARD_SLOT)
-        REGISTRY.register(RoseCollector(self.status, self.harm, self._serving_board, slot))
-        if self._harm is not None:
-            self._harm_task = asyncio.create_task(self._harm.run(self.gate_mode))
+        for rank, core in enumerate(self._cores):
+            status = partial(self._rank_status, rank)
+            REGISTRY.register(RoseCollector(status, core.harm, core.board, core.board_slot))
+            if core.watch is not None:
+                self._watches.append(asyncio.create_task(core.watch.run(core.gate_mode)))
+
+    async def call_ranks(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Calls a method of the workers on all ranks."""
+        return await self._cores.call_ranks(method, args)
 
     def listens_at(self, url: str) -> None:
         """Tells the commands of this host where the engine answers."""
-        self._page.put_url(url)
+        next(iter(self._cores)).page.put_url(url)
 
     @property
     def role(self) -> Role:
@@ -119,72 +112,37 @@ class ServedEngine:
         """Whether new weights may come while the engine runs."""
         return self._settings.is_updated
 
-    def gate_mode(self) -> GateMode:
-        """The gate's mode now; the profiling run and the operator change it."""
-        return GATE_MODES[self._page.get(Field.GATE_MODE)]
-
     def harm(self) -> HarmHistory | None:
         """What rollouts cost serving; None on a rollout engine and without a pool."""
-        return self._harm.history() if self._harm is not None else None
-
-    def _floors_s(self) -> tuple[float, float]:
-        return self._page.get(Field.TTFT_FLOOR_US) / 1e6, self._page.get(Field.TPOT_FLOOR_US) / 1e6
-
-    @property
-    def _serving_board(self) -> Words | None:
-        """The board if this engine is its serving side, else None."""
-        return self._pool.board_words if self._pool is not None and self.role is Role.SERVING else None
+        return self._cores.harm()
 
     def status(self) -> WorkerStatus:
-        get, pool = self._page.get, self._pool
-        return WorkerStatus(
-            role=self._settings.role,
-            deployment=self._settings.deployment,
-            model=self._model,
-            engine_id=self._settings.engine_id,
-            weight_version=self._weight_version,
-            steps=get(Field.STEPS),
-            num_running=get(Field.NUM_RUNNING),
-            num_waiting=get(Field.NUM_WAITING),
-            kv_slabs_owned=get(Field.KV_SLABS_OWNED),
-            kv_slabs_in_use=get(Field.SLABS_IN_USE),
-            kv_slabs_budget=get(Field.KV_SLABS_BUDGET),
-            pool_slabs_quarantined=get(Field.SLABS_QUARANTINED),
-            kv_cached_blocks=get(Field.KV_CACHED_BLOCKS),
-            kv_live_blocks=get(Field.KV_LIVE_BLOCKS),
-            pressure=Pressure(get(Field.PRESSURE)).name.lower(),
-            gate=GateStatus(
-                mode=self.gate_mode(),
-                tpot_target_ms=get(Field.TPOT_TARGET_US) / 1000 or None,
-                admitted_steps=get(Field.ADMITTED_STEPS),
-                declined_steps=get(Field.DECLINED_STEPS),
-            ),
-            harm=self._harm.status() if self._harm is not None else None,
-            weights_in_place=self._weights_in_place,
-            weights_whole=self._weights_whole,
-            whole_because=self._whole_because,
-            stale_drafter=self._stale_drafter,
-            stalled_requests=get(Field.STALLED_REQUESTS),
-            reclaimed_requests=get(Field.RECLAIMED_REQUESTS),
-            leases_expired=get(Field.LEASES_EXPIRED),
-            cuts=get(Field.CUTS),
-            generated_tokens=get(Field.GENERATED_TOKENS),
-            busy_s=get(Field.BUSY_NS) / 1e9,
-            serving_busy_s=self._serving_time.read_s() if self._serving_time is not None else None,
-            serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,
-            is_active=self._activation.is_active,
-            is_updating=self._is_updating,
-            continues_state=self.role is Role.ROLLOUT,
-            adapters=self.adapters.versions() if self.adapters is not None else None,
-            adapter_problems=list(self.adapters.problems.values()) if self.adapters is not None else [],
-            activated_at_s=self._activation.activated_at_s,
-            device_weights_bytes=self._activation.weights_bytes,
-            device_kv_bytes=get(Field.KV_SLABS_OWNED) * self._slab_bytes,
-            device_fixed_bytes=self._activation.fixed_bytes(),
-        )
+        return self._cores.status(**self._of_the_engine())
+
+    def _rank_status(self, rank: int) -> WorkerStatus:
+        return list(self._cores)[rank].status(**self._of_the_engine())
+
+    def _of_the_engine(self) -> dict[str, Any]:
+        """The part of each core's status that the cores do not know."""
+        activation, adapters = self._activation, self.adapters
+        return {
+            "model": self._model,
+            "weight_version": self._weight_version,
+            "weights_in_place": self._weights_in_place,
+            "weights_whole": self._weights_whole,
+            "whole_because": self._whole_because,
+            "stale_drafter": self._stale_drafter,
+            "is_active": activation.is_active,
+            "is_updating": self._is_updating,
+            "adapters": adapters.versions() if adapters is not None else None,
+            "adapter_problems": list(adapters.problems.values()) if adapters is not None else [],
+            "activated_at_s": activation.activated_at_s,
+            "device_weights_bytes": activation.weights_bytes // len(self._cores),
+            "device_fixed_bytes": activation.fixed_bytes() // len(self._cores),
+        }
 
     def begin_rl_step(self, step: int) -> None:
-        self._page.put(Field.RL_STEP, step)
+        self._cores.put(Field.RL_STEP, step)
 
     def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
         """Sets the gate's mode and TPOT target; None stands for the target that the engine was started with.
@@ -193,8 +151,8 @@ class ServedEngine:
         """
         if problem := self._settings.gate_problem(mode, tpot_target_ms):
             raise ConfigError(problem)
-        self._page.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
-        self._page.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
+        self._cores.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
+        self._cores.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
 
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
         """Brings the weights to a version between two steps, and drops the KV of the old ones.
@@ -246,11 +204,9 @@ class ServedEngine:
         """Has all ranks prepare the changes; returns why the checkpoint has to be loaded whole, or None."""
         if update.whole_because is not None or not update.changes:
             return update.whole_because if update.whole_because is not None else "no changes were given"
-        problems = await self._client.collective_rpc(
-            "begin_weight_changes", args=(update.changes, update.state_hash)
-        )
+        problems = await self._cores.call_ranks("begin_weight_changes", (update.changes, update.state_hash))
         while not any(problem is not None for problem in problems):
-            results = await self._client.collective_rpc("weight_changes_result")
+            results = await self._cores.call_ranks("weight_changes_result")
             problems = [problem for _, problem in results]
             if all(is_done for is_done, _ in results):
                 break
@@ -276,6 +232,7 @@ class ServedEngine:
                 try:
                     await self._update_weights(update, info)
                 except Exception:
+                    await self._check_all_have_the_same()
                     loaded, _ = await self._loaded()
                     if loaded is not None:
                         await self._use(loaded)  # the old weights may be nowhere any more
@@ -287,8 +244,8 @@ class ServedEngine:
             self._is_updating = False
 
     async def _use(self, version: str) -> None:
-        """Drops the KV of other weights, and returns when the routers know the version."""
-        await self._client.reset_prefix_cache(reset_running_requests=True)
+        """Drops the KV of other weights, a connector's too, and returns when the routers know the version."""
+        await self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self._weight_version = version
         await self.followers.until_told(version)
 
@@ -296,9 +253,18 @@ class ServedEngine:
         """Returns the version that was loaded whole since the last update began, where it is known, and why a
         prepared update was loaded whole. The status then tells of a drafter that was not updated.
         """
-        ranks = await self._client.collective_rpc("loaded_weights")
+        ranks = await self._cores.call_ranks("loaded_weights")
         self._stale_drafter = next((stale for _, _, stale in ranks if stale is not None), None)
         return ranks[0][0], next((why for _, why, _ in ranks if why is not None), None)
+
+    async def _check_all_have_the_same(self) -> None:
+        """Sees to it that no step runs any more if data-parallel ranks have weights of two versions, because
+        one of them could not take an update that others have taken."""
+        if len(self._cores) > 1 and len(set(await self._cores.call_ranks("weights_hash"))) > 1:
+            logger.error(
+                "an update failed on some data-parallel ranks alone: the engine ends at its next step"
+            )
+            await self._cores.call_ranks("give_up_weights")
 
     async def _update_weights(self, update: WeightUpdate, info: dict[str, object]) -> None:
         # If update_weights fails, vLLM closes the session itself.
@@ -345,21 +311,21 @@ class ServedEngine:
 
     async def _run_profile(self) -> None:
         gate = self.status().gate
+        ranks: Sequence[int | None] = range(len(self._cores)) if len(self._cores) > 1 else [None]
         self.set_gate(GateMode.OFF, gate.tpot_target_ms)
         try:
-            await warm_up(self._client)
-            self._page.put(Field.PROFILE, ProfileCommand.RECORD)
-            await run_shapes(self._client, shapes_for(self._client))
+            await asyncio.gather(*(warm_up(self._client, rank) for rank in ranks))
+            self._cores.put(Field.PROFILE, ProfileCommand.RECORD)
+            shapes = shapes_for(self._client)
+            await asyncio.gather(*(run_shapes(self._client, shapes, rank) for rank in ranks))
         finally:
-            self._page.put(Field.PROFILE, ProfileCommand.FIT)
+            self._cores.put(Field.PROFILE, ProfileCommand.FIT)
             self.set_gate(gate.mode, gate.tpot_target_ms)
-        while (answer := self._page.get(Field.PROFILE)) == ProfileCommand.FIT:
+        while ProfileCommand.FIT in (answers := self._cores.get(Field.PROFILE)):
             await asyncio.sleep(0.05)
-        if answer == ProfileCommand.FAILED:
+        if ProfileCommand.FAILED in answers:
             raise WorkerError("the engine could not make a profile of these steps; see its log")
 
     def announce_arrival(self) -> None:
         """Tells a waiting serving scheduler that a request is on its way through this API server."""
-        board = self._serving_board
-        if board is not None:
-            announce_arrival(board, self._page.get(Field.BOARD_SLOT))
+        self._cores.announce_arrival()

@@ -261,7 +261,8 @@ class RoseEndpoint:
                 keys = {"ROSE_KEY": Settings.from_environment().key}
                 with ends_commands():
                     check_exposure("--host", args.host or "0.0.0.0", keys, is_insecure=settings.insecure)
-            control = ServedEngine(engine_client, settings, str(config.model_config.served_model_name))
+            name, num_ranks = config.model_config.served_model_name, config.parallel_config.data_parallel_size
+            control = ServedEngine(engine_client, settings, str(name), num_ranks)
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
             # vLLM's LoRA layers for CPUs take a token of each request where it computes all of the prompt's.
@@ -271,7 +272,7 @@ class RoseEndpoint:
             is_alone = control.leases is not None and config.parallel_config.pipeline_parallel_size == 1
             if config.lora_config is not None and models is not None and is_alone:
                 copies = AdapterCopies(Settings.from_environment().staging_root, settings.engine_id)
-                control.adapters = EngineAdapters(engine_client, models, copies)
+                control.adapters = EngineAdapters(engine_client, models, copies, control.call_ranks)
             await control.start()
             control.listens_at(_own_url(args))
             state.rose = control

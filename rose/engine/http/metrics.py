@@ -21,7 +21,8 @@ ENGINE = ("engine_id", "role")
 
 
 class RoseCollector(Collector):
-    """One engine's metrics, and those of the board if it is given, as it is for a serving engine."""
+    """The metrics of one engine or of one data-parallel rank, and those of the board if it is given, as it is
+    for a serving engine."""
 
     def __init__(
         self,

@@ -62,22 +62,22 @@ def decode_tokens(client: EngineClient) -> int:
     return DECODE_STEPS * (1 + num_draft_tokens(client.vllm_config))
 
 
-async def warm_up(client: EngineClient) -> None:
+async def warm_up(client: EngineClient, rank: int | None = None) -> None:
     """Samples one token with its logprob. vLLM compiles for that at the first time, which takes seconds in
-    which a rollout step would hold the GPU."""
-    await _generate(client, random.Random(0), 1, max_tokens=1, temperature=1.0, logprobs=1)
+    which a rollout step would hold the GPU. ``rank`` is the data-parallel rank if there are several."""
+    await _generate(client, random.Random(0), 1, max_tokens=1, temperature=1.0, logprobs=1, rank=rank)
 
 
-async def run_shapes(client: EngineClient, shapes: Shapes, *, seed: int = 0) -> None:
+async def run_shapes(client: EngineClient, shapes: Shapes, rank: int | None = None, *, seed: int = 0) -> None:
     """Sends the traffic in whole rounds, so that a slow second of the machine affects every shape a
     little."""
     rng, num_decoded = random.Random(seed), decode_tokens(client)
     for _ in range(REPEATS):
         for length in shapes.prompt_tokens:
-            await _generate(client, rng, length, max_tokens=1)
+            await _generate(client, rng, length, max_tokens=1, rank=rank)
         for count, context in shapes.batches:
             await asyncio.gather(
-                *(_generate(client, rng, context, max_tokens=num_decoded) for _ in range(count))
+                *(_generate(client, rng, context, max_tokens=num_decoded, rank=rank) for _ in range(count))
             )
 
 
@@ -89,6 +89,7 @@ async def _generate(
     max_tokens: int,
     temperature: float = 0.0,
     logprobs: int | None = None,
+    rank: int | None = None,
 ) -> None:
     vocab = client.vllm_config.model_config.get_vocab_size()
     prompt = TokensPrompt(prompt_token_ids=[rng.randrange(vocab) for _ in range(length)])
@@ -99,5 +100,6 @@ async def _generate(
         ignore_eos=True,
         detokenize=False,
     )
-    async for _ in client.generate(prompt, params, request_id=f"rose-profile-{uuid.uuid4().hex}"):
+    name = f"rose-profile-{uuid.uuid4().hex}"
+    async for _ in client.generate(prompt, params, request_id=name, data_parallel_rank=rank):
         await asyncio.sleep(0)

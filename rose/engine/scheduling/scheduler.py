@@ -56,7 +56,7 @@ class RoseScheduler(Scheduler):
         config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
         settings = EngineSettings.parse(config.additional_config)
         assert settings is not None, "scheduler class chosen without rose settings"
-        self.rose = settings
+        self.rose = settings = settings.of_rank(config.parallel_config.data_parallel_index)
         self.tenant: Tenant | None = None
         if settings.pool is not None:
             self.tenant = Tenant(

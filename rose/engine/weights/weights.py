@@ -72,7 +72,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self.stale_drafter: str | None = None
         """Why the drafter was not updated with the model."""
         self._staged: StagedFile | None = None
-        self._state_hash: str | None = None
+        self.state_hash: str | None = None
         """The hash of the weights in use; None before the first update."""
         self._in_place: InPlaceWriter | None = None
         self._models = [LiveModel(self.model, self.model_config)]
@@ -98,10 +98,10 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         staged = self._staged
         if not self.is_resident:
             return "the weights are not on the device"
-        if staged is None or staged.planes is None or self._state_hash is None:
+        if staged is None or staged.planes is None or self.state_hash is None:
             return "the weights in use do not come from the mirror"
         try:
-            self._writer.begin(staged.planes, paths, self._state_hash, state_hash)
+            self._writer.begin(staged.planes, paths, self.state_hash, state_hash)
         except (OSError, FrameError) as error:
             return str(error)
         return None
@@ -127,7 +127,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         prepared = self._in_place.take() if self._in_place is not None else None
         with ExitStack() as reading:
             if update_info.is_prepared and self._write_in_place(prepared, update_info.state_hash, reading):
-                self._state_hash = update_info.state_hash
+                self.state_hash = update_info.state_hash
                 self._follow(update_info.path)
                 return
             try:
@@ -148,7 +148,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             staged.close()
             raise
         self._forget_staged()
-        self._staged, self._state_hash = staged, update.state_hash
+        self._staged, self.state_hash = staged, update.state_hash
 
     def _follow(self, path: str) -> None:
         """Opens the mirror anew where a later subscriber has made another file of it."""
@@ -230,7 +230,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._load_all(models, lambda model: model.own(staged.tensors()))
         self._note_stale(stale)
         self.version = state[0] if state is not None else None
-        self._state_hash = state[1] if state is not None else self._state_hash
+        self.state_hash = state[1] if state is not None else self.state_hash
 
     def _stale_in(self, staged: StagedFile) -> list[LiveModel]:
         """Returns the speculative heads and drafters of which the file lacks tensors.

@@ -8,7 +8,7 @@ import engine_runs
 import pytest
 from forked_engines import Fork
 from real_engine import runtime_dir
-from tiny_models import make_mamba_model, make_mla_model, make_serving_model, make_state_model
+from tiny_models import make_mamba_model, make_mla_model, make_moe_model, make_serving_model, make_state_model
 
 from rose.memory.daemon.daemon import start_daemon
 
@@ -34,6 +34,10 @@ def connector(name: str, **extra: Any) -> dict[str, Any]:
     }
 
 
+TAKES_WEIGHTS = {"additional_config": {"rose": {"role": "serving", "pool": POOL, "takes_weights": True}}}
+
+
+DEDICATED = {"additional_config": {"rose": {"role": "rollout"}}}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "nothing": ("serving", {}, ""),
     "copies inside the step": ("serving", connector("ExampleConnector"), ""),
@@ -69,10 +73,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "watermark": ("serving", {"watermark": 0.1}, ""),
     "async": ("serving", {"async_scheduling": True}, ""),
-    "replicas": (
+    "store": (
         "serving",
-        {"data_parallel_size": 2},
-        "--data-parallel-size 2: a ROSE engine is one replica",
+        {**connector("ExampleConnector"), **TAKES_WEIGHTS},
+        "ExampleConnector: vLLM can't empty its store, so it would give out KV of old weights",
+    ),
+    "store that resets": ("serving", {"kv_offloading_size": 1, **TAKES_WEIGHTS}, ""),
+    "no store": ("serving", {**connector("NixlConnector"), **TAKES_WEIGHTS}, ""),
+    "split replicas": (
+        "serving",
+        {"data_parallel_size": 2, "data_parallel_rank": 1},
+        "--data-parallel-size 2 with ranks behind other API servers",
     ),
     "whole prefills": (
         "rollout",
@@ -109,6 +120,10 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
     cases.append(engine_args(make_mla_model(folder / "mla"), "serving", connector("ExampleConnector")))
     latents = "ExampleConnector: it takes a layer's blocks of latent attention for one piece of memory"
     expected = [message for _, _, message in CASES.values()] + ["", latents]
+    cases.append(
+        engine_args(make_moe_model(folder / "moe"), "rollout", {"data_parallel_size": 2, **DEDICATED})
+    )
+    expected.append("a mixture of experts: its ranks compute every step together")
     hybrid, drafts = make_mamba_model(folder / "hybrid"), CASES["speculation"][1]
     cases.append(engine_args(hybrid, "serving", {"enable_prefix_caching": True}))
     cases.append(engine_args(hybrid, "rollout", drafts))

@@ -63,7 +63,7 @@ class Engine:
         client: Any = self.core
         copies = AdapterCopies(folder / "root", "own")
         self._own = copies.folder
-        self.adapters = EngineAdapters(client, self.models, copies)
+        self.adapters = EngineAdapters(client, self.models, copies, client.collective_rpc)
 
     def update(self, version: str) -> AdapterUpdate:
         path = self.folder / "staged" / version
