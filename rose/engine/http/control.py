@@ -26,6 +26,7 @@ from rose.engine.http.adapters import EngineAdapters
 from rose.engine.http.followers import Followers
 from rose.engine.http.harm import HarmWatch
 from rose.engine.http.leases import Leases
+from rose.engine.http.loaned_run import LoanedRun
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.http.streams import check_output_processor, send_held_back
@@ -72,6 +73,7 @@ class ServedEngine:
         self.followers = Followers()
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
+        self.loan = LoanedRun()
         self.adapters: EngineAdapters | None = None
         """None on an engine without --enable-lora, under pipeline parallelism, and where several API servers
         share the engine."""
@@ -176,6 +178,8 @@ class ServedEngine:
             is_updating=self._is_updating,
             continues_state=self.role is Role.ROLLOUT,
             adapters=self.adapters.versions() if self.adapters is not None else None,
+            follows_loans=self.leases is not None and self.loan.is_followed,
+            run_problems=self.loan.problems,
             adapter_problems=list(self.adapters.problems.values()) if self.adapters is not None else [],
             activated_at_s=self._activation.activated_at_s,
             device_weights_bytes=self._activation.weights_bytes,
@@ -206,6 +210,7 @@ class ServedEngine:
         it is activated.
         """
         async with self._exclusive:
+            self.loan.require(update.version)
             is_active = self._activation.is_active
             reason = await self._prepare(update) if is_active else "the engine is inactive"
             info: dict[str, object] = {"path": update.path, "state_hash": update.state_hash}
@@ -221,6 +226,7 @@ class ServedEngine:
             else:
                 await self._update_weights(update, info)
                 self._weight_version = update.version
+            self.loan.took(update.version)
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
     async def load_adapter(self, update: AdapterUpdate) -> WeightUpdated:

@@ -62,6 +62,7 @@ class Worker:
         self.is_draining = False
         self.has_rose_routes = True
         self.last_seen: float | None = None
+        self.last_token_at = -math.inf
         self.cooldown_until = 0.0
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
@@ -73,6 +74,13 @@ class Worker:
         self.problem: str | None = None
         self.owner: str | None = None
         """The job that this router lends the GPU to."""
+        self.lent_run: str | None = None
+        """The run that this job's turns get, and that the worker is to follow."""
+        self.switch_s = 0.0
+        """About how long it takes until it has the weights of another run."""
+        self._switching_since: float | None = None
+        self.run_since = -math.inf
+        """When it came to its run."""
         self.lease: Lease | None = None
         """What the worker grants this router; None: it leaves everything to it."""
         self.is_due = asyncio.Event()
@@ -167,10 +175,12 @@ class Worker:
         self._change()
         self.is_draining = True
 
-    def lend(self, owner: str | None) -> None:
-        """Lends a serving GPU to one job, to NOBODY, or to every job (None), once the worker agrees."""
+    def lend(self, owner: str | None, run: str | None = None) -> None:
+        """Lends a serving GPU to one job, to NOBODY, or to every job (None), once the worker agrees and has
+        weights of the run, if one is given."""
         self._change()
-        self.owner = owner
+        # An adapter is a model beside others, and not what the worker follows.
+        self.owner, self.lent_run = owner, run if run not in self.adapters else None
         if self.is_contested:
             self.is_due.set()
 
@@ -228,22 +238,58 @@ class Worker:
 
     def _lent_to(self) -> str | None:
         """Returns its owner, or NOBODY while turns of its previous owner are still on it, or the worker has
-        not agreed."""
+        not agreed, or does not have the weights yet."""
         is_agreed = self.lease is None or self._is_dedicated or self.lease.lent_to == self.owner
-        if is_agreed and (self.owner is None or self.tenants.total() == self.tenants[self.owner]):
+        if (
+            is_agreed
+            and not self._is_switching
+            and (self.owner is None or self.tenants.total() == self.tenants[self.owner])
+        ):
             return self.owner
         return NOBODY
+
+    @property
+    def _is_switching(self) -> bool:
+        """Whether its job has to wait for the weights of its run. A job whose run has published nothing may
+        have base weights."""
+        status, run, version = self.status, self.lent_run, self.weight_version
+        if self.lease is None or self._is_dedicated or run is None or status is None:
+            return False
+        if version is None:
+            return status.follows_loans and run not in status.run_problems
+        return version.run_id != run
 
     @property
     def is_hurried(self) -> bool:
         """Whether the next heartbeat is waited for: the weights change, or the job that has the GPU."""
         is_closing = self.lease is not None and self.lease.lent_to == NOBODY
-        return self.is_updating or (is_closing and not self._is_dedicated)
+        return self.is_updating or self._is_switching or (is_closing and not self._is_dedicated)
 
     @property
     def is_contested(self) -> bool:
-        """Whether this router would lend the GPU to another job than the one that has it."""
-        return self.lease is not None and bool(self.owner) and self.owner != self.lease.lent_to
+        """Whether this router would lend the GPU to another job, or for another run, than it is lent to."""
+        if self.lease is None or not self.owner:
+            return False
+        return (self.owner, self.lent_run) != (self.lease.lent_to, self.lease.run)
+
+    @property
+    def follows_loans(self) -> bool:
+        """Whether it gets the weights of the run of the job that it is lent to."""
+        return self.status is not None and self.status.follows_loans
+
+    @property
+    def refused_runs(self) -> frozenset[str]:
+        """The runs whose weights it could not get lately."""
+        return frozenset(self.status.run_problems) if self.status is not None else frozenset()
+
+    def run_problem(self, run: str | None) -> str | None:
+        """Returns why it could not get the weights of a run lately; None if nothing is known."""
+        found = self.status.run_problems.get(run or "") if self.status is not None else None
+        return f"worker {self.id}: {found}" if found is not None else None
+
+    def idle_s(self, now: float) -> float:
+        """Returns how long no turn has run on it, as far as tokens tell."""
+        return 0.0 if self.in_flight else now - self.last_token_at
 
     @property
     def holder(self) -> str | None:
@@ -275,7 +321,7 @@ class Worker:
         the prefill.
         """
         self.num_tokens += num_tokens
-        self.last_seen = now
+        self.last_seen = self.last_token_at = now
         if self.is_on_probation:
             self._change()
             self.is_on_probation = False
@@ -311,6 +357,13 @@ class Worker:
     def take_status(self, status: RoutingStatus, now: float) -> None:
         """Takes in what the worker reports at `now`."""
         self._change()
+        for run in status.run_problems.keys() - self.refused_runs:
+            logger.warning(
+                "GPU goes back: worker=%s can't get weights of run=%s: %s",
+                self.id,
+                run,
+                status.run_problems[run],
+            )
         self._take_weights(status, now)
         self._take_adapters(status)
         before, gate = self.status.gate if self.status is not None else None, status.gate
@@ -328,6 +381,20 @@ class Worker:
         if status.serving_kv_usage is not None:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
+        self._note_switch(now)
+
+    def _note_switch(self, now: float) -> None:
+        """Learns how long another run's weights take, from the loan of the GPU on."""
+        is_lent = self.lease is not None and bool(self.owner) and self.lease.lent_to == self.owner
+        if is_lent and self._is_switching:
+            if self._switching_since is None:
+                self._switching_since = now
+            return
+        if self._switching_since is not None and is_lent and self.weight_version is not None:
+            took_s = now - self._switching_since
+            self.switch_s = took_s if not self.switch_s else (self.switch_s + took_s) / 2
+            logger.info("worker=%s job=%s has its weights after %.2f s", self.id, self.owner, took_s)
+        self._switching_since = None
 
     def _take_weights(self, status: RoutingStatus, now: float) -> None:
         """Keeps the stall clocks from counting a change of weights, after which KV is computed again.
@@ -337,7 +404,9 @@ class Worker:
         version = parse_version(status.weight_version)
         was_updating, self.is_updating = self.is_updating, status.is_updating
         has_changed = self.status is not None and version != self.weight_version
-        self.weight_version = version
+        before, self.weight_version = self.weight_version, version
+        if (version.run_id if version else None) != (before.run_id if before else None):
+            self.run_since = now
         if not (was_updating or has_changed or self.is_updating):
             return
         self.updated_at = now
