@@ -38,7 +38,7 @@ class Fleet:
     def __init__(self, models: ModelDirs, folder: Path) -> None:
         self.relay = RelayProcess("embedded")
         self._model, self._folder = models.untied[0], folder
-        self.engine = RealEngine(models.untied[0], Role.ROLLOUT, folder)
+        self.engine = RealEngine(models.untied[0], Role.ROLLOUT, folder, "--dtype", "float32")
         weights = {"math": models.untied[0], "code": models.untied[-1], "odd": models.serving}
         self.trainers = {
             job: WeightPublisher(load_file(path / "model.safetensors"), self.relay.url, RUNS[job], dtype=None)

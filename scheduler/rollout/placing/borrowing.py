@@ -3,8 +3,7 @@
 Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
 Promises: a serving GPU has at most one job, which can use its weights or whose weights it can get. No job
 exceeds its N_serving. GPUs with the lowest recent KV usage are assigned first. A job keeps its GPUs until
-another job is entitled to them. GPUs get other weights only where needed, and for at most about half of the
-time.
+another job is entitled to them. As few GPUs as possible get other weights.
 Never does: I/O, read a clock.
 
 Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
@@ -84,7 +83,7 @@ class Lendable:
     adapters: Adapters = field(default_factory=dict)
     follows: bool = False
     """Whether it can get the weights of the run of the job that it is lent to."""
-    refused: AbstractSet[str] = frozenset()
+    refused: frozenset[str] = frozenset()
     """The runs whose weights it could not get lately."""
     switch_s: float = 0.0
     """The time that it takes to get another run's weights, as far as is known."""
@@ -149,7 +148,7 @@ def _by_weights(
 
     Groups that the fewest jobs can use come first, so that jobs with a choice get their part elsewhere.
     """
-    groups: dict[tuple[frozenset[str] | None, str | AbstractSet[str] | None], list[Lendable]] = {}
+    groups: dict[tuple[frozenset[str] | None, str | frozenset[str] | None], list[Lendable]] = {}
     for each in sorted(lendables, key=_idlest):
         models = frozenset(each.models) if each.models is not None else None
         run_id = each.version.run_id if each.version is not None else None

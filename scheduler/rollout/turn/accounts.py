@@ -130,6 +130,10 @@ class JobAccounts:
     def __iter__(self) -> Iterator[JobAccount]:
         return iter(list(self._jobs.values()))
 
+    def without_account(self) -> list[JobAccount]:
+        """Returns what an account would show of each job that was declared and has none: it is idle."""
+        return [JobAccount(name, spec, 0.0) for name, spec in self._specs.items() if name not in self._jobs]
+
     def get(self, name: str, now: float) -> JobAccount:
         """Returns a job's account and opens it if there is none."""
         job = self._jobs.get(name)

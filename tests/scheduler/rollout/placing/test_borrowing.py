@@ -200,7 +200,7 @@ def test_gpus_that_get_other_weights_are_divided_with_as_few_changes_as_possible
     gpus = [lendable(name, run_id) for name, run_id in zip("wxyz", ("a", "b", "a", "b"), strict=True)]
     assert assign([of_run("a"), of_run("b")], gpus, {}) == {"w": "a", "x": "b", "y": "a", "z": "b"}
     assert assign([of_run("b")], gpus, {}) == dict.fromkeys("wxyz", "b")
-    refusing = [lendable("w", "a", refused={"b"})]
+    refusing = [lendable("w", "a", refused=frozenset("b"))]
     assert assign([of_run("b")], refusing, {}) == {"w": NOBODY}
     assert assign([of_run("a"), of_run("b")], refusing, {"w": "b"}) == {"w": "a"}
     others = [replace(gpus[0], models={"n"}), replace(gpus[0], follows=False)]
