@@ -7,8 +7,8 @@ job's first burst is left out, because the host then fetches its run.
 
   lend_switch_s[weights]  from the last token of a job to the first token of the other, with the change of the
                           engine's weights
-  stale_turns             turns that were answered with weights of another run than their job's, by the answer's
-                          own word or by its tokens
+  stale_turns             turns that were answered with weights of another run than their job's, by the
+                          answer's own word or by its tokens
 
     python benchmarks/bench_lend.py --json lend.json
 """

@@ -24,6 +24,7 @@ LAST_RETRY_S = 5.0
 READS_FOR_S = 60.0
 """For so long a worker that takes an update keeps the mirror from moving on, and a hung one the others."""
 LOAN_TIMEOUT_S = 10.0
+_MOST_SAID = 500
 WORKER_TIMEOUT_S = 600.0
 """A worker answers only when it runs the weights: it may first finish a step and load gigabytes."""
 
@@ -56,6 +57,8 @@ class WorkerClient:
         self.takes_loans = True
         """Whether the worker says which run it is to follow."""
         self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0), ca=ca)
+        # A client of its own: httpcore may close a connection under another thread's request.
+        self._asking = http_client(url, key=key, timeout=LOAN_TIMEOUT_S, ca=ca)
 
     def load(self, update: WeightUpdate) -> None:
         """Returns when the worker runs the update. Raises: WorkerError."""
@@ -86,13 +89,11 @@ class WorkerClient:
         Waits up to wait_s for another one than it `knows`. problem: why the worker can't get the weights of
         that one. Raises: WorkerError.
         """
+        problem = problem[:_MOST_SAID] if problem is not None else None
         asked = {"knows": knows, "problem": problem, "wait_s": wait_s}
         try:
-            response = self._http.get(
-                "/rose/v1/loan",
-                params={name: value for name, value in asked.items() if value is not None},
-                timeout=httpx.Timeout(wait_s + LOAN_TIMEOUT_S),
-            )
+            given = {name: value for name, value in asked.items() if value is not None}
+            response = self._asking.get("/rose/v1/loan", params=given)
             self.takes_loans = response.status_code != httpx.codes.NOT_FOUND
             if not self.takes_loans:
                 return None
@@ -109,6 +110,7 @@ class WorkerClient:
 
     def close(self) -> None:
         self._http.close()
+        self._asking.close()
 
 
 class Delivery:

@@ -174,6 +174,8 @@ class Loans:
     def _point(self, name: str, run: str | None) -> str | None:
         """Has a worker get the weights of one run alone. Returns why it can't get them, where it is lent."""
         with self._changing:
+            if self._is_ending.is_set():
+                return None
             self._end_unused()
             try:
                 if run is not None and run not in self._lent and run != self._home.run_id:
