@@ -23,6 +23,7 @@ from rose.transfer.follow.following import NOTHING_PUBLISHED, Subscriber
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
+from rose.transfer.format.layout import Layout
 from rose.transfer.format.manifest import LayoutBody, check_name
 from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.relay.protocol import Relay
@@ -62,9 +63,9 @@ class LentRun:
             link = opened.enter_context(closing(relay()))
             opened.callback(shutil.rmtree, folder, ignore_errors=True)
             store = opened.enter_context(closing(SharedMirror(folder)))
-            mirror = WeightMirror(tuple(plans), store)
+            self.mirror = WeightMirror(tuple(plans), store)
             follower = Follower(
-                link, run_id, mirror, base, public_key, accept=lambda body: accept(self, body)
+                link, run_id, self.mirror, base, public_key, accept=lambda body: accept(self, body)
             )
             self.subscriber = Subscriber(link, follower, store, list(workers.items()))
             self._opened = opened.pop_all()
@@ -189,6 +190,16 @@ class Loans:
             target.want(name, is_wanted=True)
         return target.problem(name) if run is not None else None
 
+    def _taken_layout(self) -> Layout | None:
+        """Returns the layout of weights of a lent run that a worker has taken; None if there are none."""
+        with self._changing:
+            planes = [
+                lent.mirror.planes
+                for lent in self._lent.values()
+                if any(map(lent.subscriber.has_delivered, self._workers))
+            ]
+        return next((each.layout for each in planes if each is not None), None)
+
     def _end_unused(self) -> None:
         now_s = time.monotonic()
         for run, lent in list(self._lent.items()):
@@ -201,7 +212,10 @@ class Loans:
 
     def _accept(self, run: LentRun, body: LayoutBody) -> None:
         """Raises: RelayError for weights of another architecture, or for which the host has no memory."""
-        if (architecture := self._architecture()) is not None:
+        architecture = self._architecture()
+        if architecture is None:
+            architecture = Architecture.known(self._taken_layout(), None)
+        if architecture is not None:
             architecture.require(run.run_id, body)
         needed = round(KEPT_FREE * body.to_layout().num_bytes)
         while (free := available_bytes()) < needed:
