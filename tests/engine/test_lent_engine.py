@@ -63,7 +63,9 @@ class Fleet:
     def kill_engine(self) -> None:
         self.engine.process.send_signal(signal.SIGKILL)
         self.engine.process.wait(READY_S)
-        self.engine.process = ForkedServer(self.engine.process).start()
+        again = ForkedServer(self.engine.process)
+        again._process = None
+        self.engine.process = again.start()
 
     def close(self) -> None:
         self.subscriber.terminate()
