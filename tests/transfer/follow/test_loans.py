@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,10 @@ def test_what_a_worker_can_not_follow_is_told_with_the_reason(
     wait_for(lambda: worker.version == "a/0")
     other = WeightPublisher(drawn(0, rows=100), embedded_url, "other", key="secret")
     other.publish()
+
+    def is_told(run: str) -> bool:
+        return worker.loan is not None and run in worker.loan.problems
+
     reasons = {
         "other": "run other is of another architecture than this engine's model: layer0.weight has shape",
         "none": "the run has published nothing in this relay",
@@ -126,7 +131,7 @@ def test_what_a_worker_can_not_follow_is_told_with_the_reason(
     }
     for run, reason in reasons.items():
         worker.lend(run)
-        wait_for(lambda run=run: worker.loan is not None and run in worker.loan.problems)
+        wait_for(partial(is_told, run))
         assert worker.loan is not None and reason in worker.loan.problems[run]
     worker.lend("a")
     wait_for(lambda: worker.loan is not None and worker.loan.run == "a")
