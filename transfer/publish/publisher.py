@@ -165,6 +165,7 @@ class WeightPublisher:
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
+        config = architecture_of(weights) if adapter is None else None
         self._chain = VersionChain(
             self._relay,
             self.run_id,
@@ -173,7 +174,7 @@ class WeightPublisher:
             snapshot_share,
             self._signer,
             adapter,
-            architecture_of(weights) if adapter is None else None,
+            config,
         )
         self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash = StateHash()

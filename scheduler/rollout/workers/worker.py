@@ -16,27 +16,20 @@ from yarl import URL
 from rose.messages import Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
-from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, Adapters, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, Adapters, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers.answering import AnsweringWorker
 from rose.scheduler.rollout.workers.models import Contexts, ModelCard, adapters_of, with_adapters
-from rose.scheduler.rollout.workers.speed import SpeedEstimate
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
-_INTERVALS_PER_STALL = 4
-"""A chunk has to arrive well within the stall time, even when the gate slows the worker's steps."""
-_OWN_REPORT_S = 0.5
-"""An engine that reports its own stalls needs this long. With a stall time of 2 s, a turn on a stopped worker
-still goes on elsewhere within 3 s."""
 _SHARE_MEMORY_S = 15.0
 """About the length of a turn, which gets the mean share of its time and not that of its first second."""
-_SMOOTHING = 0.2
-"""The weight of the newest value in running means."""
 
 
-class Worker:
+class Worker(AnsweringWorker):
     """One rollout engine. Lives on the router's event loop.
 
     Whatever the policies see changes only through methods, each of which drops the cached view: every
@@ -44,13 +37,10 @@ class Worker:
     """
 
     def __init__(self, spec: WorkerSpec, config: RouterConfig) -> None:
-        self.spec = spec
-        self.id = spec.id
+        super().__init__(spec)
         self.turn_urls = {path: URL(spec.url + path) for path in (COMPLETIONS_PATH, CHAT_PATH)}
         key = config.worker_api_key
         self.openai_headers = f"Authorization: Bearer {key}\r\n".encode() if key is not None else b""
-        self._view: WorkerView | None = None
-        self._changed: set[str] = set()
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
         self.is_active = True
@@ -58,12 +48,7 @@ class Worker:
         self.updated_at = -math.inf
         """When its weights last changed. The time between tokens before and after that says nothing of its
         speed."""
-        self.is_on_probation = False
         self.is_draining = False
-        self.has_rose_routes = True
-        self.last_seen: float | None = None
-        self.last_token_at = -math.inf
-        self.cooldown_until = 0.0
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
         self.adapters: Adapters = NO_ADAPTERS
@@ -87,7 +72,6 @@ class Worker:
         """Set when the worker has to be asked at once."""
         self.gone_routers: set[str] = set()
         """Those of whose death the worker has to be told, once."""
-        self.in_flight = 0
         self.tenants: Counter[str] = Counter()
         """The number of turns on it by job."""
         self.pending_prefill_tokens = 0.0
@@ -99,27 +83,16 @@ class Worker:
         self.cards: list[ModelCard] = []
         """The models as it shows them."""
         self.models_asked_at = -math.inf
-        self.num_tokens = 0
         self.num_turns = 0
-        self.seconds_per_token: float | None = None
-        self.speed = SpeedEstimate()
-        self.cache_trust = 1.0
-        """The fraction of the prompt tokens expected in its prefix cache that were found there."""
         self.kv_usage = UsageWindow(config.kv_window_s)
-        self._is_dedicated = spec.kind is WorkerKind.DEDICATED
         self._telemetry_max_age_s = config.telemetry_max_age_s
         self._first_token_s = config.first_token_s
-        self._share: float | None = 1.0 if self._is_dedicated else None
         self._status_at = 0.0
 
     def note_changes(self, changed: set[str]) -> None:
         """Adds the worker's id to this set whenever its view has changed."""
         self._changed = changed
         self._change()
-
-    def _change(self) -> None:
-        self._view = None
-        self._changed.add(self.id)
 
     # What turns do to it --------------------------------------------------------------------------------
 
@@ -300,57 +273,6 @@ class Worker:
     def is_used_by_others(self) -> bool:
         """Whether other routers have turns on it."""
         return self.lease is not None and self.lease.others > 0
-
-    # What is learned from its answers -----------------------------------------------------------------------
-
-    def stream_interval(self, config: RouterConfig) -> int:
-        """Returns the tokens to ask for per chunk, few enough that slow steps don't look like a stall."""
-        if self.seconds_per_token is None:
-            return 1
-        fitting = int(config.stall_s / _INTERVALS_PER_STALL / max(self.seconds_per_token, 1e-6))
-        return max(1, min(config.stream_interval, fitting))
-
-    def stall_allowance_s(self, config: RouterConfig) -> float:
-        """Returns the time without a token that counts as a stall. ROSE's engines may report theirs first."""
-        return config.stall_s + (_OWN_REPORT_S if self.has_rose_routes else 0.0)
-
-    def made_tokens(self, num_tokens: int, now: float, took_s: float | None) -> None:
-        """Notes progress, which ends a probation.
-
-        `took_s`: the time since the previous tokens; None for the first tokens of an attempt, which include
-        the prefill.
-        """
-        self.num_tokens += num_tokens
-        self.last_seen = self.last_token_at = now
-        if self.is_on_probation:
-            self._change()
-            self.is_on_probation = False
-        if took_s is None:
-            return
-        per_token = took_s / num_tokens
-        self._change()
-        self.speed.saw_decode(per_token, self.in_flight, self._share if self._share is not None else 1.0)
-        known = self.seconds_per_token
-        self.seconds_per_token = (
-            per_token if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * per_token
-        )
-
-    def prefilled(self, first_token_s: float, tokens: float) -> None:
-        """Notes a first token, before which `tokens` had to be prefilled, those of turns ahead included."""
-        self._change()
-        self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
-
-    def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:
-        """Compares how much of a prompt was cached with what was expected."""
-        if expected_tokens > 0:
-            found = min(1.0, cached_tokens / expected_tokens)
-            self.cache_trust = (1 - _SMOOTHING) * self.cache_trust + _SMOOTHING * found
-
-    def suspect(self, now: float, config: RouterConfig) -> None:
-        """Notes a failed or stalled turn: no new turns for a moment, then one at a time."""
-        self._change()
-        self.cooldown_until = now + config.avoid_s
-        self.is_on_probation = True
 
     # What heartbeats say --------------------------------------------------------------------------------
 
