@@ -165,16 +165,9 @@ class WeightPublisher:
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
-        config = architecture_of(weights) if adapter is None else None
+        arch = architecture_of(weights) if adapter is None else None
         self._chain = VersionChain(
-            self._relay,
-            self.run_id,
-            self.layout,
-            snapshot_every,
-            snapshot_share,
-            self._signer,
-            adapter,
-            config,
+            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter, arch
         )
         self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash = StateHash()
