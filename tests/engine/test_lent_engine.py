@@ -73,7 +73,7 @@ class Fleet:
             trainer.close()
         self.engine.stop()
         self.subscriber.wait()
-        self.relay.process.kill()
+        self.relay.stop()
 
 
 @pytest.fixture(scope="module")
