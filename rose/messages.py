@@ -143,6 +143,9 @@ class Lease(BaseModel):
     """Whether another job needs the GPU."""
     fence: int = 0
     """A number that grows with each change of the loan; turns carry the fence that their router knows."""
+    run: str | None = None
+    """The run whose weights the job's turns get, which the engine is to follow; None if the loan names
+    none."""
 
 
 class RoutingStatus(BaseModel):
@@ -174,6 +177,10 @@ class RoutingStatus(BaseModel):
     on an engine without --enable-lora."""
     lease: Lease | None = None
     """The lease of the router that asks; None if the router does not say its cap."""
+    follows_loans: bool = False
+    """Whether a subscriber beside the engine gives it the weights of the run that a loan names."""
+    run_problems: dict[str, str] = {}
+    """The runs whose weights the engine could not get lately, with the reasons."""
 
 
 class WorkerStatus(RoutingStatus):
@@ -287,6 +294,12 @@ class WeightUpdated(BaseModel):
 
     version: str
     state_hash: str
+
+
+class RunToFollow(BaseModel):
+    """Answer of ``GET /rose/v1/loan``: the run that the engine is to follow; None if no loan names one."""
+
+    run: str | None = None
 
 
 class ActivationChange(BaseModel):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from rose.engine.http.loaned_run import LoanedRun
 from rose.messages import WeightUpdate
 from rose.transfer.format.shared_planes import PlanesFile
 
@@ -25,9 +26,12 @@ class LoadingWorker:
         self.may_load = threading.Event()
         self.may_load.set()
         self.version: str | None = None
+        self.loan: LoanedRun | None = None
+        """The run that it is to follow; None: it has no such route."""
         app = web.Application()
         app.router.add_post("/rose/v1/weights", self._load)
         app.router.add_get("/rose/v1/status", self._status)
+        app.router.add_get("/rose/v1/loan", self._asked)
         self._runner = web.AppRunner(app)
         self._stopping = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -52,6 +56,20 @@ class LoadingWorker:
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version, "role": "rollout"})
 
+    async def _asked(self, request: web.Request) -> web.Response:
+        if self.loan is None:
+            return web.Response(status=404)
+        asked = request.query
+        wait_s = float(asked["wait_s"])
+        return web.json_response(
+            {"run": await self.loan.asked(asked.get("knows"), asked.get("problem"), wait_s)}
+        )
+
+    def lend(self, run: str | None) -> None:
+        """Lends it to a job of this run."""
+        assert self.loan is not None
+        self._loop.call_soon_threadsafe(self.loan.name, run)
+
     async def _load(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer secret":
             return web.Response(status=401)
@@ -62,6 +80,8 @@ class LoadingWorker:
             self.refused += 1
             return web.json_response({"error": "busy"}, status=503)
         update = WeightUpdate.model_validate_json(await request.read())
+        if self.loan is not None:
+            self.loan.require(update.version)
         while not self.may_load.is_set():
             await asyncio.sleep(0.001)
         planes = PlanesFile(Path(update.path))

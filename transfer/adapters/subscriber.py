@@ -22,8 +22,9 @@ from rose.config import Settings
 from rose.transfer.adapters.folders import AdapterFolders
 from rose.transfer.follow.delivery import WorkerClient
 from rose.transfer.follow.follower import AUTO_RUN, Follower
+from rose.transfer.follow.following import Subscriber
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.follow.subscriber import Subscriber, run_subscriber, worker_names, worker_url
+from rose.transfer.follow.subscriber import run_subscriber, worker_names, worker_url
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import AdapterBody
 from rose.transfer.relay.opening import open_relay

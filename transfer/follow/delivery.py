@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from rose.errors import WorkerError
 from rose.http import http_client
-from rose.messages import AdapterUpdate, WeightUpdate, WeightUpdated
+from rose.messages import AdapterUpdate, RunToFollow, WeightUpdate, WeightUpdated
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
 READS_FOR_S = 60.0
 """For so long a worker that takes an update keeps the mirror from moving on, and a hung one the others."""
+LOAN_TIMEOUT_S = 10.0
+_MOST_SAID = 500
 WORKER_TIMEOUT_S = 600.0
 """A worker answers only when it runs the weights: it may first finish a step and load gigabytes."""
 
@@ -52,7 +54,11 @@ class WorkerClient:
         """adapter: the run of the LoRA adapter that it gets; None: it gets whole weights. ca: certificates of
         which it must show one; None: the system's."""
         self._adapter = adapter
+        self.takes_loans = True
+        """Whether the worker says which run it is to follow."""
         self._http = http_client(url, key=key, timeout=httpx.Timeout(WORKER_TIMEOUT_S, connect=5.0), ca=ca)
+        # A client of its own: httpcore may close a connection under another thread's request.
+        self._asking = http_client(url, key=key, timeout=LOAN_TIMEOUT_S, ca=ca)
 
     def load(self, update: WeightUpdate) -> None:
         """Returns when the worker runs the update. Raises: WorkerError."""
@@ -77,6 +83,25 @@ class WorkerClient:
         except (httpx.HTTPError, ValidationError) as error:
             raise WorkerError(f"worker has no status: {error!r}") from error
 
+    def loaned_run(self, knows: str | None, problem: str | None, wait_s: float) -> str | None:
+        """Returns the run that the worker is to follow, because its GPU is lent to a job of that run.
+
+        Waits up to wait_s for another one than it `knows`. problem: why the worker can't get the weights of
+        that one. Raises: WorkerError.
+        """
+        problem = problem[:_MOST_SAID] if problem is not None else None
+        asked = {"knows": knows, "problem": problem, "wait_s": wait_s}
+        try:
+            given = {name: value for name, value in asked.items() if value is not None}
+            response = self._asking.get("/rose/v1/loan", params=given)
+            self.takes_loans = response.status_code != httpx.codes.NOT_FOUND
+            if not self.takes_loans:
+                return None
+            response.raise_for_status()
+            return RunToFollow.model_validate_json(response.content).run
+        except (httpx.HTTPError, ValidationError) as error:
+            raise WorkerError(f"worker does not say which run it is to follow: {error!r}") from error
+
     def _post(self, update: WeightUpdate) -> httpx.Response:
         if self._adapter is None:
             return self._http.post("/rose/v1/weights", json=update.model_dump())
@@ -85,6 +110,7 @@ class WorkerClient:
 
     def close(self) -> None:
         self._http.close()
+        self._asking.close()
 
 
 class Delivery:
@@ -94,6 +120,10 @@ class Delivery:
         self.name = name
         self.delivered: WeightUpdate | None = None
         """The update that the worker runs."""
+        self.is_wanted = True
+        """Whether the worker is to run this run's weights. It may be lent to a job of another run."""
+        self.problem: str | None = None
+        """Why the last call to the worker failed."""
         self._coming: WeightUpdate | None = None
         self.is_busy = False
         self.retry_at_s = 0.0
@@ -118,6 +148,13 @@ class Delivery:
         """The version that the worker runs, and the one that it is taking."""
         return {update.version for update in (self.delivered, self._coming) if update is not None}
 
+    def want(self, is_wanted: bool) -> None:
+        """Notes whether the worker is to run this run's weights. It has lost them once it was not."""
+        if is_wanted and not self.is_wanted:
+            self.delivered, self.problem = None, None
+            self._retry_s, self.retry_at_s = FIRST_RETRY_S, 0.0
+        self.is_wanted = is_wanted
+
     def begin(self, update: WeightUpdate, now_s: float) -> None:
         """Begins to deliver the update, or to ask the worker whether it still runs it, if that is due."""
         is_new = self.delivered is None or self.delivered.state_hash != update.state_hash
@@ -139,8 +176,10 @@ class Delivery:
                 logger.info("worker moved: name=%s version=%s", self.name, update.version)
             else:
                 self._check(update)
+            self.problem = None
             self._retry_s, self.retry_at_s = FIRST_RETRY_S, 0.0
         except WorkerError as error:
+            self.problem = str(error)
             logger.warning("weights not delivered, next try in %.1f s: %s", self._retry_s, error)
             self.retry_at_s = time.monotonic() + self._retry_s
             self._retry_s = next_pause(self._retry_s)

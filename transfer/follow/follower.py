@@ -9,6 +9,7 @@ writes does no harm. Never talks to a worker, never sleeps except in wait().
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rose.errors import ConfigError, FrameError, RelayError
@@ -45,7 +46,8 @@ class Follower:
     base_checkpoint: the checkpoint that the trainer started from. When its bits are the snapshot's, the
     snapshot need not cross the link. public_key: the trainer's; what it did not sign is refused, and the run,
     which has to be named, never goes back. takes_adapter: whether the run has to be a LoRA adapter's instead
-    of whole weights. Raises: ConfigError on a bad public key or one for "auto", ValueError on a bad run id.
+    of whole weights. accept: raises RelayError for a layout that the mirror can't hold. Raises: ConfigError
+    on a bad public key or one for "auto", ValueError on a bad run id.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Follower:
         public_key: str | None = None,
         *,
         takes_adapter: bool = False,
+        accept: Callable[[LayoutBody], None] | None = None,
     ) -> None:
         if public_key is not None and run_id == AUTO_RUN:
             raise ConfigError(
@@ -67,6 +70,7 @@ class Follower:
         self._run_id = run_id if run_id == AUTO_RUN else keys.check_name(run_id, "run id")
         self._base_checkpoint = base_checkpoint
         self._takes_adapter = takes_adapter
+        self._accept = accept
         self.adapter: AdapterBody | None = None
         """What the run's adapter is, once the mirror holds one."""
         self._verifier = Verifier(public_key) if public_key is not None else None
@@ -84,6 +88,11 @@ class Follower:
         """The keys that the last wait() reported; None: any key may have been written."""
         self._unreadable: tuple[str, int] | None = None
         """A coming version that has a bad frame. It is not read ahead any further; its manifest decides."""
+
+    @property
+    def run_id(self) -> str | None:
+        """The run whose weights the mirror has, or is to get; None while "auto" has none."""
+        return self.mirror.version.run_id if self.mirror.version is not None else self._followed
 
     def advance(self, *, may_move: bool = True) -> bool:
         """Looks at HEAD once; returns True when the mirror moved. Raises: RelayError, FrameError.
@@ -266,6 +275,8 @@ class Follower:
         self._refuse_older(run_id, number)
         body = self._body(keys.layout_key(run_id), LayoutBody)
         self._require_kind(run_id, body.adapter)
+        if self._accept is not None:
+            self._accept(body)
         layout = body.to_layout()
         manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
         if self._base_checkpoint is not None:

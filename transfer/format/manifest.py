@@ -99,9 +99,16 @@ class LayoutBody(_Body):
     tensors: list[TensorBody]
     adapter: AdapterBody | None = None
     """None: the run's versions are whole weights."""
+    config: dict[str, JsonValue] | None = None
+    """What the trainer's config.json says of the architecture; None where it is not known."""
 
     @classmethod
-    def of(cls, layout: Layout, adapter: AdapterBody | None = None) -> Self:
+    def of(
+        cls,
+        layout: Layout,
+        adapter: AdapterBody | None = None,
+        config: dict[str, JsonValue] | None = None,
+    ) -> Self:
         cuts = {
             name: CutBody(dim=cut.dim, points=cut.points, groups=cut.groups)
             for name, cut in layout.cuts.items()
@@ -111,7 +118,8 @@ class LayoutBody(_Body):
             for t in layout.tensors
         ]
         known = {"digest": layout.digest, "bucket_bytes": layout.bucket_bytes, "tensors": tensors}
-        return cls.model_validate(known if adapter is None else {**known, "adapter": adapter})
+        more = {"adapter": adapter, "config": config}
+        return cls.model_validate({**known, **{key: each for key, each in more.items() if each is not None}})
 
     def to_layout(self) -> Layout:
         """Returns the Layout. Raises: RelayError when the digest does not belong to the table."""

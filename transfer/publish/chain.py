@@ -14,6 +14,8 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 
+from pydantic import JsonValue
+
 from rose.errors import RelayError, RelayFull
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout
@@ -66,8 +68,10 @@ class VersionChain:
         snapshot_share: float,
         signer: Signer | None,
         adapter: AdapterBody | None = None,
+        config: dict[str, JsonValue] | None = None,
     ) -> None:
         self._adapter = adapter
+        self._config = config
         self._relay = relay
         self._run_id = run_id
         self._layout = layout
@@ -98,7 +102,8 @@ class VersionChain:
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
             key = keys.layout_key(self._run_id)
-            self._relay.upsert(key, sealed(self._signer, key, LayoutBody.of(self._layout, self._adapter)))
+            body = LayoutBody.of(self._layout, self._adapter, self._config)
+            self._relay.upsert(key, sealed(self._signer, key, body))
             self.is_announced = False
             self._folding = None
         else:

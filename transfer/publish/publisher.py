@@ -22,6 +22,7 @@ from typing import Any
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.transfer.format import manifest as keys
+from rose.transfer.format.architecture import architecture_of
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import BUCKET_BYTES
 from rose.transfer.format.manifest import Ack, AdapterBody, Manifest
@@ -164,8 +165,9 @@ class WeightPublisher:
             raise
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
+        arch = architecture_of(weights) if adapter is None else None
         self._chain = VersionChain(
-            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter
+            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter, arch
         )
         self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash = StateHash()

@@ -25,6 +25,7 @@ from rose.engine.http.adapters import EngineAdapters
 from rose.engine.http.cores import GATE_MODES, EngineCores
 from rose.engine.http.followers import Followers
 from rose.engine.http.leases import Leases
+from rose.engine.http.loaned_run import LoanedRun
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.http.streams import check_output_processor, send_held_back
@@ -71,6 +72,7 @@ class ServedEngine:
         self.followers = Followers()
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
+        self.loan = LoanedRun()
         self.adapters: EngineAdapters | None = None
         """None on an engine without --enable-lora, under pipeline parallelism, and where several API servers
         share the engine."""
@@ -135,6 +137,8 @@ class ServedEngine:
             "is_active": activation.is_active,
             "is_updating": self._is_updating,
             "adapters": adapters.versions() if adapters is not None else None,
+            "follows_loans": self.leases is not None and self.loan.is_followed,
+            "run_problems": self.loan.problems,
             "adapter_problems": list(adapters.problems.values()) if adapters is not None else [],
             "activated_at_s": activation.activated_at_s,
             "device_weights_bytes": activation.weights_bytes // len(self._cores),
@@ -164,6 +168,7 @@ class ServedEngine:
         it is activated.
         """
         async with self._exclusive:
+            self.loan.require(update.version)
             is_active = self._activation.is_active
             reason = await self._prepare(update) if is_active else "the engine is inactive"
             info: dict[str, object] = {"path": update.path, "state_hash": update.state_hash}
@@ -179,6 +184,7 @@ class ServedEngine:
             else:
                 await self._update_weights(update, info)
                 self._weight_version = update.version
+            self.loan.took(update.version)
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
     async def load_adapter(self, update: AdapterUpdate) -> WeightUpdated:

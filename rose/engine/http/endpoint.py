@@ -39,6 +39,7 @@ from rose.messages import (
     HarmHistory,
     Profile,
     RlStep,
+    RunToFollow,
     WeightUpdate,
     WeightUpdated,
     WorkerStatus,
@@ -110,22 +111,39 @@ async def get_status(
     wants: Annotated[int, Query(ge=0)] = 0,
     lends: Annotated[str | None, Query(min_length=1)] = None,
     needs: bool = False,
+    run: Annotated[str | None, Query(min_length=1)] = None,
     gone: str | None = None,
 ) -> WorkerStatus:
     """Returns the engine's status. A router names itself as ``follower``, with the versions of weights and
     adapters that it ``knows`` and the interval of its questions: no token of new weights leaves before it
     knows their version, and no new version of an adapter is acknowledged. With a ``cap``, the answer has its
     lease: the turns that it may have of what it ``wants``, and the job that the GPU is lent to, which is the
-    one that it ``lends`` to, or another router's."""
+    one that it ``lends`` to, or another router's. ``run`` names the run whose weights that job's turns
+    get."""
     control = _control(request)
     status = control.status()
     if follower is None:
         return status
     control.followers.asked(follower, knows if knows is not None else (), every_s)
     if cap is not None and control.leases is not None:
-        ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone)
+        ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone, run=run)
         status.lease = control.leases.asked(ask, time.monotonic())
+        control.loan.name(control.leases.run)
     return status
+
+
+@router.get("/loan")
+async def get_loan(
+    request: Request,
+    knows: str | None = None,
+    problem: Annotated[str | None, Query(max_length=1000)] = None,
+    wait_s: Annotated[float, Query(ge=0, le=10)] = 0.0,
+) -> RunToFollow:
+    """Returns the run that the engine is to follow, because its GPU is lent to a job of that run. Waits up to
+    ``wait_s`` for another run than the one that the subscriber ``knows``. ``problem``: why the engine can't
+    get the weights of that one."""
+    control = _control(request)
+    return RunToFollow(run=await control.loan.asked(knows, problem, wait_s))
 
 
 @router.get("/harm")

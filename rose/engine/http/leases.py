@@ -47,6 +47,8 @@ class Ask:
     """Whether turns of that job run here, or wait."""
     gone: str | None = None
     """Another router that this router has found dead."""
+    run: str | None = None
+    """The run whose weights that job's turns get; None if any will do."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,8 @@ class Leases:
         void."""
         self._holders: dict[str, _Holder] = {}
         self._lent_to: str | None = None
+        self.run: str | None = None
+        """The run that the loan names. It stays while the loan changes hands, since turns still run."""
         self._is_closing = self._is_wanted = False
         self._fence = first_fence
 
@@ -100,6 +104,7 @@ class Leases:
             lent_to=_CLOSED if self._is_closing else self._lent_to,
             is_wanted=self._is_wanted,
             fence=self._fence,
+            run=self.run,
         )
 
     def _forget(self, now: float) -> None:
@@ -123,19 +128,23 @@ class Leases:
         claims = [ask for ask in live if ask.lends is not None]
         if not claims and self._lent_to is not None and self.in_flight == 0:
             self._lent_to, self._fence = None, self._fence + 1  # a dedicated GPU, or one without a loan
+            self.run = None
         keepers = [ask for ask in claims if ask.lends == self._lent_to]
         rivals = [ask for ask in claims if ask.lends != self._lent_to]
         needing = [ask for ask in rivals if ask.needs]
         self._is_wanted = bool(needing)
         if any(ask.needs for ask in keepers) or not (needing if keepers else rivals):
             self._is_closing = False
+            if len(runs := {ask.run for ask in keepers}) == 1:  # the job may have got another run
+                self.run = runs.pop()
             return
         if not self._is_closing:
             self._is_closing, self._fence = True, self._fence + 1
             for holder in self._holders.values():
                 holder.told = holder.turns = 0  # nothing begins under the old fence
         if self.in_flight == 0:
-            self._lent_to = (needing or rivals)[0].lends
+            heir = (needing or rivals)[0]
+            self._lent_to, self.run = heir.lends, heir.run
             self._is_closing = self._is_wanted = False
 
     def begin(self, router: str, fence: int) -> str | None:

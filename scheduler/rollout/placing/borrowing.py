@@ -1,9 +1,9 @@
 """Which job may use which serving GPU.
 
 Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
-Promises: a serving GPU has at most one job, which can use its weights. No job exceeds its N_serving. GPUs
-with the lowest recent KV usage are assigned first. A job keeps its GPUs until another job is entitled to
-them.
+Promises: a serving GPU has at most one job, which can use its weights or whose weights it can get. No job
+exceeds its N_serving. GPUs with the lowest recent KV usage are assigned first. A job keeps its GPUs until
+another job is entitled to them. As few GPUs as possible get other weights.
 Never does: I/O, read a clock.
 
 Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
@@ -11,6 +11,7 @@ lowest recent KVC usage over a fixed window are selected, and each is assigned t
 GPUs by weight where the bounds exceed their number is an addition.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -32,6 +33,8 @@ class Borrower:
     """N_serving; None: as many as there are."""
     wants: AbstractSet[Wants] | None = None
     """The models and runs that its turns ask for; None: any will do."""
+    run_id: str | None = None
+    """The run that was declared for it, whose weights a GPU may get for it; None: it takes what there is."""
 
     def joined(self, other: "Borrower") -> "Borrower":
         """Returns the job with what its turns at another router want as well."""
@@ -39,10 +42,30 @@ class Borrower:
         return replace(self, wants=(self.wants or set()) | (other.wants or set()) if both else None)
 
     def can_use(self, each: "Lendable") -> bool:
+        """Whether the GPU has weights that this job has turns for, or can get them."""
+        return self.finds_weights(each) or self._can_switch(each)
+
+    def finds_weights(self, each: "Lendable") -> bool:
         """Whether the GPU has weights that this job has turns for, or base weights."""
         if self.wants is None:
             return True
         return any(wants.are_met(each.models, each.version, each.adapters) for wants in self.wants)
+
+    def _can_switch(self, each: "Lendable") -> bool:
+        run_id, models = self.run_id, each.models
+        if run_id is None or not each.follows or run_id in each.refused or self.wants is None:
+            return False
+        wanted = [wants.model for wants in self.wants if wants.run_id == run_id]
+        return any(model is None or models is None or model in models for model in wanted)
+
+    def may_take(self, each: "Lendable", *, is_home: bool) -> bool:
+        """Whether the job may have the GPU now, which is idle: changing its weights takes time, so it first
+        keeps those that it has for as long. `is_home`: whether the job is entitled to it. Otherwise it has to
+        be idle for as long, too, since its own job may come back to it."""
+        if self.finds_weights(each):
+            return True
+        rested_s = each.kept_s if is_home else min(each.kept_s, each.idle_s)
+        return self._can_switch(each) and rested_s >= each.switch_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +81,16 @@ class Lendable:
     version: WeightVersion | None = None
     """The weights that it has; None: base weights."""
     adapters: AdapterVersions = field(default_factory=dict)
+    follows: bool = False
+    """Whether it can get the weights of the run of the job that it is lent to."""
+    refused: frozenset[str] = frozenset()
+    """The runs whose weights it could not get lately."""
+    switch_s: float = 0.0
+    """The time that it takes to get another run's weights, as far as is known."""
+    kept_s: float = math.inf
+    """How long it has had the weights of its run."""
+    idle_s: float = math.inf
+    """How long no turn has run on it."""
 
 
 class UsageWindow:
@@ -93,32 +126,34 @@ def assign(
         left = _entitlements(able, group, given)
         for each in group:  # a job that has to give some back keeps the idlest
             job = held.get(each.worker, NOBODY)
-            if left.get(job, 0) >= each.gpus:
+            if left.get(job, 0) >= each.gpus and any(b.job == job and b.can_use(each) for b in able):
                 owners[each.worker] = job
                 left[job] -= each.gpus
-        for each in group:
-            if each.worker in owners:
-                continue
-            wanting = [job for job, gpus in left.items() if gpus >= each.gpus]
-            owners[each.worker] = min(wanting, key=lambda name: (-left[name], name), default=NOBODY)
-            if wanting:
-                left[owners[each.worker]] -= each.gpus
-    return owners
+        for fits in (Borrower.finds_weights, Borrower.can_use):  # what changes no weights comes first
+            for each in group:
+                if each.worker in owners:
+                    continue
+                wanting = [b.job for b in able if left[b.job] >= each.gpus and fits(b, each)]
+                if wanting:
+                    owners[each.worker] = min(wanting, key=lambda name: (-left[name], name))
+                    left[owners[each.worker]] -= each.gpus
+    return {each.worker: owners.get(each.worker, NOBODY) for each in lendables}
 
 
 def _by_weights(
     borrowers: Sequence[Borrower], lendables: Sequence[Lendable]
 ) -> list[tuple[list[Borrower], list[Lendable]]]:
-    """Returns groups of GPUs with the same models and run, idlest first, with the jobs that can use them.
+    """Returns groups of GPUs that the same jobs can use, idlest first, with these jobs: those with the same
+    models and run, or with the same models where they can get any run's weights.
 
     Groups that the fewest jobs can use come first, so that jobs with a choice get their part elsewhere.
     """
-    groups: dict[tuple[frozenset[str] | None, str | None], list[Lendable]] = {}
+    groups: dict[tuple[frozenset[str] | None, str | frozenset[str] | None], list[Lendable]] = {}
     for each in sorted(lendables, key=_idlest):
         models = frozenset(each.models) if each.models is not None else None
         run_id = each.version.run_id if each.version is not None else None
-        groups.setdefault((models, run_id), []).append(each)
-    found = [([b for b in borrowers if b.can_use(group[0])], group) for group in groups.values()]
+        groups.setdefault((models, each.refused if each.follows else run_id), []).append(each)
+    found = [([b for b in borrowers if any(map(b.can_use, group))], group) for group in groups.values()]
     return sorted(found, key=lambda pair: len(pair[0]))
 
 
@@ -158,14 +193,17 @@ def lend_idle(
             hand(each, NOBODY)
     for each in by_usage:
         home = by_job.get(entitled[each.worker])
-        if home is None or home.job == lent[each.worker] or not home.can_use(each):
+        if home is None or home.job == lent[each.worker] or not home.may_take(each, is_home=True):
             continue
         if _fits(home, held[home.job] + each.gpus):
             hand(each, home.job)
     for each in by_usage:
         if each.worker in busy or lent[each.worker] in by_job:
             continue
-        fitting = [b for b in waiting if b.can_use(each) and _fits(b, held[b.job] + each.gpus)]
+        fitting = [
+            b for b in waiting if b.may_take(each, is_home=False) and _fits(b, held[b.job] + each.gpus)
+        ]
+        fitting = [b for b in fitting if b.finds_weights(each)] or fitting
         if fitting:
             hand(each, min(fitting, key=lambda b: ((held[b.job] + each.gpus) / b.weight, b.job)).job)
     return lent
@@ -184,7 +222,7 @@ def _entitlements(
     """
     before = {each.job: given[each.job] for each in borrowers}
     for each in lendables:
-        open_ = [b for b in borrowers if _fits(b, given[b.job] + each.gpus)]
+        open_ = [b for b in borrowers if b.can_use(each) and _fits(b, given[b.job] + each.gpus)]
         if open_:
             poorest = min(open_, key=lambda b: ((given[b.job] + each.gpus) / b.weight, b.job))
             given[poorest.job] += each.gpus

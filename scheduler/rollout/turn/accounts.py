@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from rose.errors import RoseError
@@ -81,6 +82,7 @@ class JobAccount:
             weight=self.spec.weight,
             max_serving_gpus=self.spec.max_serving_gpus,
             wants=wanted if wanted and Wants() not in wanted else None,
+            run_id=self.spec.run_id,
         )
 
     def as_json(self, num_queued: int) -> dict[str, Any]:
@@ -127,6 +129,10 @@ class JobAccounts:
 
     def __iter__(self) -> Iterator[JobAccount]:
         return iter(list(self._jobs.values()))
+
+    def without_account(self) -> list[JobAccount]:
+        """Returns what an account would show of each job that was declared and has none: it is idle."""
+        return [JobAccount(name, spec, 0.0) for name, spec in self._specs.items() if name not in self._jobs]
 
     def get(self, name: str, now: float) -> JobAccount:
         """Returns a job's account and opens it if there is none."""
@@ -187,7 +193,8 @@ class JobAccounts:
     def borrowers(self) -> list[Borrower]:
         """Returns the jobs that have work at any router, each once."""
         found = {each.job: each for each in self.own_borrowers()}
-        for each in self._others:
+        for other in self._others:
+            each = replace(other, run_id=self.spec(other.job).run_id)  # declared alike at all routers
             found[each.job] = found[each.job].joined(each) if each.job in found else each
         return list(found.values())
 

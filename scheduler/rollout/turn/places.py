@@ -8,7 +8,7 @@ Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rose.errors import NoWorkerError
@@ -92,8 +92,7 @@ class Places:
         if self.is_paused or account is None or not account.may_start:
             return False
         kinds = self._queue.kinds().get(job, ())
-        held = (worker.models, worker.weight_version, worker.adapters)
-        return any(wants.are_met(*held) for wants in kinds)
+        return bool(kinds) and account.borrower(kinds).can_use(_lendable(worker))
 
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
@@ -148,7 +147,7 @@ class Places:
             return
         self._lend(now)
         self._place(now)
-        if len(self._queue) and self._lend_idle():
+        if len(self._queue) and self._lend_idle(now):
             self._place(now)
         if now >= self._give_up_at:
             self._give_up(now)
@@ -163,7 +162,9 @@ class Places:
         for wants, since in self._missing_since.items():
             if now - since < self._weights_s:
                 continue
-            error = NoWorkerError(_no_weights(wants, fleet.views, self._weights_s))
+            problems = [worker.run_problem(wants.run_id) for worker in self._members.values()]
+            reasons = [each for each in problems if each is not None]
+            error = NoWorkerError(_no_weights(wants, fleet.views, self._weights_s, reasons))
             for waiter in self._queue.of_kind(wants):
                 if not waiter.is_settled:
                     waiter.settle(error)
@@ -189,11 +190,14 @@ class Places:
         self._lent_at = lent_at
         serving = _serving(self._members)
         held = {w.id: w.holder for w in serving if w.holder is not None and not begins_anew}
-        self._entitled = assign(self._jobs.borrowers(), _lendables(serving), held)
+        self._entitled = assign(self._jobs.borrowers(), [_lendable(w, now) for w in serving], held)
         for worker in serving:
-            worker.lend(self._entitled[worker.id])
+            self._hand(worker, self._entitled[worker.id])
 
-    def _lend_idle(self) -> bool:
+    def _hand(self, worker: Worker, job: str) -> None:
+        worker.lend(job, self._jobs.spec(job).run_id)
+
+    def _lend_idle(self, now: float) -> bool:
         """Lends GPUs that their jobs leave idle to jobs with waiting turns. Returns whether any changed
         hands."""
         if not self._jobs.are_several and all(len(job.wants) < 2 for job in self._jobs):
@@ -203,7 +207,7 @@ class Places:
             return False  # a full fleet, at which every heartbeat looks while turns wait
         found = [(self._jobs.find(name), kinds) for name, kinds in self._queue.kinds().items()]
         waiting = [job.borrower(kinds) for job, kinds in found if job is not None and job.may_start]
-        lendables = _lendables(serving)
+        lendables = [_lendable(w, now) for w in serving]
         held = {w.id: w.holder or NOBODY for w in serving}
         busy = {w.id for w in serving if w.tenants[w.owner or NOBODY]}
         used = {w.id for w in serving if w.is_used_by_others}
@@ -212,7 +216,7 @@ class Places:
         lent = lend_idle(waiting, lendables, self._entitled, lent, busy)
         changed = [worker for worker in serving if worker.owner != lent[worker.id]]
         for worker in changed:
-            worker.lend(lent[worker.id])
+            self._hand(worker, lent[worker.id])
         return bool(changed)
 
     def lend_anew(self, now: float) -> None:
@@ -230,25 +234,28 @@ def _is_settled(worker: Worker, entitled: Mapping[str, str]) -> bool:
     return owner is not None and owner == entitled[worker.id] and worker.tenants[owner] > 0
 
 
-def _lendables(serving: Iterable[Worker]) -> list[Lendable]:
-    return [
-        Lendable(
-            worker=w.id,
-            gpus=w.spec.gpus,
-            kv_usage=w.kv_usage.mean(),
-            models=w.models,
-            version=w.weight_version,
-            adapters=w.adapters,
-        )
-        for w in serving
-    ]
+def _lendable(worker: Worker, now: float = math.inf) -> Lendable:
+    """Returns a serving GPU as it can be lent now, or at any later time."""
+    return Lendable(
+        worker=worker.id,
+        gpus=worker.spec.gpus,
+        kv_usage=worker.kv_usage.mean(),
+        models=worker.models,
+        version=worker.weight_version,
+        adapters=worker.adapters,
+        follows=worker.follows_loans,
+        refused=worker.refused_runs,
+        switch_s=worker.switch_s,
+        kept_s=now - worker.run_since,
+        idle_s=worker.idle_s(now),
+    )
 
 
 def _are_alike(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other
 
 
-def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -> str:
+def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float, reasons: Sequence[str]) -> str:
     """Returns the error for a turn whose weights no worker has."""
     able = of_model(wants.model, workers)
     found = [(w.id, version_for(wants.model, w.weight_version, w.adapters)) for w in able]
@@ -261,6 +268,8 @@ def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float) -
         needed = "base weights, all that a job without a run may use"
     is_adapter = wants.model is not None and wants.model == wants.run_id
     flag, named = ("--adapter", "model") if is_adapter else ("--run", "job's run")
+    if reasons:
+        return f"for {weights_s:g} s no worker{model} has had {needed}; it can't get them: {reasons[0]}"
     return (
         f"for {weights_s:g} s no worker{model} has had {needed} that are new enough; workers: {shown}; let a"
         f" worker follow the run (rose serve {flag}), or correct the {named}"

@@ -19,7 +19,8 @@ class Members(Mapping[str, Worker]):
         self._changed: set[str] = set()
         self._fleet = Fleet()
         self.num_contests = 0
-        """How often another router lent a GPU that this one would have lent to another job."""
+        """How often another router lent a GPU that this one would have lent to another job, or a GPU came to
+        get other runs' weights than before."""
         for worker in workers:
             self.add(worker)
 

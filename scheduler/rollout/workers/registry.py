@@ -167,6 +167,7 @@ class Registry:
 
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models
+        could_get = (worker.follows_loans, worker.refused_runs)
         worker.take_status(status, time.monotonic())
         if worker.models is not models and self._workers.get(worker.id) is worker:
             self.catalogue.take(worker.id, worker.models)
@@ -174,6 +175,8 @@ class Registry:
             worker.is_due.set()  # others get the rest when it is known here
         if worker.holder not in (before, worker.owner):
             self._workers.num_contests += 1  # another router has lent the GPU
+        if could_get != (worker.follows_loans, worker.refused_runs):
+            self._workers.num_contests += 1  # other jobs can use it now
 
     async def refresh_models(self) -> None:
         """Asks all live workers which models they serve, and which adapters they hold."""
@@ -277,6 +280,7 @@ class Registry:
         if owner := worker.owner:
             is_needed = worker.tenants[owner] > 0 or self._is_waited_for(worker, owner)
             told |= {"lends": owner, "needs": int(is_needed)}
+            told |= {"run": worker.lent_run} if worker.lent_run is not None else {}
         if worker.gone_routers:
             told["gone"] = min(worker.gone_routers)
         return told

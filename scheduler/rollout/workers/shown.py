@@ -26,6 +26,8 @@ def worker_json(worker: Worker, now: float) -> dict[str, Any]:
         "on_probation": worker.is_on_probation,
         "eligible": view.eligible,
         "owner": worker.owner,
+        "lent_run": worker.lent_run,
+        "switch_s": round(worker.switch_s, 3),
         "in_flight": worker.in_flight,
         "cap": worker.cap,
         "share": round(view.share, 4) if view.share is not None and now < view.share_until else None,

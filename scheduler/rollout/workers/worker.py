@@ -16,27 +16,20 @@ from yarl import URL
 from rose.messages import Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
-from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, AdapterVersions, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, AdapterVersions, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.workers.answering import AnsweringWorker
 from rose.scheduler.rollout.workers.models import Contexts, ModelCard, adapters_of, with_adapters
-from rose.scheduler.rollout.workers.speed import SpeedEstimate
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
-_INTERVALS_PER_STALL = 4
-"""A chunk has to arrive well within the stall time, even when the gate slows the worker's steps."""
-_OWN_REPORT_S = 0.5
-"""An engine that reports its own stalls needs this long. With a stall time of 2 s, a turn on a stopped worker
-still goes on elsewhere within 3 s."""
 _SHARE_MEMORY_S = 15.0
 """About the length of a turn, which gets the mean share of its time and not that of its first second."""
-_SMOOTHING = 0.2
-"""The weight of the newest value in running means."""
 
 
-class Worker:
+class Worker(AnsweringWorker):
     """One rollout engine. Lives on the router's event loop.
 
     Whatever the policies see changes only through methods, each of which drops the cached view: every
@@ -44,13 +37,10 @@ class Worker:
     """
 
     def __init__(self, spec: WorkerSpec, config: RouterConfig) -> None:
-        self.spec = spec
-        self.id = spec.id
+        super().__init__(spec)
         self.turn_urls = {path: URL(spec.url + path) for path in (COMPLETIONS_PATH, CHAT_PATH)}
         key = config.worker_api_key
         self.openai_headers = f"Authorization: Bearer {key}\r\n".encode() if key is not None else b""
-        self._view: WorkerView | None = None
-        self._changed: set[str] = set()
         self.cap = config.turns_per_gpu * spec.gpus
         self.is_alive = False
         self.is_active = True
@@ -58,11 +48,7 @@ class Worker:
         self.updated_at = -math.inf
         """When its weights last changed. The time between tokens before and after that says nothing of its
         speed."""
-        self.is_on_probation = False
         self.is_draining = False
-        self.has_rose_routes = True
-        self.last_seen: float | None = None
-        self.cooldown_until = 0.0
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
         self.adapters: AdapterVersions = NO_ADAPTERS
@@ -73,13 +59,19 @@ class Worker:
         self.problem: str | None = None
         self.owner: str | None = None
         """The job that this router lends the GPU to."""
+        self.lent_run: str | None = None
+        """The run that this job's turns get, and that the worker is to follow."""
+        self.switch_s = 0.0
+        """About how long it takes until it has the weights of another run."""
+        self._switching_since: float | None = None
+        self.run_since = -math.inf
+        """When it came to its run."""
         self.lease: Lease | None = None
         """What the worker grants this router; None: it leaves everything to it."""
         self.is_due = asyncio.Event()
         """Set when the worker has to be asked at once."""
         self.gone_routers: set[str] = set()
         """Those of whose death the worker has to be told, once."""
-        self.in_flight = 0
         self.tenants: Counter[str] = Counter()
         """The number of turns on it by job."""
         self.pending_prefill_tokens = 0.0
@@ -91,27 +83,16 @@ class Worker:
         self.cards: list[ModelCard] = []
         """The models as it shows them."""
         self.models_asked_at = -math.inf
-        self.num_tokens = 0
         self.num_turns = 0
-        self.seconds_per_token: float | None = None
-        self.speed = SpeedEstimate()
-        self.cache_trust = 1.0
-        """The fraction of the prompt tokens expected in its prefix cache that were found there."""
         self.kv_usage = UsageWindow(config.kv_window_s)
-        self._is_dedicated = spec.kind is WorkerKind.DEDICATED
         self._telemetry_max_age_s = config.telemetry_max_age_s
         self._first_token_s = config.first_token_s
-        self._share: float | None = 1.0 if self._is_dedicated else None
         self._status_at = 0.0
 
     def note_changes(self, changed: set[str]) -> None:
         """Adds the worker's id to this set whenever its view has changed."""
         self._changed = changed
         self._change()
-
-    def _change(self) -> None:
-        self._view = None
-        self._changed.add(self.id)
 
     # What turns do to it --------------------------------------------------------------------------------
 
@@ -167,10 +148,12 @@ class Worker:
         self._change()
         self.is_draining = True
 
-    def lend(self, owner: str | None) -> None:
-        """Lends a serving GPU to one job, to NOBODY, or to every job (None), once the worker agrees."""
+    def lend(self, owner: str | None, run: str | None = None) -> None:
+        """Lends a serving GPU to one job, to NOBODY, or to every job (None), once the worker agrees and has
+        weights of the run, if one is given."""
         self._change()
-        self.owner = owner
+        # An adapter is a model beside others, and not what the worker follows.
+        self.owner, self.lent_run = owner, run if run not in self.adapters else None
         if self.is_contested:
             self.is_due.set()
 
@@ -228,22 +211,58 @@ class Worker:
 
     def _lent_to(self) -> str | None:
         """Returns its owner, or NOBODY while turns of its previous owner are still on it, or the worker has
-        not agreed."""
+        not agreed, or does not have the weights yet."""
         is_agreed = self.lease is None or self._is_dedicated or self.lease.lent_to == self.owner
-        if is_agreed and (self.owner is None or self.tenants.total() == self.tenants[self.owner]):
+        if (
+            is_agreed
+            and not self._is_switching
+            and (self.owner is None or self.tenants.total() == self.tenants[self.owner])
+        ):
             return self.owner
         return NOBODY
+
+    @property
+    def _is_switching(self) -> bool:
+        """Whether its job has to wait for the weights of its run. A job whose run has published nothing may
+        have base weights."""
+        status, run, version = self.status, self.lent_run, self.weight_version
+        if self.lease is None or self._is_dedicated or run is None or status is None:
+            return False
+        if version is None:
+            return status.follows_loans and run not in status.run_problems
+        return version.run_id != run
 
     @property
     def is_hurried(self) -> bool:
         """Whether the next heartbeat is waited for: the weights change, or the job that has the GPU."""
         is_closing = self.lease is not None and self.lease.lent_to == NOBODY
-        return self.is_updating or (is_closing and not self._is_dedicated)
+        return self.is_updating or self._is_switching or (is_closing and not self._is_dedicated)
 
     @property
     def is_contested(self) -> bool:
-        """Whether this router would lend the GPU to another job than the one that has it."""
-        return self.lease is not None and bool(self.owner) and self.owner != self.lease.lent_to
+        """Whether this router would lend the GPU to another job, or for another run, than it is lent to."""
+        if self.lease is None or not self.owner:
+            return False
+        return (self.owner, self.lent_run) != (self.lease.lent_to, self.lease.run)
+
+    @property
+    def follows_loans(self) -> bool:
+        """Whether it gets the weights of the run of the job that it is lent to."""
+        return self.status is not None and self.status.follows_loans
+
+    @property
+    def refused_runs(self) -> frozenset[str]:
+        """The runs whose weights it could not get lately."""
+        return frozenset(self.status.run_problems) if self.status is not None else frozenset()
+
+    def run_problem(self, run: str | None) -> str | None:
+        """Returns why it could not get the weights of a run lately; None if nothing is known."""
+        found = self.status.run_problems.get(run or "") if self.status is not None else None
+        return f"worker {self.id}: {found}" if found is not None else None
+
+    def idle_s(self, now: float) -> float:
+        """Returns how long no turn has run on it, as far as tokens tell."""
+        return 0.0 if self.in_flight else now - self.last_token_at
 
     @property
     def holder(self) -> str | None:
@@ -255,62 +274,18 @@ class Worker:
         """Whether other routers have turns on it."""
         return self.lease is not None and self.lease.others > 0
 
-    # What is learned from its answers -----------------------------------------------------------------------
-
-    def stream_interval(self, config: RouterConfig) -> int:
-        """Returns the tokens to ask for per chunk, few enough that slow steps don't look like a stall."""
-        if self.seconds_per_token is None:
-            return 1
-        fitting = int(config.stall_s / _INTERVALS_PER_STALL / max(self.seconds_per_token, 1e-6))
-        return max(1, min(config.stream_interval, fitting))
-
-    def stall_allowance_s(self, config: RouterConfig) -> float:
-        """Returns the time without a token that counts as a stall. ROSE's engines may report theirs first."""
-        return config.stall_s + (_OWN_REPORT_S if self.has_rose_routes else 0.0)
-
-    def made_tokens(self, num_tokens: int, now: float, took_s: float | None) -> None:
-        """Notes progress, which ends a probation.
-
-        `took_s`: the time since the previous tokens; None for the first tokens of an attempt, which include
-        the prefill.
-        """
-        self.num_tokens += num_tokens
-        self.last_seen = now
-        if self.is_on_probation:
-            self._change()
-            self.is_on_probation = False
-        if took_s is None:
-            return
-        per_token = took_s / num_tokens
-        self._change()
-        self.speed.saw_decode(per_token, self.in_flight, self._share if self._share is not None else 1.0)
-        known = self.seconds_per_token
-        self.seconds_per_token = (
-            per_token if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * per_token
-        )
-
-    def prefilled(self, first_token_s: float, tokens: float) -> None:
-        """Notes a first token, before which `tokens` had to be prefilled, those of turns ahead included."""
-        self._change()
-        self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
-
-    def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:
-        """Compares how much of a prompt was cached with what was expected."""
-        if expected_tokens > 0:
-            found = min(1.0, cached_tokens / expected_tokens)
-            self.cache_trust = (1 - _SMOOTHING) * self.cache_trust + _SMOOTHING * found
-
-    def suspect(self, now: float, config: RouterConfig) -> None:
-        """Notes a failed or stalled turn: no new turns for a moment, then one at a time."""
-        self._change()
-        self.cooldown_until = now + config.avoid_s
-        self.is_on_probation = True
-
     # What heartbeats say --------------------------------------------------------------------------------
 
     def take_status(self, status: RoutingStatus, now: float) -> None:
         """Takes in what the worker reports at `now`."""
         self._change()
+        for run in status.run_problems.keys() - self.refused_runs:
+            logger.warning(
+                "GPU goes back: worker=%s can't get weights of run=%s: %s",
+                self.id,
+                run,
+                status.run_problems[run],
+            )
         self._take_weights(status, now)
         self._take_adapters(status)
         before, gate = self.status.gate if self.status is not None else None, status.gate
@@ -328,6 +303,20 @@ class Worker:
         if status.serving_kv_usage is not None:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
+        self._note_switch(now)
+
+    def _note_switch(self, now: float) -> None:
+        """Learns how long another run's weights take, from the loan of the GPU on."""
+        is_lent = self.lease is not None and bool(self.owner) and self.lease.lent_to == self.owner
+        if is_lent and self._is_switching:
+            if self._switching_since is None:
+                self._switching_since = now
+            return
+        if self._switching_since is not None and is_lent and self.weight_version is not None:
+            took_s = now - self._switching_since
+            self.switch_s = took_s if not self.switch_s else (self.switch_s + took_s) / 2
+            logger.info("worker=%s job=%s has its weights after %.2f s", self.id, self.owner, took_s)
+        self._switching_since = None
 
     def _take_weights(self, status: RoutingStatus, now: float) -> None:
         """Keeps the stall clocks from counting a change of weights, after which KV is computed again.
@@ -337,7 +326,9 @@ class Worker:
         version = parse_version(status.weight_version)
         was_updating, self.is_updating = self.is_updating, status.is_updating
         has_changed = self.status is not None and version != self.weight_version
-        self.weight_version = version
+        before, self.weight_version = self.weight_version, version
+        if (version.run_id if version else None) != (before.run_id if before else None):
+            self.run_since = now
         if not (was_updating or has_changed or self.is_updating):
             return
         self.updated_at = now

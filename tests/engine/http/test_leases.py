@@ -246,7 +246,14 @@ def test_a_router_gets_its_lease_with_the_status_and_only_turns_under_it_are_cou
     }
     lease = http.get("/rose/v1/status", params=question).json()["lease"]
     fence = lease.pop("fence")
-    assert lease == {"router": "a", "turns": 1, "others": 0, "lent_to": "math", "is_wanted": False}
+    assert lease == {
+        "router": "a",
+        "turns": 1,
+        "others": 0,
+        "lent_to": "math",
+        "is_wanted": False,
+        "run": None,
+    }
     counted = http.post("/v1/completions", json={}, headers={"X-Rose-Lease": f"a {fence}"})
     assert (counted.status_code, counted.json()) == (200, {"in_flight": 1})
     assert http.post("/v1/completions", json={}).json() == {"in_flight": 0}
@@ -275,3 +282,18 @@ def test_leases_ask_for_the_key_like_every_route_of_the_engine(
         assert client.get("/rose/v1/status", params=question).status_code == 401
         allowed = client.get("/rose/v1/status", params=question, headers={"Authorization": "Bearer secret"})
         assert allowed.json()["lease"]["turns"] == 16
+
+
+def test_a_loan_names_its_jobs_run_until_no_turn_of_it_is_left() -> None:
+    leases = Leases()
+    first = asked(leases, "a", 0.0, lends="math", needs=True, run="math-1")
+    assert (first.lent_to, first.run) == ("math", "math-1")
+    assert begin(leases, "a", 1, first.fence) == 1
+    asked(leases, "b", 0.1, lends="code", needs=True, run="code-1")
+    assert asked(leases, "a", 0.2, lends="math", run="math-1").lent_to == ""
+    assert leases.run == "math-1", "a turn still runs under these weights"
+    leases.end("a")
+    handed = asked(leases, "b", 0.3, lends="code", needs=True, run="code-1")
+    assert (handed.lent_to, handed.run) == ("code", "code-1")
+    assert asked(leases, "b", 0.4, lends="code", needs=True, run="code-2").run == "code-2"
+    assert asked(leases, "b", 2.0).run is None, "no router lends it any more"

@@ -82,6 +82,8 @@ class ScriptedWorker:
     takes_chat_ids: bool = True
     unfinished: frozenset[int] = frozenset()
     """Tokens that are part of a character, which is finished by the next other one."""
+    follows_loans: bool = False
+    run_problems: dict[str, str] = field(default_factory=dict)
     leases: Leases | None = None
     """What routers may have, as ROSE's engines divide it; None: everything."""
     hold_after: int | None = None
@@ -168,6 +170,7 @@ class ScriptedWorker:
             lends=asked.get("lends"),
             needs=asked.get("needs") == "1",
             gone=asked.get("gone"),
+            run=asked.get("run"),
         )
         return {"lease": self.leases.asked(ask, time.monotonic()).model_dump()}
 
@@ -184,7 +187,9 @@ class ScriptedWorker:
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
         weights = {"is_active": self.is_active, "is_updating": self.is_updating}
         grammars = {"continues_state": self.continues_state, "adapters": self.adapters}
-        return web.json_response({**status, **serving, **weights, **grammars, **self._lease(request.query)})
+        runs = {"follows_loans": self.follows_loans, "run_problems": self.run_problems}
+        lease = self._lease(request.query)
+        return web.json_response({**status, **serving, **weights, **grammars, **runs, **lease})
 
     async def _rl_step(self, request: web.Request) -> web.Response:
         self.steps.append((await request.json())["step"])

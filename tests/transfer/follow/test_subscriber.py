@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -14,9 +13,11 @@ import torch
 from loading_worker import LoadingWorker
 from shard_plans import plan_of
 from training_steps import Weights, step
+from waiting_for import DEADLINE_S, wait_for
 
 from rose.transfer.follow import delivery, subscriber
 from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.following import Subscriber
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
@@ -26,7 +27,6 @@ from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
-DEADLINE_S = 300
 Subscribe = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -71,13 +71,6 @@ def subscribe(worker: LoadingWorker, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def weights() -> Weights:
     torch.manual_seed(0)
     return {f"layer{i}.weight": torch.randn(200, 50) for i in range(3)}
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the subscriber did not get there"
-        time.sleep(0.02)
 
 
 def test_a_worker_follows_the_trainer_and_acknowledges_each_version(
@@ -266,20 +259,20 @@ def test_a_worker_that_loads_for_as_long_as_it_may_is_not_taken_for_gone() -> No
 
 
 @pytest.fixture
-def subscribed(embedded_url: str, worker: LoadingWorker, tmp_path: Path) -> Iterator[subscriber.Subscriber]:
+def subscribed(embedded_url: str, worker: LoadingWorker, tmp_path: Path) -> Iterator[Subscriber]:
     """A subscriber in this process, which looks when it is told to."""
     relay = open_relay(embedded_url)
     client = delivery.WorkerClient(worker.url, "secret")
     store = SharedMirror(tmp_path)
     follower = Follower(relay, "run", WeightMirror(store=store))
-    yield subscriber.Subscriber(relay, follower, store, [("w", client)])
+    yield Subscriber(relay, follower, store, [("w", client)])
     worker.may_load.set()
     for each in (store, client, relay):
         each.close()
 
 
 def test_a_worker_slower_than_its_trainer_moves_on_by_changes_alone(
-    embedded_url: str, worker: LoadingWorker, subscribed: subscriber.Subscriber, weights: Weights
+    embedded_url: str, worker: LoadingWorker, subscribed: Subscriber, weights: Weights
 ) -> None:
     """The mirror stays at the version that the worker is taking, and never goes on further than changes are
     kept.
@@ -319,7 +312,7 @@ def test_a_worker_slower_than_its_trainer_moves_on_by_changes_alone(
 
 
 def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
-    embedded_url: str, worker: LoadingWorker, subscribed: subscriber.Subscriber, weights: Weights
+    embedded_url: str, worker: LoadingWorker, subscribed: Subscriber, weights: Weights
 ) -> None:
     publisher = WeightPublisher(weights, embedded_url, "run")
     publisher.publish()

@@ -197,3 +197,13 @@ def test_jobs_that_contradict_each_other_or_the_router_are_refused(
     with pytest.raises(ConfigError, match="router:") as refused:
         build_config(fields, "router", Settings.from_environment({}))
     assert words in str(refused.value)
+
+
+async def test_jobs_are_listed_that_were_declared_and_have_had_no_turn(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, jobs={"math": {"weight": 2}}) as client:
+        await client.complete({"prompt": [1], "max_tokens": 1}, X_Rose_Job="code")
+        _, listed = await client.get("/admin/jobs")
+        assert {name: (job["weight"], job["turns"]) for name, job in listed["jobs"].items()} == {
+            "math": (2.0, 0),
+            "code": (1.0, 1),
+        }

@@ -1,11 +1,15 @@
 """Serving GPUs are assigned to one job each, within N_serving, the idlest first."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.scheduler.rollout.placing.borrowing import Borrower, Lendable, UsageWindow, assign, lend_idle
 from rose.scheduler.rollout.placing.views import NOBODY, Wants
+from rose.types import WeightVersion
 
 FOUR = [
     Lendable(worker=name, kv_usage=usage) for name, usage in zip("wxyz", (0.4, 0.1, 0.3, 0.2), strict=True)
@@ -180,3 +184,36 @@ def test_the_usage_window_forgets_what_is_older_than_it() -> None:
     assert window.mean() == 0.5
     window.add(0.0, 61.0)
     assert window.mean() == 0.0
+
+
+def lendable(name: str, run_id: str, **values: Any) -> Lendable:
+    return Lendable(
+        worker=name, models={"m"}, version=WeightVersion(run_id=run_id, number=1), follows=True, **values
+    )
+
+
+def of_run(run_id: str) -> Borrower:
+    return Borrower(job=run_id, run_id=run_id, wants={Wants("m", run_id)})
+
+
+def test_gpus_that_get_other_weights_are_divided_with_as_few_changes_as_possible() -> None:
+    gpus = [lendable(name, run_id) for name, run_id in zip("wxyz", ("a", "b", "a", "b"), strict=True)]
+    assert assign([of_run("a"), of_run("b")], gpus, {}) == {"w": "a", "x": "b", "y": "a", "z": "b"}
+    assert assign([of_run("b")], gpus, {}) == dict.fromkeys("wxyz", "b")
+    refusing = [lendable("w", "a", refused=frozenset("b"))]
+    assert assign([of_run("b")], refusing, {}) == {"w": NOBODY}
+    assert assign([of_run("a"), of_run("b")], refusing, {"w": "b"}) == {"w": "a"}
+    others = [replace(gpus[0], models={"n"}), replace(gpus[0], follows=False)]
+    assert [assign([of_run("b")], [each], {}) for each in others] == [{"w": NOBODY}] * 2
+
+
+@pytest.mark.parametrize(
+    ("kept_s", "idle_s", "to_home", "to_other"), [(9, 9, 0, 0), (11, 9, 1, 0), (11, 11, 1, 1)]
+)
+def test_a_gpu_keeps_its_weights_for_as_long_as_other_ones_would_take(
+    kept_s: float, idle_s: float, to_home: bool, to_other: bool
+) -> None:
+    gpus = [lendable("w", "a", switch_s=10, kept_s=kept_s, idle_s=idle_s)]
+    for home, moves in (("b", to_home), ("a", to_other)):
+        lent = lend_idle([of_run("b")], gpus, {"w": home}, {"w": "a"}, set())
+        assert lent == {"w": "b" if moves else "a"}

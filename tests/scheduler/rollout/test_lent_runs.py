@@ -1,0 +1,86 @@
+"""A serving GPU is lent together with its job's weights: no turn of the job comes before they are there."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rose.engine.http.leases import Leases
+from tests.scheduler.rollout.conftest import Client, StartRouter
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+from tests.scheduler.rollout.waiting import until
+
+BODY: dict[str, Any] = {"model": "scripted", "prompt": [1, 2, 3], "max_tokens": 5}
+JOBS = {job: {"key": f"key-{job}", "run_id": f"run-{job}", "model": "scripted"} for job in "ab"}
+
+
+def lent_worker(version: str | None) -> ScriptedWorker:
+    return ScriptedWorker(leases=Leases(), version=version, follows_loans=True)
+
+
+async def ask(client: Client, job: str) -> tuple[int, Any]:
+    return await client.post("/v1/completions", BODY, Authorization=f"Bearer key-{job}")
+
+
+def versions(answer: tuple[int, Any]) -> list[str | None]:
+    status, body = answer
+    assert status == 200, body
+    return [span["weight_version"] for span in body["choices"][0]["rose"]["spans"]]
+
+
+@pytest.mark.parametrize("before", ["run-a/1", None])
+async def test_a_lent_gpu_gets_no_turn_of_its_job_before_it_has_the_jobs_weights(
+    start_router: StartRouter, before: str | None
+) -> None:
+    async with lent_worker(before) as worker, start_router((worker, "serving"), jobs=JOBS) as client:
+        assert worker.leases is not None
+        if before is not None:
+            assert versions(await ask(client, "a")) == [before]
+        num_requests = len(worker.requests)
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        await asyncio.sleep(0.2)
+        assert len(worker.requests) == num_requests
+        worker.version = "run-b/3"
+        assert versions(await turn) == ["run-b/3"]
+        assert client.known(worker).switch_s > 0
+
+
+async def test_a_gpu_that_can_not_get_its_jobs_weights_goes_back_with_one_line_of_log(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        lent_worker("run-a/1") as worker,
+        start_router((worker, "serving"), jobs=JOBS, weights_s=3.0) as client,
+    ):
+        assert versions(await ask(client, "a")) == ["run-a/1"]
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.run_problems = {"run-b": "the relay has burnt down"}
+        assert versions(await ask(client, "a")) == ["run-a/1"]
+        status, answer = await turn
+        assert (status, "the relay has burnt down" in answer["error"]["message"]) == (503, True)
+        lines = [each.getMessage() for each in caplog.records if "GPU goes back" in each.getMessage()]
+        assert lines == [
+            f"GPU goes back: worker={worker.id} can't get weights of run=run-b: the relay has burnt down"
+        ]
+
+
+async def test_a_job_whose_run_has_published_nothing_gets_base_weights(start_router: StartRouter) -> None:
+    async with lent_worker(None) as worker, start_router((worker, "serving"), jobs=JOBS) as client:
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.run_problems = {"run-b": "the run has published nothing in this relay"}
+        assert versions(await turn) == [None]
+
+
+async def test_a_gpu_whose_subscriber_has_gone_serves_the_jobs_of_its_own_weights(
+    start_router: StartRouter,
+) -> None:
+    async with lent_worker("run-a/1") as worker, start_router((worker, "serving"), jobs=JOBS) as client:
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.follows_loans = False
+        assert versions(await ask(client, "a")) == ["run-a/1"]
+        worker.version, worker.follows_loans = "run-b/0", True
+        assert versions(await turn) == ["run-b/0"]

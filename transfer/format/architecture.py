@@ -1,0 +1,93 @@
+"""The architecture of a model, as far as tensors and a few fields of config.json tell it.
+
+Weights of one model must not go into an engine of another: vLLM's loader leaves layers alone for which a
+checkpoint has no tensors, and computes with whatever number of heads its own config says. Never imports torch
+or transformers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from rose.errors import RelayError
+from rose.transfer.format.checkpoint import read_checkpoint
+from rose.transfer.format.layout import Layout
+from rose.transfer.format.manifest import LayoutBody
+
+_KEYS = (
+    "model_type",
+    "hidden_act",
+    "hidden_size",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "rms_norm_eps",
+    "rope_theta",
+    "layer_types",
+    "sliding_window",
+)
+"""Fields that change what the same weights compute."""
+_TIED = "lm_head.weight"
+"""Trainers may publish a tied head or leave it out."""
+_DRAFTER = "drafter."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """That of the model which an engine serves."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, JsonValue]
+
+    @classmethod
+    def known(cls, layout: Layout | None, checkpoint: Path | None) -> "Architecture | None":
+        """Returns it from the weights that an engine has, or else from its checkpoint; None without both.
+
+        Raises: FrameError, OSError on a checkpoint that can't be read.
+        """
+        if layout is not None:
+            specs = list(layout.tensors)
+        elif checkpoint is not None:
+            specs = [spec for spec, _ in read_checkpoint(checkpoint).values()]
+        else:
+            return None
+        path = checkpoint / "config.json" if checkpoint is not None else None
+        config = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        return cls(shapes={each.name: each.shape for each in specs}, config=config)
+
+    def require(self, run_id: str, body: LayoutBody) -> None:
+        """Raises: RelayError unless a run's weights are of this architecture."""
+        if (difference := self._difference(body)) is not None:
+            raise RelayError(
+                f"run {run_id} is of another architecture than this engine's model: {difference}"
+            )
+
+    def _difference(self, body: LayoutBody) -> str | None:
+        found = {each.name: tuple(each.shape) for each in body.tensors}
+        for name in sorted(found.keys() ^ self.shapes.keys()):
+            if name != _TIED and not name.startswith(_DRAFTER):
+                return f"{name} {'is missing' if name in self.shapes else 'is not known'}"
+        for name, shape in found.items():
+            if (own := self.shapes.get(name, shape)) != shape:
+                return f"{name} has shape {list(shape)}, the model's has {list(own)}"
+        said = body.config if body.config is not None else {}
+        for key in _KEYS:
+            if key in said and key in self.config and said[key] != self.config[key]:
+                return f"its {key} is {said[key]}, the model's is {self.config[key]}"
+        return None
+
+
+def architecture_of(weights: Any) -> dict[str, JsonValue] | None:
+    """Returns what the config of a trainer's transformers module says of the architecture; None for anything
+    else."""
+    write = getattr(getattr(weights, "config", None), "to_json_string", None)
+    if write is None:
+        return None
+    config = json.loads(write(use_diff=False))
+    return {key: config[key] for key in _KEYS if config.get(key) is not None}
