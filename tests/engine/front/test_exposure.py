@@ -33,10 +33,19 @@ def front(router_url: str, model: str, environment: Mapping[str, str]) -> str:
 
 
 async def test_a_front_everywhere_is_refused_without_a_key_and_before_an_open_router() -> None:
-    async with ScriptedWorker() as worker, running_router(worker.url) as router:
-        for environment in ({}, {"ROSE_ROUTER_API_KEY": "unknown"}):
-            line = await asyncio.to_thread(front, router.url, "scripted", environment)
-            assert "--host 0.0.0.0: whoever reaches" in line and "ROSE_ROUTER_API_KEY" in line
+    async with (
+        ScriptedWorker() as worker,
+        running_router(worker.url) as router,
+        running_router(worker.url, api_key="cli") as keyed,
+    ):
+        both = f"{keyed.url},{router.url}"
+        for urls, environment, named in (
+            (router.url, {"VLLM_API_KEY": "leaves /invocations open"}, "the router"),
+            (both, {"ROSE_ROUTER_API_KEY": "cli"}, router.url),
+        ):
+            line = await asyncio.to_thread(front, urls, "scripted", environment)
+            assert "--host 0.0.0.0: whoever reaches" in line
+            assert f"ROSE_ROUTER_API_KEY at {named} and front" in line
 
 
 @pytest.mark.parametrize("key", [None, "cli"])
@@ -45,6 +54,6 @@ async def test_a_front_finds_out_whether_its_router_is_open(key: str | None) -> 
 
         def ask() -> bool:
             with http_client(router.url, key="cli", timeout=60) as client:
-                return RouterQuestions(client).is_open()
+                return RouterQuestions(client).is_open(router.url)
 
         assert await asyncio.to_thread(ask) == (key is None)
