@@ -122,7 +122,7 @@ class ClientConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def leave_unless_made(self) -> None:
-        """Stops to count a connection whose TLS handshake has failed: no other call tells it so."""
+        """Leaves if the TLS handshake has failed, of which asyncio tells a protocol nothing."""
         if self.transport is None:
             self._open.discard(self)
 
@@ -162,9 +162,8 @@ class RefusedConnection(asyncio.Protocol):
         self._body = encode(error_body(503, message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writable = cast(
-            asyncio.WriteTransport, transport
-        )  # uvloop's own classes derive from none of asyncio's
+        # It can write, although uvloop's classes for TLS derive from none of asyncio's.
+        writable = cast(asyncio.WriteTransport, transport)
         writable.write(_NO_ROOM % (len(self._body), self._body))
         writable.close()
 
