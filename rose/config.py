@@ -200,15 +200,10 @@ def vllm_plugins() -> str:
     return ",".join(sorted(names | {"rose"}))
 
 
-def vllm_api_key() -> str | None:
-    """Returns the key that vLLM's API servers want on /v1 unless a flag gives another one."""
-    return os.environ.get("VLLM_API_KEY") or None
-
-
 def worker_api_key() -> str | None:
     """Returns the key that an engine of this host wants on /v1, as vLLM itself reads it or as the router
     sends it."""
-    return vllm_api_key() or os.environ.get("ROSE_WORKER_API_KEY") or None
+    return os.environ.get("VLLM_API_KEY") or os.environ.get("ROSE_WORKER_API_KEY") or None
 
 
 def _runtime_dir(variables: Mapping[str, str]) -> Path:

@@ -24,14 +24,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def url_host(host: str) -> str:
+    """Returns how URLs write the address at which this machine reaches what listens on ``host``."""
+    reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
+    return f"[{reached}]" if ":" in reached else reached
+
+
 def check_exposure(given: str, host: str, keys: Mapping[str, str | None], *, is_insecure: bool) -> None:
     """Checks that others than this machine need a key for what listens on ``host``.
 
     given: the flag or setting that names the host. keys: what protects the address, by the names of the
-    variables; empty if nothing can.
+    variables; empty if nothing can. An empty key protects nothing.
     Raises: ConfigError if a key is missing, unless the user insists.
     """
-    missing = [name for name, key in keys.items() if key is None]
+    missing = [name for name, key in keys.items() if not key]
     if is_insecure or is_loopback(host) or (keys and not missing):
         return
     what = "use it without a key" if keys else "use it, because it knows no keys"

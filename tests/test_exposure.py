@@ -43,7 +43,7 @@ def no_key_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_addresses_of_this_machine_itself_need_no_key(host: str, is_open: bool) -> None:
-    for keys in ({"ROSE_KEY": None}, {"ROSE_KEY": "k", "OTHER": None}, {}):
+    for keys in ({"ROSE_KEY": None}, {"ROSE_KEY": ""}, {"ROSE_KEY": "k", "OTHER": None}, {}):
         with pytest.raises(ConfigError) if is_open else contextlib.nullcontext():
             check_exposure("--host", host, keys, is_insecure=False)
         check_exposure("--host", host, keys, is_insecure=True)
@@ -113,6 +113,10 @@ def test_an_engine_refuses_to_listen_everywhere_without_keys(name: str, tmp_path
         arguments += ["--port", str(free_port())]
     assert_refused(rose(*arguments), ["ROSE_KEY", "ROSE_WORKER_API_KEY"])
     assert_refused(rose(*arguments, environment={"ROSE_KEY": "k"}), ["ROSE_WORKER_API_KEY"])
+    if name == "serve":
+        both = {"ROSE_KEY": "k", "ROSE_WORKER_API_KEY": "w"}
+        refused = rose(*arguments, "--api-key", "", environment=both)
+        assert (refused.returncode, "--api-key is empty" in refused.stderr) == (2, True), refused.stderr
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], keys: list[str]) -> None:

@@ -58,9 +58,13 @@ def engine_process(
 
 def check_engine_exposure(engine: EngineConfig) -> None:
     """Raises: ConfigError if others than this machine would reach the engine without keys."""
+    own = engine.vllm_flag("--api-key")
+    if own == "":
+        raise ConfigError(
+            f"{engine.name}: --api-key is empty, so vLLM would ask for none; give one, or leave it out"
+        )
     if (host := engine.listens_on) is None:
         return
-    own = engine.vllm_flag("--api-key")
     keys = {
         "ROSE_KEY": Settings.from_environment().key,
         "ROSE_WORKER_API_KEY": own if own is not None else worker_api_key(),

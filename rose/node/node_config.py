@@ -12,6 +12,7 @@ from rose.config import Section
 from rose.engine.settings import EngineSettings, pool_of_rank
 from rose.memory.pool.pool_memory import MAX_SHARDS
 from rose.memory.slabs.backend import BackendKind
+from rose.ports import url_host
 from rose.types import Role
 
 NODE_EXAMPLE = """\
@@ -135,7 +136,7 @@ class EngineConfig(EngineSettings):
     def url(self) -> str:
         """Returns where it answers HTTP on this host, or HTTPS if vLLM has a certificate."""
         scheme = "http" if self.vllm_flag("--ssl-certfile") is None else "https"
-        return f"{scheme}://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+        return f"{scheme}://{url_host(self.host)}:{self.port}"
 
     def plugin_settings(self) -> dict[str, Any]:
         """Returns the EngineSettings that the user set: the ``rose`` key of vLLM's --additional-config."""

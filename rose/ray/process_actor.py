@@ -103,6 +103,8 @@ class ProcessActor:
 
     def _write(self, content: Mapping[str, Any]) -> Path:
         path = self._folder / "process.yaml"
+        path.touch()
+        path.chmod(0o600)  # it may hold the keys of a router and its jobs
         path.write_text(yaml.safe_dump(dict(content)))
         return path
 

@@ -43,9 +43,11 @@ def router_announcer(
             except httpx.HTTPError as error:
                 problem = f"{problem}: {error}"
                 continue
-            if not answer.is_success:
-                raise WorkerError(f"{problem}: {answer.status_code} {answer.text[:500]}")
-            return
+            if answer.is_success:
+                return
+            problem = f"{problem}: {answer.status_code} {answer.text[:500]}"
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # else it is full, or about to end
+                break
         raise WorkerError(problem)
 
     return announce

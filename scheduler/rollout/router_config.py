@@ -151,7 +151,8 @@ class RouterConfig(_Settings):
     max_connections: int = Field(
         default=65536,
         ge=1,
-        description="most connections of clients, at most half of the open files; others are answered 503",
+        description="most connections of clients, at most half of the open files, or a quarter with fronts;"
+        " others are answered 503",
     )
     max_jobs: int = Field(
         default=1024,
@@ -220,15 +221,16 @@ class RouterConfig(_Settings):
         description="certificates in PEM; workers and peers must show one of them, or else of the system's",
     )
 
-    api_key: str | None = Field(default=None, description="key that clients must send")
+    api_key: str | None = Field(default=None, min_length=1, description="key that clients must send")
     admin_key: str | None = Field(
         default=None,
+        min_length=1,
         description="key that /admin and /workers require; needed to change anything there if any key is set",
     )
     worker_api_key: str | None = Field(
-        default=None, description="key sent to workers on /v1 (their --api-key)"
+        default=None, min_length=1, description="key sent to workers on /v1 (their --api-key)"
     )
-    rose_key: str | None = Field(default=None, description="key sent to workers on /rose/v1")
+    rose_key: str | None = Field(default=None, min_length=1, description="key sent to workers on /rose/v1")
 
     @field_validator("peers")
     @classmethod

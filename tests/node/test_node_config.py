@@ -9,6 +9,8 @@ import yaml
 from rose.config import load_yaml, parse_config
 from rose.errors import ConfigError
 from rose.node.node_config import NODE_EXAMPLE, EngineConfig, NodeConfig
+from rose.node.processes import answers_ok
+from rose.ports import free_port
 from rose.types import Role
 
 
@@ -58,6 +60,16 @@ def test_nodes_that_make_no_sense_are_refused(changes: dict[str, Any], expected:
         parse_config(node(**changes), NodeConfig, "NODE.yaml")
 
 
-def test_url_of_an_engine_on_all_addresses_is_local() -> None:
-    engine = EngineConfig(model="m", role=Role.SERVING, port=8000, host="0.0.0.0")
-    assert (engine.url, engine.name) == ("http://127.0.0.1:8000", "serving-8000")
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("gpu1", "http://gpu1:8000"),
+    ],
+)
+def test_url_of_an_engine_is_where_this_host_reaches_it(host: str, url: str) -> None:
+    engine = EngineConfig(model="m", role=Role.SERVING, port=8000, host=host)
+    assert (engine.url, engine.name) == (url, "serving-8000")
+    assert host == "gpu1" or not answers_ok(engine.url.replace("8000", str(free_port())))

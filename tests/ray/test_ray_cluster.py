@@ -21,6 +21,7 @@ from rose.errors import ConfigError, WorkerError
 from rose.ports import free_port
 from rose.ray import actors as services
 from rose.ray.command import main
+from rose.ray.process_actor import ProcessActor
 from rose.ray.ray_config import RayConfig
 from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
 
@@ -44,6 +45,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             ray.shutdown()
             local.shutdown()
+
+
+def test_what_a_process_is_told_is_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path))
+    actor = ProcessActor("router", {}, is_insecure=False)
+    left = tmp_path / "ray-router" / "process.yaml"
+    left.touch(mode=0o644)
+    assert actor._write({"api_key": "secret"}) == left
+    assert left.stat().st_mode & 0o777 == 0o600
 
 
 def add_node(cluster: Cluster, **arguments: Any) -> None:

@@ -52,9 +52,9 @@ class RouterQuestions:
             else:
                 return served_card(cards, names, model_dir)
 
-    def is_open(self) -> bool:
-        """Whether the router takes requests without a key."""
-        request = httpx.Request("GET", f"{self._url}/v1/models")  # without the client's own headers
+    def is_open(self, url: str) -> bool:
+        """Whether the router at ``url`` takes requests without a key."""
+        request = httpx.Request("GET", f"{url}/v1/models")  # without the client's own headers
         while True:
             try:
                 return self._client.send(request).status_code != httpx.codes.UNAUTHORIZED

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from rose.arguments import CommandParser, add_insecure_flag, run_command
-from rose.config import Settings, vllm_api_key
+from rose.config import Settings
 from rose.engine.front.agreement import RouterQuestions
 from rose.errors import ConfigError
 from rose.http import http_client, urls_of
@@ -46,15 +46,17 @@ def main(argv: Sequence[str]) -> int:
         router_urls = urls_of(own.router)
     except ValueError as error:
         raise ConfigError(f"--router {error}") from error
-    router_url = _listening(router_urls, settings.tls_ca)
+    listening = _listening(router_urls, settings.tls_ca)
+    router_url = listening[0]
     args = _vllm_arguments(own.model, vllm_argv)
     _check_exposure(args, settings.router_api_key, is_insecure=own.insecure)
     key, ca = settings.router_api_key, settings.tls_ca
     with http_client(router_url, key=key, timeout=_ASK_S, ca=ca) as client:
         questions = RouterQuestions(client)
         card = questions.card(args.served_model_name or [], args.model)
-        if questions.is_open():
-            _check_exposure(args, None, is_insecure=own.insecure)
+        for url in listening:
+            if questions.is_open(url):
+                _check_exposure(args, None, is_insecure=own.insecure, router=url)
         args.served_model_name = args.served_model_name or [card["id"]]
         if (context := card.get("max_model_len")) is not None and args.max_model_len is None:
             args.max_model_len = context
@@ -120,25 +122,28 @@ def _vllm_arguments(model: str, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _check_exposure(args: argparse.Namespace, router_key: str | None, *, is_insecure: bool) -> None:
+def _check_exposure(
+    args: argparse.Namespace, router_key: str | None, *, is_insecure: bool, router: str = "the router"
+) -> None:
     """Raises: ConfigError if others than this machine would reach the router through the front without a key.
 
-    router_key: what the router asks every client for; None: nothing.
+    router_key: what the router asks every client for; None: nothing. vLLM's --api-key is no substitute, as it
+    leaves /invocations open.
     """
-    own_key = (args.api_key or [vllm_api_key()])[0]
     if args.uds is None:
-        keys = {"ROSE_ROUTER_API_KEY at router and front": router_key if router_key is not None else own_key}
+        keys = {f"ROSE_ROUTER_API_KEY at {router} and front": router_key}
         check_exposure("--host", args.host, keys, is_insecure=is_insecure)
 
 
-def _listening(router_urls: Sequence[str], ca: Path | None) -> str:
-    """Returns the first router that listens; the first of all if none does yet."""
+def _listening(router_urls: Sequence[str], ca: Path | None) -> list[str]:
+    """Returns the routers that listen; the first of all if none does yet."""
+    found = []
     for url in router_urls if len(router_urls) > 1 else ():
         client = http_client(url, key=None, timeout=_LISTENS_S, ca=ca)
         with contextlib.suppress(httpx.HTTPError), client:
             client.get("/health")
-            return url
-    return router_urls[0]
+            found.append(url)
+    return found or [router_urls[0]]
 
 
 def _check_context(own: int, theirs: int | None, router_url: str) -> None:

@@ -142,8 +142,8 @@ class TokenPlane(EngineCoreClient):
         """Returns the cards of the models and adapters behind the router, which the request's client may ask
         for: those of the first router that answers. Raises: GracefulHTTPError."""
         headers, lost = {**caller_headers(), **self._own_headers}, _http_error(503, "there is no router")
-        for _ in self._router_urls:
-            at = self._at
+        first, count = self._at, len(self._router_urls)
+        for at in ((first + step) % count for step in range(count)):
             url = self._router_urls[at]
             try:
                 async with self._http().get(
@@ -152,9 +152,9 @@ class TokenPlane(EngineCoreClient):
                     if response.status == 200:
                         return list((await response.json())["data"])
                     lost = _http_error(response.status, _message(await response.text()))
-                    if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                    if response.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                         raise lost
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
                 lost = _http_error(503, f"the router at {url} does not answer ({type(error).__name__})")
                 lost.__cause__ = error
             self._pass_over(at)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers, State
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
@@ -44,12 +45,14 @@ from rose.messages import (
     WeightUpdated,
     WorkerStatus,
 )
-from rose.ports import check_exposure
+from rose.ports import check_exposure, url_host
 from rose.types import Role
 
 _COMMANDS = ("rl", "serve.dev", "serve.elastic_ep", "serve.fault_tolerance", "serve.profile")
 """The packages of vllm.entrypoints whose routes command the engine. vLLM's own key does not guard them, and
 VLLM_SERVER_DEV_MODE opens those that pause it or change its weights. vLLM 0.32."""
+_UNGUARDED = frozenset({"/invocations", "/generative_scoring"})
+"""Routes that use the model as /v1 does, without vLLM's own key. vLLM 0.32."""
 _NO_KEY = "missing or wrong ROSE key: send 'Authorization: Bearer $ROSE_KEY'"
 
 
@@ -60,7 +63,8 @@ def _is_open(headers: Headers, key: str | None) -> bool:
 
 
 class GuardsCommands:
-    """An ASGI middleware that asks for ROSE's key where vLLM's own routes command the engine."""
+    """An ASGI middleware that asks for ROSE's key where vLLM's own routes command the engine, or use its
+    model without a key."""
 
     def __init__(self, app: ASGIApp, key: str | None, paths: Collection[str]) -> None:
         self._app = app
@@ -68,7 +72,7 @@ class GuardsCommands:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_command = scope["type"] == "http" and scope["path"].rstrip("/") in self._paths
+        is_command = scope["type"] == "http" and get_route_path(scope).rstrip("/") in self._paths
         if is_command and not _is_open(Headers(scope=scope), self._key):
             await JSONResponse({"detail": _NO_KEY}, 401)(scope, receive, send)
         else:
@@ -78,7 +82,7 @@ class GuardsCommands:
 def _command_paths(app: FastAPI) -> frozenset[str]:
     modules = tuple(f"vllm.entrypoints.{package}." for package in _COMMANDS)
     routes = (route for route in app.routes if isinstance(route, APIRoute))
-    return frozenset(route.path for route in routes if route.endpoint.__module__.startswith(modules))
+    return _UNGUARDED | {route.path for route in routes if route.endpoint.__module__.startswith(modules)}
 
 
 def _key_check(key: str | None) -> Callable[[Request], Awaitable[None]]:
@@ -252,9 +256,8 @@ def _own_url(args: Namespace) -> str:
     """Returns where this API server answers on its host; empty if it listens on a Unix socket."""
     if getattr(args, "uds", None):
         return ""
-    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
     scheme = "https" if getattr(args, "ssl_certfile", None) else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
+    return f"{scheme}://{url_host(args.host or '')}:{args.port}"
 
 
 class RoseEndpoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from starlette._utils import get_route_path
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,7 +49,7 @@ class FrontDoor:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope).startswith("/v1/"):
             control: ServedEngine | None = getattr(scope["app"].state, "rose", None)
             if control is not None:
                 if not control.is_active:

@@ -207,7 +207,7 @@ class Admin:
                 f"run {run_id} is unknown; known runs: {', '.join(sorted(newest.numbers)) or 'none'}"
             ) from error
         self._plane.dispatcher.pump()
-        await self._note("forgotten", True, run_id)
+        await self._note("forgotten", None, run_id)
         return web.json_response({"forgotten": run_id})
 
     async def rl_step(self, request: web.Request) -> web.Response:

@@ -16,7 +16,6 @@ from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Denied, NotFound
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, NO_RUN
 from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.dispatch import QueueFull
 from rose.scheduler.rollout.workers.registry import Registry
 
 _MOST_CHARACTERS = 256
@@ -62,7 +61,6 @@ class Callers:
         Raises:
             BadRequest: the name is empty or too long.
             Denied: the request has another job's key, or not the key that its job has.
-            QueueFull: too many jobs have turns.
         """
         named = request.headers.get(JOB_HEADER)
         if named is not None and not named.strip():
@@ -77,11 +75,6 @@ class Callers:
         job = named if named is not None else DEFAULT_JOB
         if self._jobs.spec(job).key is not None:
             raise Denied(f"{JOB_HEADER}: job {job} has a key of its own; send that key")
-        if not self._jobs.has_room(job):
-            raise QueueFull(
-                f"{JOB_HEADER}: {job}: {len(self._jobs)} jobs have turns, which is the limit (max_jobs); send"
-                " the name of one of them, declare the job, or try later"
-            )
         return job
 
     def model(self, job: str, given: object) -> object:

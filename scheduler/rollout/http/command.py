@@ -26,6 +26,7 @@ from rose.arguments import CommandParser, add_insecure_flag, port_number, positi
 from rose.config import Settings, make_private_dir, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
+from rose.ports import url_host
 from rose.scheduler.rollout.http.guard import ClientConnection, RefusedConnection
 from rose.scheduler.rollout.http.service import Service
 from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
@@ -41,10 +42,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAPPED_BYTES = 2**25
 """The largest value that glibc accepts."""
 _KEPT_BYTES = 2**28
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""Where the router's own fronts reach a router that listens everywhere."""
 _SPARE_FILES = 256
 """Open files that are kept for all but clients and turns."""
+_HANDSHAKE_S = 10.0
+"""The most time for a client's TLS handshake, and for its end."""
 
 
 class RunningRouter:
@@ -78,14 +79,14 @@ class RunningRouter:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
-            host, port = await self._listen(config.host, config.port, shows)
+            host, port = await self._listen(self._accepted, config.host, config.port, shows)
         except OSError as error:
             await self._close()
             reason = error.strerror or str(error)
             raise ConfigError(
                 f"--host, --port: can't listen on {config.host}:{config.port} ({reason}); try another"
             ) from error
-        self.url = f"{'http' if shows is None else 'https'}://{host}:{port}"
+        self.url = f"{'http' if shows is None else 'https'}://{url_host(host)}:{port}"
         for spec in config.workers:
             self.plane.registry.add(spec)
         try:
@@ -95,25 +96,44 @@ class RunningRouter:
             raise
         self._service.peers.start()
         if self._service.fronts.are_configured:
-            if shows is not None:  # its certificate need not name loopback
-                host, port = await self._listen("127.0.0.1", 0, None)
-            own_host = _LOOPBACK.get(host, host)
-            self.fronts = self._service.fronts.start(f"http://{own_host}:{port}")
+            # Their turns belong to chats whose connections count, and a certificate need not name loopback.
+            _, port = await self._listen(lambda: self._connection(set()), "127.0.0.1", 0, None)
+            self.fronts = self._service.fronts.start(f"http://127.0.0.1:{port}")
         return self
 
-    async def _listen(self, host: str, port: int, shows: ssl.SSLContext | None) -> tuple[str, int]:
+    async def _listen(
+        self,
+        accepted: Callable[[], asyncio.BaseProtocol],
+        host: str,
+        port: int,
+        shows: ssl.SSLContext | None,
+    ) -> tuple[str, int]:
         """Returns the address that it got. Raises: OSError."""
-        loop = asyncio.get_running_loop()
-        self._listeners.append(await loop.create_server(self._connection, host, port, ssl=shows))
-        own_host, own_port = self._listeners[-1].sockets[0].getsockname()[:2]
+        limit_s = self._handshake_s if shows is not None else None
+        listener = await asyncio.get_running_loop().create_server(
+            *(accepted, host, port), ssl=shows, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+        )
+        self._listeners.append(listener)
+        own_host, own_port = listener.sockets[0].getsockname()[:2]
         return str(own_host), int(own_port)
 
-    def _connection(self) -> ClientConnection | RefusedConnection:
+    @property
+    def _handshake_s(self) -> float:
+        return min(self._config.idle_s, _HANDSHAKE_S)
+
+    def _accepted(self) -> ClientConnection | RefusedConnection:
         if len(self._connections) >= self._config.max_connections:
             return RefusedConnection(self._config.max_connections)
+        connection = self._connection(self._connections)
+        if self._config.tls_certificate is not None:  # it counts while it shakes hands
+            self._connections.add(connection)
+            asyncio.get_running_loop().call_later(self._handshake_s, connection.leave_unless_made)
+        return connection
+
+    def _connection(self, is_open: set[ClientConnection]) -> ClientConnection:
         assert self._runner.server is not None
         return ClientConnection(
-            self._connections,
+            is_open,
             self._runner.server,
             loop=asyncio.get_running_loop(),
             **_NO_LOG,
@@ -155,7 +175,7 @@ async def run_router(config: RouterConfig, ready: Callable[[str], None] | None =
     async with RunningRouter(config) as router:
         logger.info(
             "router ready url=%s workers=%d policy=%s state=%s",
-            *(router.url, len(config.workers), config.policy, config.state),
+            *(router.url, len(router.plane.registry.workers()), config.policy, config.state),
         )
         if ready is not None:
             ready(router.url)
@@ -172,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a stop signal. Raises: ConfigError for bad input."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = _parse_arguments(argv)
-    config = config.model_copy(update={"max_connections": _most_connections(config.max_connections)})
+    config = config.model_copy(update={"max_connections": _most_connections(config)})
     _keep_freed_memory()
     gc.collect()
     gc.freeze()  # what exists now stays; scanning it again and again would show in the slowest turns
@@ -181,12 +201,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _most_connections(wanted: int) -> int:
+def _most_connections(config: RouterConfig) -> int:
     """Returns how many clients this process can have, after it has raised its limit of open files as far as
-    it may: a turn takes a second file, to its worker."""
+    it may: a turn takes a second file, to its worker, and a chat two more, to its front and back."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    most = wanted if limit == resource.RLIM_INFINITY else min(wanted, max(1, (limit - _SPARE_FILES) // 2))
+    wanted, num_files = config.max_connections, 4 if config.fronts.count else 2
+    bound = max(1, (limit - _SPARE_FILES) // num_files)
+    most = wanted if limit == resource.RLIM_INFINITY else min(wanted, bound)
     if most < wanted:
         logger.info("max_connections is %d instead of %d: %d files may be open", most, wanted, limit)
     return most

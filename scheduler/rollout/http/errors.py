@@ -10,8 +10,8 @@ from aiohttp import web
 from rose.errors import NoWorkerError, RoseError, WorkerError
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, encode
 from rose.scheduler.rollout.placing.versions import VersionGone
-from rose.scheduler.rollout.turn.accounts import JobAborted
-from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, QueueFull
+from rose.scheduler.rollout.turn.accounts import JobAborted, QueueFull
+from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 
 _SERVER_NAME = "rose-router"
 """Sent as the `Server` header; it names no version of any library."""

@@ -13,7 +13,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -121,6 +121,11 @@ class ClientConnection(web.RequestHandler):
         self._open.add(self)
         super().connection_made(transport)
 
+    def leave_unless_made(self) -> None:
+        """Leaves if the TLS handshake has failed, of which asyncio tells a protocol nothing."""
+        if self.transport is None:
+            self._open.discard(self)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self._open.discard(self)
         super().connection_lost(exc)
@@ -157,9 +162,10 @@ class RefusedConnection(asyncio.Protocol):
         self._body = encode(error_body(503, message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(_NO_ROOM % (len(self._body), self._body))
-        transport.close()
+        # It can write, although uvloop's classes for TLS derive from none of asyncio's.
+        writable = cast(asyncio.WriteTransport, transport)
+        writable.write(_NO_ROOM % (len(self._body), self._body))
+        writable.close()
 
 
 def _are_text(headers: RawHeaders) -> bool:

@@ -39,6 +39,10 @@ class JobAborted(RoseError):
     """An operator ended the job's turns."""
 
 
+class QueueFull(RoseError):
+    """The job has too many turns waiting, or too many jobs have turns; its client should try again later."""
+
+
 class JobAccount:
     """One job's limits and its use of the router. Lives on the router's event loop."""
 
@@ -113,6 +117,7 @@ class JobAccounts:
         """The routers before the same workers, this one included."""
         self._declared = config.jobs
         """What the router's file says of the jobs."""
+        self._had_keys = any(spec.key is not None for spec in config.jobs.values())
         self._take_specs(config.jobs)
         self._jobs: dict[str, JobAccount] = {}
         self.revision = 0
@@ -121,11 +126,14 @@ class JobAccounts:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def has_room(self, name: str) -> bool:
-        """Whether a turn may open this job's account: anyone may name jobs, and each has metrics of its
-        own."""
+    def _check_room(self, name: str) -> None:
+        """Anyone may name jobs, and each has metrics of its own. Raises: QueueFull."""
         is_known = name in self._jobs or name in self._specs or name == DEFAULT_JOB
-        return is_known or len(self._jobs) < self._max_jobs
+        if not is_known and len(self._jobs) >= self._max_jobs:
+            raise QueueFull(
+                f"job {name}: {len(self._jobs)} jobs have turns, which is the limit (max_jobs); send the name"
+                " of one of them, declare the job, or try later"
+            )
 
     def __iter__(self) -> Iterator[JobAccount]:
         return iter(list(self._jobs.values()))
@@ -146,7 +154,9 @@ class JobAccounts:
 
     @asynccontextmanager
     async def abortable(self, name: str, now: float) -> AsyncIterator[None]:
-        """Lets an abort of the job end what runs inside, wherever it waits. Raises: JobAborted."""
+        """Lets an abort of the job end what runs inside, wherever it waits. Raises: JobAborted; QueueFull if
+        too many jobs have turns."""
+        self._check_room(name)
         job, clock = self.get(name, now), asyncio.timeout(None)
 
         def abort() -> None:
@@ -207,8 +217,9 @@ class JobAccounts:
 
     @property
     def has_keys(self) -> bool:
-        """Whether any job has a key of its own."""
-        return bool(self._by_key)
+        """Whether any job has a key of its own, or had one in the router's file: whoever takes the last key
+        away doesn't let in clients without one."""
+        return self._had_keys or bool(self._by_key)
 
     @property
     def has_runs(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rose.errors import NoWorkerError, RoseError
 from rose.scheduler.rollout.placing.policy import PlacementPolicy
 from rose.scheduler.rollout.placing.views import TurnView, of_model
-from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts
+from rose.scheduler.rollout.turn.accounts import JobAccount, JobAccounts, QueueFull
 from rose.scheduler.rollout.turn.journey import Journey
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.places import Places, Waiter
@@ -22,10 +22,6 @@ from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
-
-
-class QueueFull(RoseError):
-    """The job has too many turns waiting; its client should try again later."""
 
 
 class DeadlineExceeded(RoseError):

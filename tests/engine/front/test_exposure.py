@@ -27,11 +27,22 @@ def front(router_url: str, log: Path, environment: Mapping[str, str]) -> str:
     return log.read_text().splitlines()[-1]
 
 
-async def test_a_front_everywhere_is_refused_without_a_key_and_before_an_open_router(tmp_path: Path) -> None:
-    async with ScriptedWorker() as worker, running_router(worker.url) as router:
-        for environment in ({}, {"ROSE_ROUTER_API_KEY": "unknown"}):
-            line = await asyncio.to_thread(front, router.url, tmp_path / "front.log", environment)
-            assert "--host 0.0.0.0: whoever reaches" in line and "ROSE_ROUTER_API_KEY" in line
+async def test_a_front_everywhere_is_refused_without_a_key_and_before_an_open_router(
+    tmp_path: Path,
+) -> None:
+    async with (
+        ScriptedWorker() as worker,
+        running_router(worker.url) as router,
+        running_router(worker.url, api_key="cli") as keyed,
+    ):
+        both = f"{keyed.url},{router.url}"
+        for urls, environment, named in (
+            (router.url, {"VLLM_API_KEY": "leaves /invocations open"}, "the router"),
+            (both, {"ROSE_ROUTER_API_KEY": "cli"}, router.url),
+        ):
+            line = await asyncio.to_thread(front, urls, tmp_path / "front.log", environment)
+            assert "--host 0.0.0.0: whoever reaches" in line
+            assert f"ROSE_ROUTER_API_KEY at {named} and front" in line
 
 
 @pytest.mark.parametrize("key", [None, "cli"])
@@ -40,6 +51,6 @@ async def test_a_front_finds_out_whether_its_router_is_open(key: str | None) -> 
 
         def ask() -> bool:
             with http_client(router.url, key="cli", timeout=60) as client:
-                return RouterQuestions(client).is_open()
+                return RouterQuestions(client).is_open(router.url)
 
         assert await asyncio.to_thread(ask) == (key is None)

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from starlette.responses import PlainTextResponse
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -17,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rose.engine.front import token_plane
+from rose.engine.front.caller import NotesCaller
 from rose.engine.front.token_plane import TokenPlane
 from rose.ports import free_port
 from tests.scheduler.rollout.conftest import running_router
@@ -92,6 +96,44 @@ async def test_the_next_router_is_asked_for_its_models_where_one_is_down_or_has_
         with pytest.raises(GracefulHTTPError, match="does not answer"):
             await plane.model_cards()
         await plane._close()
+
+
+@pytest.mark.parametrize(("status", "text"), [(500, "failed"), (200, "nonsense"), (200, "[]"), (200, "{}")])
+async def test_the_next_router_is_asked_for_its_models_where_one_answers_nonsense(
+    status: int, text: str
+) -> None:
+    async def broken(_: web.Request) -> web.Response:
+        return web.Response(text=text, status=status, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/v1/models", broken)
+    async with (
+        TestServer(app) as server,
+        ScriptedWorker() as worker,
+        running_router(worker.url) as router,
+    ):
+        plane = TokenPlane([str(server.make_url("/")).rstrip("/"), router.url], "scripted", None)
+        assert [card["id"] for card in await plane.model_cards()] == ["scripted"]
+        await plane._close()
+
+
+async def test_a_header_that_the_router_could_not_read_is_answered_400() -> None:
+    async def said(name: bytes, value: bytes) -> int:
+        scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": [(name, value)]}
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request"}
+
+        await NotesCaller(PlainTextResponse("ok"))(scope, receive, send)
+        return int(sent[0]["status"])
+
+    assert await said(b"x-session-id", b"\xff") == 400
+    assert await said(b"x-session-id", "é".encode()) == 200
+    assert await said(b"x-another", b"\xff") == 200
 
 
 async def test_what_can_not_go_on_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,16 +47,25 @@ def test_an_engine_without_rose_settings_says_so(
 
 def test_vllms_own_routes_that_command_an_engine_ask_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_KEY", "secret")
-    app = FastAPI()
+    app = FastAPI(root_path="/api")
     attach_elastic_ep(app)
+    for path in ("/invocations", "/generative_scoring"):
+        app.post(path)(lambda: {})
     register_vllm_dev_api_routers(app)
     register_rl_api_routers(app)
     commands = {route.path for route in app.routes if isinstance(route, APIRoute)}
-    assert {"/scale_elastic_ep", "/pause", "/update_weights", "/collective_rpc", "/sleep"} <= commands
+    assert {
+        "/invocations",
+        "/scale_elastic_ep",
+        "/pause",
+        "/update_weights",
+        "/collective_rpc",
+        "/sleep",
+    } <= commands
     RoseEndpoint().attach_router(app)
     with TestClient(app) as http:
         for path in commands:
-            for called in (path, f"{path}/"):
+            for called in (path, f"{path}/", f"/api{path}"):
                 assert http.post(called, json={}).status_code == 401, called
                 assert http.get(called).status_code == 401, called
         allowed = {"Authorization": "Bearer secret"}

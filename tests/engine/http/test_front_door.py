@@ -102,6 +102,13 @@ def test_a_body_that_can_carry_no_tenant_reaches_vllm_unchanged(http: TestClient
     assert answer["whole"] == body
 
 
+def test_a_request_below_the_root_path_is_seen(http: TestClient) -> None:
+    app: Any = http.app
+    app.root_path = "/api"
+    answer = http.post("/api/v1/completions", json={}, headers={"X-Rose-Tenant": "x" * 65})
+    assert answer.status_code == 400
+
+
 def test_a_header_that_is_no_tenants_name_answers_400(http: TestClient) -> None:
     answer = http.post("/v1/completions", json={}, headers={"X-Rose-Tenant": "x" * 65})
     assert answer.status_code == 400

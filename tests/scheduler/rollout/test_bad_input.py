@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from tests.scheduler.rollout.conftest import Client, StartRouter
+from rose.ports import free_port
+from rose.tls import client_context
+from tests.certificates import make_certificate
+from tests.scheduler.rollout.conftest import Client, StartRouter, router_process
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
@@ -167,6 +172,36 @@ async def test_a_connection_over_the_limit_is_answered_503_and_one_that_ends_mak
             status, answer = await client.post("/v1/completions", BODY)
         assert (status, len(worker.requests)) == (200, 1)
         held[1][1].close()
+
+
+async def test_connections_that_begin_no_tls_handshake_count_and_are_closed(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    settings = {"max_connections": 2, "idle_s": 5, "tls_certificate": str(certificate), "tls_key": str(key)}
+    file, port = tmp_path / "router.yaml", free_port()
+    file.write_text(json.dumps(settings))
+    async with (
+        router_process(port, str(file)),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_context(certificate))) as http,
+    ):
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        statuses = []
+        while 200 not in statuses:
+            async with http.get(f"https://127.0.0.1:{port}/metrics") as response:
+                statuses.append(response.status)
+        assert statuses[0] == 503
+        for reader, writer in silent:
+            assert await reader.read() == b"", "the router has closed it"
+            writer.close()
+
+
+async def test_many_new_jobs_at_once_get_no_account_over_the_limit(start_router: StartRouter) -> None:
+    """The router asks its workers for a model that is new to it, and meanwhile further requests come."""
+    async with ScriptedWorker() as worker, start_router(worker, max_jobs=1) as client:
+        worker.models = ["scripted", "new"]
+        body = {**BODY, "model": "new"}
+        asked = (client.post("/v1/completions", body, X_Rose_Job=f"job-{number}") for number in range(10))
+        statuses = [status for status, _ in await asyncio.gather(*asked)]
+        assert sorted(statuses) == [200, *[429] * 9]
 
 
 async def test_jobs_over_the_limit_get_no_account_and_no_metrics(start_router: StartRouter) -> None:

@@ -2,7 +2,7 @@
 
 Owns: the names of entries, and their effects on workers, jobs, pauses, the version rule and RL steps.
 Promises: a router that applies the entries of another router has what that router has. An entry that
-contradicts this router's own file is logged and has no effect.
+can't hold beside this router's own file, such as another job's key, is logged and has no effect.
 Never does: check what an admin sends (http/admin.py).
 """
 
@@ -59,6 +59,7 @@ class AdminChanges:
         ConfigError."""
         entries = self.entries.all()
         self._apply(entries, sorted(entries, key=lambda key: entries[key].rank))
+        self._warn_of_overrides(entries)
         newest, now = self._plane.registry.newest, time.monotonic()
         for heard in self.entries.heard:
             version = parse_version(heard.version)
@@ -74,6 +75,19 @@ class AdminChanges:
             raise ConfigError(
                 f"--state {file}: can't be written ({error.strerror}); check the path"
             ) from error
+
+    def _warn_of_overrides(self, entries: Mapping[str, Entry]) -> None:
+        """Logs workers of this router's settings that an admin has removed, drained or changed, and
+        pauses."""
+        config = self._plane.config
+        named = {f"worker {spec.id}": spec.model_dump(mode="json") for spec in config.workers}
+        for key, entry in entries.items():
+            is_paused = key.startswith("paused ") and entry.value
+            if is_paused or (key in named and entry.value != named[key]):
+                value = entry.value if entry.value is not None else "removed"
+                logger.warning(
+                    "what an admin has set still holds: %s is %s file=%s", key, value, config.state
+                )
 
     async def keep_newest(self) -> None:
         """Keeps the newest weights that workers have reported. Raises: OSError."""

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Value = dict[str, Any] | bool | None
 """An entry's value; None says that the thing was removed."""
+_MOST_REMOVED = 1000
+"""The removals of each kind that are kept, so that a peer which was away learns of them."""
 
 
 class Entry(BaseModel):
@@ -116,8 +118,19 @@ class Entries:
             await self.save()
 
     def _changed(self) -> None:
+        self._drop_old_removals()
         self._num_changes += 1
         self._digest = None
+
+    def _drop_old_removals(self) -> None:
+        """Bounds what platforms leave that add and remove a job per run. Every peer drops the same."""
+        removed: dict[str, list[str]] = {}
+        for key, entry in self._kept.entries.items():
+            if entry.value is None or entry.value is False:
+                removed.setdefault(key.partition(" ")[0], []).append(key)
+        for keys in removed.values():
+            for key in sorted(keys, key=lambda key: self._kept.entries[key].rank)[:-_MOST_REMOVED]:
+                del self._kept.entries[key]
 
     async def save(self) -> None:
         """Returns once the file holds everything that is set now. A caller that is cancelled leaves the

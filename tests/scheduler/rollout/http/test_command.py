@@ -255,6 +255,12 @@ async def test_nobody_without_the_admin_key_adds_a_worker_to_a_router_that_has_k
             assert worker.steps == [1]
 
 
+async def test_a_router_on_an_ipv6_address_answers_at_its_own_url(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, host="::1") as client:
+        assert client.router.url.startswith("http://[::1]:")
+        await client.complete(BODY)
+
+
 async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.append(Fault(kind="hang", after_tokens=1))

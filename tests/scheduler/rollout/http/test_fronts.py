@@ -275,6 +275,19 @@ def test_fronts_have_no_keys_but_the_routers_own(monkeypatch: pytest.MonkeyPatch
     assert environment["ROSE_FRONT_SECRET"] == "secret"
 
 
+async def test_clients_that_fill_the_router_keep_no_turn_of_its_fronts_out(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, fronts=STARTING, max_connections=2) as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        assert (await client.get("/v1/models"))[0] == 503
+        (front,) = client.router._service.fronts._fronts
+        own_url = front._argv[front._argv.index("--router") + 1]
+        async with client.http.get(f"{own_url}/v1/models") as response:
+            assert response.status == 200
+        for _, writer in held:
+            writer.close()
+
+
 async def test_a_draining_router_takes_the_turns_of_its_fronts_alone(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker) as client:
         secret = client.router._service._callers.front_secret

@@ -1,6 +1,7 @@
 """Jobs as identities: a job's key, run and model, and turns that get the weights of their job's run alone."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +166,18 @@ async def test_nobody_changes_a_jobs_key_without_the_admin_key(start_router: Sta
             ) as response:
                 assert response.status == 403
         assert (await client.post("/workers", {"url": worker.url}))[0] == 403
+
+
+async def test_who_takes_the_last_key_away_lets_nobody_in(start_router: StartRouter, tmp_path: Path) -> None:
+    settings = {"jobs": {"a": JobSpec(key="k")}, "admin_key": "adm", "state": tmp_path / "router.json"}
+    async with ScriptedWorker() as worker:
+        async with start_router(worker, **settings) as client:
+            url, admin = f"{client.router.url}/admin/jobs/a", {"Authorization": "Bearer adm"}
+            async with client.http.put(url, json={"key": None}, headers=admin) as response:
+                assert response.status == 200
+            assert (await client.get("/v1/models"))[0] == 401
+        async with start_router(worker, **settings) as client:
+            assert (await client.get("/v1/models"))[0] == 401
 
 
 async def test_a_retry_by_another_job_gets_an_answer_of_its_own(start_router: StartRouter) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rose.scheduler.rollout.http.shared import entries
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
@@ -47,6 +48,41 @@ async def test_of_a_job_only_what_an_admin_has_set_is_kept(start_router: StartRo
         async with start_router(worker, **settings("new")) as client:
             assert client.router.plane.jobs.holder("new") == "math"
             assert client.router.plane.jobs.spec("math").weight == 3
+
+
+async def test_what_an_admin_set_against_the_settings_is_logged_at_the_next_start(
+    start_router: StartRouter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "router.json"
+    async with ScriptedWorker() as gone, ScriptedWorker() as kept:
+        async with start_router(gone, kept, state=state) as client:
+            async with client.http.delete(f"{client.router.url}/workers/{gone.id}") as response:
+                assert response.status == 200
+            assert (await client.post("/admin/pause", {"job": "math"}))[0] == 200
+        caplog.clear()
+        async with start_router(gone, kept, state=state):
+            lines = [each.getMessage() for each in caplog.records if "an admin has set" in each.message]
+        assert [f"worker {gone.id} is removed" in lines[0], "paused math is True" in lines[1]] == [True, True]
+        assert len(lines) == 2 and all(str(state) in line for line in lines)
+
+
+async def test_a_job_per_run_leaves_a_bounded_file_and_peers_agree(
+    start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "_MOST_REMOVED", 3)
+    state = tmp_path / "router.json"
+    async with ScriptedWorker() as worker, start_router(worker, state=state) as client:
+        await client.post("/admin/pause", {"job": "math"})
+        async with start_router(worker, peers=(client.router.url,)) as peer:
+            own, theirs = (each.router._service.changes.entries for each in (client, peer))
+            for number in range(8):
+                url = f"{client.router.url}/admin/jobs/run-{number}"
+                async with client.http.put(url, json={"weight": 2}) as response:
+                    assert response.status == 200
+                async with client.http.delete(url) as response:
+                    assert response.status == 200
+                await until(lambda: own.digest == theirs.digest)
+            assert kept_of(state) == {"paused math": True, **{f"job run-{n}": None for n in (5, 6, 7)}}
 
 
 class SlowDisk:

@@ -12,8 +12,8 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.policy import PaperPolicy
 from rose.scheduler.rollout.placing.views import TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.turn.accounts import JobAccounts
-from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, Dispatcher, QueueFull
+from rose.scheduler.rollout.turn.accounts import JobAccounts, QueueFull
+from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, Dispatcher
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
