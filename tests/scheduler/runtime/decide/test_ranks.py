@@ -164,8 +164,8 @@ def test_ranks_in_phases_that_report_or_waiting_for_them_have_not_hung() -> None
     scheduler.request("b")
     for done in range(8):
         beat(scheduler, grant, rank=0)
-        progress = {"job": "a", "attempt": 1, "phase": "rollout", "num_done": done, "num_total": 9}
-        assert only(Answer, scheduler.call(Report, **progress)).error is None
+        told: dict[str, Any] = {"phase": "rollout", "num_done": done, "num_total": 9}
+        assert only(Answer, scheduler.call(Report, job="a", attempt=1, **told)).error is None
         assert not [each for each in scheduler.wait(2.0) if isinstance(each, Stop)]
 
 
