@@ -8,6 +8,11 @@ host's CPU nothing), their working sets are copied to and from host memory under
                  alone, over the group's dollars/h. Beside it: what a schedule without any overhead would give
   mux[compute]   temporal, with phases that compute on a CPU of their own each, as nodes do
   mux_overhead[*] longest job's iteration in the group over its iteration alone, less one
+  mux_over[gavel+,*], [verl,*]  SIMULATED: the same gain without overhead, over that of whole jobs that share
+                 the group's nodes over time in the best fractions, and of whole jobs on H800 nodes alone.
+                 Beside it the paper's (Figure 10). Not measured without OR-tools (the extra `cluster`)
+  naive_slowdown[longer job], [shorter job]  SIMULATED: two rollout-heavy jobs of Table 6 on one node pair,
+                 first come, first served; beside it the paper's pair (Figure 3)
   permit_ms[unix], [redis], [redis,everysec]  a free permit, asked for and granted, to a job's process;
                  a Redis that syncs each write to its disk, and one that does so every second
 
@@ -16,67 +21,52 @@ host's CPU nothing), their working sets are copied to and from host memory under
 
 import argparse
 import os
+import random
+import statistics
 import time
+from dataclasses import replace
+from importlib.util import find_spec
 
 from lib.cluster.phase_job import compute
 from lib.cluster.redis_server import redis_server
 from lib.cluster.rig import ClusterRig, RigJob
 from lib.harness import median_figure, run_benchmark
+from sim.group.fifo import naive_slowdowns
+from sim.group.micro import micro_groups
+from sim.group.whole_jobs import gavel, interleaved, verl, worth
 
 from rose.measure.figures import Figure, percentile
-from rose.scheduler.group.model import Group, Job, Member
+from rose.scheduler.group.model import Group
 
-ROLLOUT_DOLLARS, TRAIN_DOLLARS = 1.85 * 8, 5.28 * 8
-"""A node's price per hour. Source: WEAVE Table 1 (H20, H800)."""
+ONLY = ("temporal", "train", "spatial", "compute", "peers", "permits")
 SCALE = 1 / 400
 """The fraction of the paper's phase times. Longer phases would only make overheads look smaller."""
 SET_MB = 16
 SLO = 4.0
 """Placement is given here: nothing is to be refused."""
+NUM_PAIRS = 1000
+PAPER_OVER = {
+    ("gavel+", "temporal"): 1.73,
+    ("gavel+", "train"): 1.43,
+    ("gavel+", "spatial"): 1.78,
+    ("verl", "temporal"): 1.47,
+    ("verl", "train"): 1.35,
+    ("verl", "spatial"): 1.43,
+}
+"""Source: WEAVE §6.2."""
 
 
 class Mux:
-    """One of WEAVE's micro-benchmarks (§6.2): jobs, and the nodes that they share."""
+    """Jobs, and the nodes that they share."""
 
-    def __init__(self, name: str, num_rollout_nodes: int, num_train_nodes: int, jobs: list[RigJob]) -> None:
-        self.name = name
-        self.num_rollout_nodes = num_rollout_nodes
-        self.num_train_nodes = num_train_nodes
+    def __init__(self, group: Group, jobs: list[RigJob]) -> None:
+        self.group = group
+        self.name = group.name
         self.jobs = jobs
-
-    def ideal(self) -> float:
-        """Without overhead: a round-robin cycle of the model's length."""
-        cycle_s = self.group().round_robin_s
-        return self.gain({job.name: (job.rollout + job.train) / cycle_s for job in self.jobs})
 
     def gain(self, rates: dict[str, float]) -> float:
         """``rates``: each job's iterations/s in the group over alone."""
-        alone = sum(
-            rates[job.name] * _dollars(len(job.rollout_nodes), job.num_train_nodes) for job in self.jobs
-        )
-        return alone / _dollars(self.num_rollout_nodes, self.num_train_nodes)
-
-    def group(self) -> Group:
-        """Returns the group as the placement policies see it."""
-        members = tuple(
-            Member(
-                job=Job(
-                    name=job.name,
-                    rollout_s=job.rollout,
-                    train_s=job.train,
-                    num_rollout_nodes=len(job.rollout_nodes),
-                    num_train_nodes=job.num_train_nodes,
-                ),
-                rollout_nodes=job.rollout_nodes,
-            )
-            for job in self.jobs
-        )
-        return Group(
-            name=self.name,
-            num_train_nodes=self.num_train_nodes,
-            num_rollout_nodes=self.num_rollout_nodes,
-            members=members,
-        )
+        return worth(self.group, rates)
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
@@ -92,9 +82,13 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             overheads.append(overhead)
         target = ">= 1.9" if mux.name != "compute" else None
         figures.append(
-            median_figure(f"mux[{mux.name}]", gains, "x", target=target, peers={"no overhead": mux.ideal()})
+            median_figure(
+                f"mux[{mux.name}]", gains, "x", target=target, peers={"no overhead": interleaved(mux.group)}
+            )
         )
         figures.append(median_figure(f"mux_overhead[{mux.name}]", overheads, "", target="<= 0.05"))
+    if args.only in (None, "peers"):
+        figures += _peers(args.seed)
     if args.only not in (None, "permits"):
         return figures
     num_permits = 300 if args.quick else 2_000
@@ -109,30 +103,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 
 def _muxes(num_iterations: int, compute_s: float) -> list[Mux]:
-    """Lengths of one iteration from Table 4 (a: 257.7 s, b: 525.4 s, c: 574.6 s), split as §6.2 says: A in
-    halves, D 2.5:1, E 6:1. The paper gives no split of C: 200 s of rollout leave its nodes to both D."""
-
-    def job(
-        name: str, rollout_s: float, train_s: float, nodes: tuple[int, ...], num_train: int = 1
-    ) -> RigJob:
-        return RigJob(
-            name=name,
-            rollout=rollout_s * SCALE,
-            train=train_s * SCALE,
-            num_iterations=num_iterations,
-            rollout_nodes=nodes,
-            num_train_nodes=num_train,
-            set_mb=SET_MB,
-        )
-
-    temporal = [job("a1", 128.8, 128.8, (0,)), job("a2", 128.8, 128.8, (0,))]
-    train = [job("d1", 375.3, 150.1, (0,)), job("d2", 375.3, 150.1, (1,)), job("e", 450.3, 75.1, (2,))]
-    spatial = [
-        job("c", 200.0, 374.6, (0, 1), 2),
-        job("d1", 375.3, 75.1, (0,), 2),
-        job("d2", 375.3, 75.1, (1,), 2),
-    ]
-    muxes = [Mux("temporal", 1, 1, temporal), Mux("train", 3, 1, train), Mux("spatial", 2, 2, spatial)]
+    muxes = [Mux(group, _scaled(group, num_iterations)) for group in micro_groups()]
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) >= 2:
         units = _units(compute_s, cpus[0])
@@ -147,8 +118,57 @@ def _muxes(num_iterations: int, compute_s: float) -> list[Mux]:
             )
             for name in ("a1", "a2")
         ]
-        muxes.append(Mux("compute", 1, 1, both))
+        muxes.append(Mux(replace(muxes[0].group, name="compute"), both))
     return muxes
+
+
+def _scaled(group: Group, num_iterations: int) -> list[RigJob]:
+    return [
+        RigJob(
+            name=each.job.name,
+            rollout=each.job.rollout_s * SCALE,
+            train=each.job.train_s * SCALE,
+            num_iterations=num_iterations,
+            rollout_nodes=each.rollout_nodes,
+            num_train_nodes=each.job.num_train_nodes,
+            set_mb=SET_MB,
+        )
+        for each in group.members
+    ]
+
+
+def _peers(seed: int) -> list[Figure]:
+    figures = []
+    for group in micro_groups() if find_spec("ortools") is not None else ():
+        gain = interleaved(group)
+        gavel_peers = {"no training on H20": gain / gavel(group, trains_on_rollout_nodes=False)}
+        for name, worth_of, peers in (
+            ("gavel+", gavel(group), gavel_peers),
+            ("verl", verl(group), {"rollouts as fast as on H20": gain / verl(group, slowdown=1.0)}),
+        ):
+            figures.append(
+                Figure(
+                    name=f"mux_over[{name},{group.name}]",
+                    value=gain / worth_of,
+                    unit="x",
+                    kind="simulated",
+                    peers={**peers, "paper": PAPER_OVER[name, group.name]},
+                )
+            )
+    slowdowns = [naive_slowdowns(random.Random(f"{seed} {number}")) for number in range(NUM_PAIRS)]
+    for number, (name, paper) in enumerate((("longer job", 1.40), ("shorter job", 1.64))):
+        values = [each[number] for each in slowdowns]
+        figures.append(
+            Figure(
+                name=f"naive_slowdown[{name}]",
+                value=statistics.median(values),
+                unit="x alone",
+                kind="simulated",
+                peers={"paper": paper},
+                spread=(min(values), max(values)),
+            )
+        )
+    return figures
 
 
 def _units(seconds: float, cpu: int) -> int:
@@ -190,7 +210,7 @@ def _distinct(jobs: list[RigJob]) -> list[RigJob]:
 def _iteration_s(jobs: list[RigJob], mux: Mux) -> dict[str, float]:
     """Mean time between iterations, while all of the jobs are running. The first is warm-up."""
     names = {job.name for job in jobs}
-    with ClusterRig(mux.num_rollout_nodes, mux.num_train_nodes) as rig:
+    with ClusterRig(mux.group.num_rollout_nodes, mux.group.num_train_nodes) as rig:
         for job in jobs:
             rig.submit(job, slo=SLO)
         rig.wait_done(names, 120.0)
@@ -220,12 +240,8 @@ def _permits(kind: str, url: str | None, num_permits: int) -> Figure:
     )
 
 
-def _dollars(num_rollout_nodes: int, num_train_nodes: int) -> float:
-    return num_rollout_nodes * ROLLOUT_DOLLARS + num_train_nodes * TRAIN_DOLLARS
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("temporal", "train", "spatial", "compute", "permits"))
+    parser.add_argument("--only", choices=ONLY)
     parser.add_argument("--redis-server", default="redis-server", help="its program (%(default)s)")
     parser.add_argument("--compute-s", type=float, default=0.5, help="length of a computed phase")
 

@@ -1,13 +1,17 @@
 """A group whose nodes serve phases first come, first served: what the certified order is compared with.
 
-Owns: that queueing rule alone, as WEAVE §5.1 words it (a FIFO queue for each node). Never: is shipped.
+Owns: that queueing rule alone, as WEAVE §5.1 words it (a FIFO queue for each node), and what it does to two
+rollout-heavy jobs that nobody has certified. Never: is shipped.
 """
 
 import heapq
 import itertools
+import random
 
 from rose.scheduler.group.model import Group
 from rose.scheduler.group.order import TRAIN_POOL
+from rose.scheduler.sim.workloads import TABLE_6, Workload
+from sim.group.scenario import group_of
 
 
 def longest_iteration_s(group: Group, num_iterations: int = 30) -> float:
@@ -49,3 +53,13 @@ def longest_iteration_s(group: Group, num_iterations: int = 30) -> float:
     return max(
         after - before for times in starts.values() for before, after in itertools.pairwise(times[skipped:])
     )
+
+
+def naive_slowdowns(rng: random.Random) -> tuple[float, float]:
+    """Two rollout-heavy jobs of Table 6 on one rollout and one training node: the iterations of the longer
+    one and of the shorter one, over those alone. Source: WEAVE §3.2, Figure 3."""
+    drawn = [rng.choice(TABLE_6[Workload.ROLLOUT_HEAVY]) for _ in range(2)]
+    group = group_of([(rng.uniform(*rollout), rng.uniform(*train), (0,)) for rollout, train in drawn])
+    together_s = longest_iteration_s(group)
+    alone_s = sorted((member.job.solo_s for member in group.members), reverse=True)
+    return together_s / alone_s[0], together_s / alone_s[1]

@@ -17,7 +17,7 @@ from rose.errors import ConfigError
 from rose.jobs.on_ray.actors import Part, Polled, Prepared
 from rose.jobs.on_ray.ending import AttemptSetup, AttemptThread, Say
 from rose.jobs.on_ray.failures import checked_env, env_limit_s, failure, is_passing, reason
-from rose.jobs.on_ray.groups import Seat
+from rose.jobs.on_ray.groups import Seat, Spot
 from rose.jobs.on_ray.parts import KILL_ASK_S, POLL_S, Hung, PartRef, ask
 from rose.jobs.ranks import Attempt, Ended, HostPart
 from rose.scheduler.runtime.channel.messages import Start
@@ -29,6 +29,10 @@ SPREAD_GRACE_S = 10.0
 """Between SIGTERM and SIGKILL for the other processes, when one has failed."""
 ENV_RETRY_S = 65.0
 """Ray answers with the same failure for a minute before it prepares an environment again."""
+
+
+class Moved(Exception):
+    """Ray has moved a node between the creation of its part and its keeper's answer."""
 
 
 class RayAttempt(AttemptThread):
@@ -55,6 +59,7 @@ class RayAttempt(AttemptThread):
         self._spec, self._order = spec, order
         self._code, self._log, self._before = code, log, before
         self._seats: Sequence[Seat] = running[0] if running is not None else []
+        self._packed: bytes | None = None
         self._is_running = running is not None
         self._kill_s: float | None = None
         self._thread.start()
@@ -72,6 +77,9 @@ class RayAttempt(AttemptThread):
         except Hung as error:
             self._write("", f"{error}\n".encode())
             return Ended(exit_status=-signal.SIGKILL, why=str(error))
+        except Moved:
+            lost = f"Ray moved nodes of {self._order.group} while the attempt started"
+            return Ended(exit_status=-signal.SIGKILL, lost=lost)
         except (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.RayTaskError, ConfigError) as error:
             ended = failure(self._spec.command, error)
             self._write("", f"{ended.cannot_start or ended.why or reason(error)}\n".encode())
@@ -105,14 +113,16 @@ class RayAttempt(AttemptThread):
         nodes = nodes_of(self._order)
         self._say([f"waits for Ray to place {', '.join(nodes)} of {self._order.group}"], runs=False)
         seats = self._setup.groups.seat(
-            self._spec.name, self._order.group, nodes, self._spec.placement, self._is_wanted
+            self._spec.name, self._order.group, nodes, self._spec.placement, self._is_wanted, self._create
         )
         if seats is None:
             return False
         self._seats = seats
+        at = {seat.node.name: seat.ray_node for seat in seats}
+        if any(at[part.node] != part.ray_node for part in self._parts):
+            raise Moved
         self._say([f"prepares {_describe(seat)}: packages and code" for seat in seats], runs=False)
-        packed = self._code()
-        self._create(seats[:1] if self._spec.launch is Launch.ONCE else seats, packed)
+        packed = self._packed
         code = ray.put(packed) if packed is not None else None
         limit_s = self._setup.hung_s + env_limit_s(self._spec.runtime_env)
         asked = [(part, part.actor.prepare.remote(code)) for part in self._parts]
@@ -128,26 +138,28 @@ class RayAttempt(AttemptThread):
         self._ask(starts, "to start its processes", self._setup.hung_s)
         return True
 
-    def _create(self, seats: Sequence[Seat], packed: bytes | None) -> None:
+    def _create(self, spots: Sequence[Spot]) -> None:
+        """Creates the parts, which start beside the nodes' keepers."""
+        self._packed = self._code()
         environment = checked_env(
             {
                 name: value
                 for name, value in self._spec.runtime_env.items()
-                if name != "working_dir" or packed is None
+                if name != "working_dir" or self._packed is None
             }
         )
         actor = ray.remote(Part)
-        for seat in seats:
+        for spot in spots[:1] if self._spec.launch is Launch.ONCE else spots:
             options: dict[str, Any] = {
-                "name": part_name(self._order, seat),
+                "name": part_name(self._order, spot),
                 "lifetime": "detached",
                 "num_cpus": 0,
                 "max_concurrency": 2,
-                "scheduling_strategy": seat.strategy,
+                "scheduling_strategy": spot.strategy,
                 "runtime_env": environment,
             }
-            made = actor.options(**options).remote(self._spec.name, seat.node.name, self._setup.root)
-            self._parts.append(PartRef(node=seat.node.name, ray_node=seat.ray_node, actor=made))
+            made = actor.options(**options).remote(self._spec.name, spot.node, self._setup.root)
+            self._parts.append(PartRef(node=spot.node, ray_node=spot.ray_node, actor=made))
 
     # Watch --------------------------------------------------------------------------------------------------
 
@@ -192,8 +204,10 @@ class RayAttempt(AttemptThread):
 
     def _lost(self) -> str | None:
         """Names the dead nodes; None if all live, and the job itself has failed."""
-        dead = [seat for seat in self._seats if not self._setup.nodes.is_alive(seat.ray_node)]
-        names = dict.fromkeys(f"Ray node {seat.ray_node[:8]} on {seat.node.address}" for seat in dead)
+        addresses = {seat.ray_node: f" on {seat.node.address}" for seat in self._seats}
+        known = dict.fromkeys([*addresses, *(part.ray_node for part in self._parts)])
+        dead = [each for each in known if not self._setup.nodes.is_alive(each)]
+        names = [f"Ray node {each[:8]}{addresses.get(each, '')}" for each in dead]
         return f"{', '.join(names)} died" if names else None
 
     def _write(self, node: str, output: bytes) -> None:
@@ -208,9 +222,9 @@ class RayAttempt(AttemptThread):
             logger.warning("output lost job=%s reason=%s", self._spec.name, error)
 
 
-def part_name(order: Start, seat: Seat) -> str:
+def part_name(order: Start, spot: Spot) -> str:
     """Names a part for the next scheduler: the job, the attempt, the group, the node and its Ray node."""
-    return f"part/{order.job}/{order.attempt}/{order.group}/{seat.node.name}/{seat.ray_node}"
+    return f"part/{order.job}/{order.attempt}/{order.group}/{spot.node}/{spot.ray_node}"
 
 
 def nodes_of(order: Start) -> tuple[str, ...]:

@@ -34,13 +34,21 @@ KEEPER_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where Ray has placed one node of a group."""
+
+    node: str
+    ray_node: str
+    strategy: PlacementGroupSchedulingStrategy
+    """For actors beside the keeper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One node of a group, on Ray."""
+    """One node of a group, as its keeper describes it."""
 
     node: JobNode
     ray_node: str
-    strategy: PlacementGroupSchedulingStrategy | None = None
-    """For actors beside the keeper; None: they are there already."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +99,13 @@ class GroupNodes:
         nodes: tuple[str, ...],
         placement: PlacementStrategy,
         is_wanted: Callable[[], bool],
+        found: Callable[[Sequence[Spot]], None],
     ) -> list[Seat] | None:
-        """Waits until Ray has placed these nodes. Returns them in this order, or None once not wanted."""
+        """Waits until Ray has placed these nodes. Returns them in this order, or None once not wanted.
+
+        found: is told once where they are, while their keepers start.
+        """
+        is_found = False
         while is_wanted():
             with self._lock:
                 if self._users.get(job, (group,))[0] != group:
@@ -101,10 +114,14 @@ class GroupNodes:
                     self._users.pop(job, None)  # no process of it runs
                     if not self._has_jobs(group):
                         self._remove(group)
-                seats = None
+                seats, spots = None, None
                 if group not in self._condemned:
                     self._users[job] = (group, nodes)
-                    seats = self._seats(group, nodes, placement)
+                    spots = self._spots(group, nodes, placement)
+                    seats = self._seats(spots) if spots is not None else None
+            if spots is not None and not is_found:
+                found([spot for _, spot in spots])
+                is_found = True
             if seats is not None:
                 return seats
             time.sleep(POLL_S)
@@ -192,8 +209,10 @@ class GroupNodes:
         self._groups.pop(group, None)
         self._condemned.discard(group)
 
-    def _seats(self, group: str, nodes: Sequence[str], placement: PlacementStrategy) -> list[Seat] | None:
-        """Returns the nodes if all are placed and their keepers answer."""
+    def _spots(
+        self, group: str, nodes: Sequence[str], placement: PlacementStrategy
+    ) -> list[tuple[_Placed, Spot]] | None:
+        """Returns where the nodes are if Ray has placed all. Places those that were never asked for."""
         placed = self._groups.setdefault(group, [])
         known = {node for each in placed for node in each.nodes}
         if missing := tuple(node for node in nodes if node not in known):
@@ -202,39 +221,50 @@ class GroupNodes:
             name = f"{self._root}/{group}/{'+'.join(missing)}/{uuid.uuid4().hex[:8]}"
             made = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
             placed.append(_Placed(nodes=missing, name=name, pg=made))
-        seats = [self._seat(each, node) for node in nodes for each in placed if node in each.nodes]
-        found = [each for each in seats if each is not None]
-        if len(found) < len(nodes):
-            return None
+        spots = {}
         for each in placed:
-            each.said.clear()
-        return found
+            if not set(each.nodes) & set(nodes):
+                continue
+            table = ray.util.placement_group_table(each.pg)
+            if table["state"] != "CREATED":
+                return None
+            for index, node in enumerate(each.nodes):
+                spot = Spot(
+                    node=node,
+                    ray_node=table["bundles_to_node_id"][index],
+                    strategy=PlacementGroupSchedulingStrategy(each.pg, placement_group_bundle_index=index),
+                )
+                spots[node] = each, spot
+        return [spots[node] for node in nodes]
 
-    def _seat(self, placed: _Placed, node: str) -> Seat | None:
-        if ray.util.placement_group_table(placed.pg)["state"] != "CREATED":
+    def _seats(self, spots: Sequence[tuple[_Placed, Spot]]) -> list[Seat] | None:
+        """Returns the nodes if their keepers answer."""
+        found = [self._seat(placed, spot) for placed, spot in spots]
+        seats = [each for each in found if each is not None]
+        if len(seats) < len(found):
             return None
-        index = placed.nodes.index(node)
-        strategy = PlacementGroupSchedulingStrategy(placed.pg, placement_group_bundle_index=index)
-        keeper = placed.keepers.get(node)
+        for placed, _ in spots:
+            placed.said.clear()
+        return seats
+
+    def _seat(self, placed: _Placed, spot: Spot) -> Seat | None:
+        keeper = placed.keepers.get(spot.node)
         if keeper is None:
-            bundle = dict(self._spec.bundle(node))
+            bundle = dict(self._spec.bundle(spot.node))
             options = {
-                "name": f"keeper/{placed.name}/{node}/{uuid.uuid4().hex[:8]}",
+                "name": f"keeper/{placed.name}/{spot.node}/{uuid.uuid4().hex[:8]}",
                 "lifetime": "detached",
                 "num_cpus": bundle.pop("CPU", 0),
                 "num_gpus": bundle.pop("GPU", 0),
                 "resources": bundle,
             }
-            keeper = ray.remote(Keeper).options(**options, scheduling_strategy=strategy).remote()
-            placed.keepers[node] = keeper
-        where = self._where(placed, node, keeper)
+            keeper = ray.remote(Keeper).options(**options, scheduling_strategy=spot.strategy).remote()
+            placed.keepers[spot.node] = keeper
+        where = self._where(placed, spot.node, keeper)
         if where is None:
             return None
-        return Seat(
-            node=JobNode(name=node, address=where.address, devices=where.devices),
-            ray_node=where.ray_node,
-            strategy=strategy,
-        )
+        node = JobNode(name=spot.node, address=where.address, devices=where.devices)
+        return Seat(node=node, ray_node=where.ray_node)
 
     def _where(self, placed: _Placed, node: str, keeper: Any) -> Where | None:
         """Returns what the node's keeper has said lately; None: it is asked."""

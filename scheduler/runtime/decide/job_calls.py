@@ -145,7 +145,7 @@ class JobCalls:
         if runner is None:
             return
         record.attempt += 1
-        record.places, record.heard = [], []
+        record.places, record.heard, record.is_warm = [], [], False
         record.runs = self._state.is_beside  # else the runner says when it has placed the processes
         record.started(now, self._state.clock)
         if record.runs:

@@ -2,8 +2,9 @@
 
 Serves only the present attempt of a running job, and only under the epoch of its permit. All ranks of a job
 get one permit for a phase: it is asked for when the last of them has asked, and over when the last has
-released it. A rank that others wait for is named after a lease, and an attempt of which a rank calls nothing
-for long, though it is in no phase, is ended. Pure: takes ``now``.
+released it. A rank that others wait for is named after a lease. An attempt is ended if a rank that waits for
+nothing does not call for long, in a phase or in none, unless all iterations are complete. Pure: takes
+``now``.
 """
 
 import logging
@@ -79,14 +80,31 @@ class PermitCalls:
         return set(range(self._num_ranks(job))) - inside
 
     def _expect(self, job: str, now: float) -> None:
-        """A rank has called. When all have, those that are in no phase must call again in time."""
+        """A rank has called. When all have, those that do not wait for others must call again in time."""
         if self._unheard(job):
             return
-        if self._outside(job):
-            spec = self._state.specs[job]
+        spec, hold = self._state.specs[job], self._state.permits_of(job).holds.get(job)
+        if hold is not None:
+            self._state.hung_s[job] = now + self._phase_s(job, hold.phase) + self._allowed_s(job)
+        elif self._outside(job):
             self._state.hung_s[job] = now + max(map(spec.after_s, Phase)) + spec.hung_s
         else:
             self._state.hung_s.pop(job, None)
+
+    def _phase_s(self, job: str, phase: Phase) -> float:
+        """The longest time that a phase takes on the group's nodes, as the job's file says."""
+        group = self._state.groups.by_name[self._state.jobs[job].group]
+        [found] = [member.job for member in group.members if member.job.name == job]
+        return found.rollout_s if phase is Phase.ROLLOUT else found.train_s_on(group.num_train_nodes)
+
+    def _allowed_s(self, job: str) -> float:
+        """How much longer a phase may take. An attempt's first one may compile, and connect its ranks."""
+        spec = self._state.specs[job]
+        return spec.hung_s if self._state.jobs[job].is_warm else max(spec.start_s, spec.hung_s)
+
+    def progressed(self, job: str, now: float) -> None:
+        """A phase has reported progress, so it has not hung."""
+        self._expect(job, now)
 
     def wait_for_calls(self, now: float) -> None:
         """Gives ranks that are late a lease more: their calls may be on their way."""
@@ -100,18 +118,43 @@ class PermitCalls:
             if record.state is not JobState.RUNNING:
                 del self._state.hung_s[job]
                 continue
+            if record.num_done >= spec.iterations:  # nothing is left that another attempt could do
+                del self._state.hung_s[job]
+                self._say_ending(job)
+                continue
             self._state.hung_s[job] = now + self._lease_s  # the order may be lost with its runner
-            if ranks := self._unheard(job):
-                event, why = "start_hung", f"called no phase in {spec.start_s:.0f} s (start_s)"
-                record.note = f"{UNHEARD}{named(ranks, spec.num_ranks)} {why}"
-            else:
-                ranks, event, why = self._outside(job), "hung", f"has not called for {spec.hung_s:.0f} s"
-                who = named(ranks, spec.num_ranks)
-                record.note = f"{HUNG}{who} {why} (hung_s), and is in no phase"
+            event, ranks, record.note = self._blame(job)
             self._state.changed(job)
             self._state.event(event, job, ranks=sorted(ranks), note=record.note)
             self._state.order(Stop(job=job, attempt=record.attempt, is_lost=True))
             logger.warning("%s job=%s %s", event, job, record.note)
+
+    def _blame(self, job: str) -> tuple[str, set[int], str]:
+        """Returns the event of a job that has hung, the ranks that it waits for, and the job's note."""
+        spec, hold = self._state.specs[job], self._state.permits_of(job).holds.get(job)
+        if ranks := self._unheard(job):
+            who = named(ranks, spec.num_ranks)
+            return "start_hung", ranks, f"{UNHEARD}{who} called no phase in {spec.start_s:.0f} s (start_s)"
+        if hold is None:
+            ranks = self._outside(job)
+            said = f"has not called for {spec.hung_s:.0f} s (hung_s), and is in no phase"
+        else:
+            ranks, key = set(hold.until_s), "hung_s" if self._state.jobs[job].is_warm else "start_s"
+            said = (
+                f"is in {hold.phase} of iteration {hold.iteration}, and has reported nothing for "
+                f"{self._allowed_s(job):.0f} s ({key}) more than the {self._phase_s(job, hold.phase):.6g} s "
+                "of its file"
+            )
+        return "hung", ranks, f"{HUNG}{named(ranks, spec.num_ranks)} {said}"
+
+    def _say_ending(self, job: str) -> None:
+        record, spec = self._state.jobs[job], self._state.specs[job]
+        record.note = (
+            f"all iterations are complete, and its processes still run after {spec.hung_s:.0f} s (hung_s); "
+            "rose sched cancel ends them"
+        )
+        self._state.changed(job)
+        self._state.event("ends_late", job, note=record.note)
 
     def request(self, client: str, call: Request, now: float) -> bool:
         """A phase asks for its nodes. Returns whether all ranks have asked and wait, or get them now."""
@@ -207,6 +250,7 @@ class PermitCalls:
             self._state.event(
                 "granted", hold.job, phase=hold.phase, iteration=hold.iteration, epoch=hold.epoch
             )
+            self._expect(hold.job, now)
 
     def _send_grant(self, hold: Hold, client: str, seq: int) -> None:
         grant = Granted(
@@ -240,14 +284,14 @@ class PermitCalls:
         if permits.release(call.job, call.epoch, now, call.rank):
             self._state.changed_group(record.group)
             self._note_apart(call.job, now)
-            self._expect(call.job, now)
             if call.job not in permits.holds:
-                record.released_epoch = call.epoch
+                record.released_epoch, record.is_warm = call.epoch, True
                 self._state.meter.released(call.job, now)
                 self._state.event("released", call.job, phase=call.phase, epoch=call.epoch)
                 self._state.progress.pop(call.job, None)
                 self._state.changed(call.job)
                 self.grant(record.group, now)
+            self._expect(call.job, now)
         elif record.released_epoch != call.epoch:
             refusal = _fenced(call.phase, call.epoch)
         self._state.answer(client, call.seq, refusal)
@@ -295,7 +339,7 @@ LATE = "others wait: "
 UNHEARD = "start hung: "
 """Begins the note of a job whose attempt is ended because a rank has not been heard."""
 HUNG = "hung: "
-"""Begins the note of a job whose attempt is ended because a rank that was in no phase fell silent."""
+"""Begins the note of a job whose attempt is ended because a rank that waited for nothing called nothing."""
 
 
 def named(ranks: Iterable[int], num_ranks: int) -> str:

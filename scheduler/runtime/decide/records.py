@@ -188,6 +188,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Whether the attempt's processes have started, as its runner says."""
     heard: list[int] = msgspec.field(default_factory=list)
     """The ranks of the attempt that have called a phase."""
+    is_warm: bool = False
+    """Whether the attempt has ended a phase."""
     is_leaving: bool = False
     """The process is ending because the job continues on other nodes."""
     num_done: int = 0
@@ -306,8 +308,3 @@ class JobRecord(msgspec.Struct, kw_only=True):
     def to_row(self) -> bytes:
         """Encodes the record for the channel."""
         return msgspec.json.encode(self)
-
-    @classmethod
-    def from_row(cls, row: bytes) -> "JobRecord":
-        """Decodes a row of `to_row`."""
-        return msgspec.json.decode(row, type=cls)

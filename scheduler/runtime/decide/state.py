@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from rose.scheduler.runtime.decide.placing import Groups
 from rose.scheduler.runtime.decide.records import JobRecord, JobState, NextPlace, RunnerRow
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
+Row = TypeVar("Row")
 NUM_ENDED = 50
 """The ended jobs that are shown without being asked for by name. A scheduler remembers all of them."""
 
@@ -97,15 +98,15 @@ class State:
         for key, row in rows.items():
             kind, _, name = key.partition(":")
             if kind == "job":
-                records[name] = JobRecord.from_row(row)
+                records[name] = _decoded(key, row, JobRecord)
             elif kind == "nodes":
-                self._nodes[name] = msgspec.json.decode(row, type=tuple[int, int])
+                self._nodes[name] = _decoded(key, row, tuple[int, int])
             elif kind == "drained":
-                self.groups.drain(name, msgspec.json.decode(row, type=list[str]))
+                self.groups.drain(name, _decoded(key, row, list[str]))
             elif kind == "past":
-                self.past[name] = msgspec.json.decode(row, type=list[list[int]])
+                self.past[name] = _decoded(key, row, list[list[int]])
             elif kind == "runner":
-                self.runner = msgspec.json.decode(row, type=RunnerRow)
+                self.runner = _decoded(key, row, RunnerRow)
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
             record.adopted(now, self.clock)
             self._adopt(name, record)
@@ -117,9 +118,9 @@ class State:
         self.groups.refresh(now)
         for group in list(self.groups.by_name.values()):
             permits = self.permits_in(group.name)
-            if f"group:{group.name}" in rows:
-                order = msgspec.json.decode(rows[f"order:{group.name}"], type=OrderRow)
-                permits.restore(order, msgspec.json.decode(rows[f"group:{group.name}"], type=PermitsRow), now)
+            if (key := f"group:{group.name}") in rows:
+                order = _decoded(f"order:{group.name}", rows[f"order:{group.name}"], OrderRow)
+                permits.restore(order, _decoded(key, rows[key], PermitsRow), now)
                 self.groups.put(in_order_of(group, order.group))
             for member in group.members:
                 record, num_ranks = self.jobs[member.job.name], self.specs[member.job.name].num_ranks
@@ -369,3 +370,14 @@ class State:
         self._batch.events.append(
             msgspec.json.encode({"event": event, "job": job, "at": time.time(), **more})
         )
+
+
+def _decoded(key: str, row: bytes, kind: type[Row]) -> Row:
+    """Decodes a row of an earlier scheduler. Raises: ConfigError."""
+    try:
+        return msgspec.json.decode(row, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the channel has a row {key!r} that another version of ROSE has written ({error}); let that "
+            "version end its jobs, or serve an empty channel"
+        ) from error

@@ -43,6 +43,7 @@ class TailCalls:
             self._state.answer(client, call.seq, refusal)
             return
         self._state.progress[call.job] = (call.num_done, call.num_total)
+        self._permits.progressed(call.job, now)
         if call.lengths:
             self._learn(call.job, call.lengths)
         keep = self._keep(call, now)

@@ -129,6 +129,8 @@ class _Loop:
     def __init__(self) -> None:
         self.moves: dict[Phase, MoveTail] = {}
         self.iteration = 0
+        self.has_entered = False
+        """Whether a phase that needs a permit has begun."""
 
 
 _loop = _Loop()
@@ -168,6 +170,7 @@ def phase(
             if kind is None:
                 return _run(job, lambda: function(*args, **kwargs))
             with job.permit(kind, _loop.iteration):
+                _loop.has_entered = True
                 return _run(job, lambda: function(*args, **kwargs))
 
         def _run(job: RunningJob, run: Callable[[], Result]) -> Result:
@@ -202,6 +205,15 @@ def _refuse_unknown(job: RunningJob, phase: str) -> None:
         )
 
 
+def _refuse_idle(job: RunningJob, iteration: int) -> None:
+    """Raises: ConfigError for a program of which no phase has begun; `rose sched profile` says so itself."""
+    if not _loop.has_entered and job.recorder is None:
+        raise ConfigError(
+            f"job {job.file.name}: iteration {iteration} entered neither rollout nor train, and so held no "
+            'node; mark these functions of the program with @rose.phase("rollout") and @rose.phase("train")'
+        )
+
+
 def _phase_run(
     phase: str, rank: int, times: tuple[float, float, float, float], cached_bytes: int
 ) -> PhaseRun:
@@ -222,6 +234,7 @@ def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:
     """Turns the function into a loop over the job's iterations, and reports each one as completed.
 
     The loop takes ``num_iterations``, which it needs only where no scheduler has started the process.
+    Raises: ConfigError, in the loop, if the first iteration enters no phase that needs a permit.
     """
 
     @functools.wraps(function)
@@ -238,6 +251,7 @@ def runtime_hook(function: Callable[[Progress], object]) -> Callable[..., None]:
             _loop.iteration = iteration
             function(Progress(iteration, last))
             if job is not None:
+                _refuse_idle(job, iteration)
                 if job.recorder is not None:
                     job.recorder.note(IterationDone(iteration=iteration, at_s=time.monotonic()))
                 job.complete(iteration)

@@ -124,8 +124,8 @@ class RunSpec(JobSpec):
     start_s: float = Field(default=1800.0, gt=0)
     """An attempt of which a rank has called no phase so long after its start has hung, and is ended."""
     hung_s: float = Field(default=1800.0, gt=0)
-    """So has one of which a rank has been in no phase so much longer than `outside` and the phases without
-    nodes say."""
+    """So has one of which a rank takes so much longer than the file says, in a phase without a report of
+    progress or outside of phases. In the attempt's first phase, `start_s` counts if it is longer."""
 
     tail: TailSpec | None = None
     """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""

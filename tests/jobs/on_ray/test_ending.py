@@ -249,10 +249,15 @@ def test_keepers_that_answer_slowly_are_heard(monkeypatch: pytest.MonkeyPatch) -
         num_asked += 1
         return Question(where, clock, after_s=4 * groups.FRESH_S)
 
-    monkeypatch.setattr(ray.util, "placement_group_table", lambda pg: {"state": "CREATED"})
+    table = {"state": "CREATED", "bundles_to_node_id": {0: "node-1", 1: "node-1"}}
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda pg: table)
     nodes = groups.GroupNodes(RayClusterSpec(), "root")
     keepers: dict[str, Any] = {name: Actor(where=ask) for name in names}
     nodes._groups["g"] = [groups._Placed(nodes=names, name="root/g", pg=None, keepers=keepers)]
-    seats = nodes.seat("a", "g", names, SPEC.placement, lambda: clock.now_s < 10 * groups.FRESH_S)
+
+    def is_wanted() -> bool:
+        return clock.now_s < 10 * groups.FRESH_S
+
+    seats = nodes.seat("a", "g", names, SPEC.placement, is_wanted, lambda spots: None)
     assert seats is not None and [seat.ray_node for seat in seats] == ["node-1", "node-1"]
     assert num_asked == 2

@@ -1,5 +1,6 @@
 """The nodes of groups on Ray, with keepers whose answers take as long as a test says. No Ray cluster runs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_nodes_are_found_also_if_their_keepers_answer_at_different_times(
 ) -> None:
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda asked: Where(ray_node=asked["node"], address="h", devices=()))
-    monkeypatch.setattr(ray.util, "placement_group_table", lambda pg: {"state": "CREATED"})
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda pg: placed_on("rollout-0", "train-0"))
     nodes = GroupNodesOfTwo()
     looks = [nodes.look() for _ in range(6)]
     seats = next(each for each in looks if each is not None)
@@ -48,10 +49,45 @@ class GroupNodesOfTwo(groups.GroupNodes):
         keepers = {node: Keeper(node) for node in ("rollout-0", "train-0")}
         placed = groups._Placed(nodes=tuple(keepers), name="root/g", pg=None, keepers=keepers)
         self._groups["g"] = [placed]
-        self._seat(placed, "rollout-0")
+        [(_, spot)] = self._found("rollout-0")
+        self._seat(placed, spot)
 
     def look(self) -> list[groups.Seat] | None:
-        return self._seats("g", ("rollout-0", "train-0"), PlacementStrategy.PACK)
+        return self._seats(self._found("rollout-0", "train-0"))
+
+    def _found(self, *nodes: str) -> list[tuple[groups._Placed, groups.Spot]]:
+        found = self._spots("g", nodes, PlacementStrategy.PACK)
+        assert found is not None
+        return found
+
+
+def placed_on(*ray_nodes: str) -> dict[str, Any]:
+    """What Ray says of a placement group with a bundle on each of these Ray nodes."""
+    return {"state": "CREATED", "bundles_to_node_id": dict(enumerate(ray_nodes))}
+
+
+def test_parts_are_created_while_keepers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(ray, "wait", lambda asked, timeout: wait_noted(asked, timeout, events))
+    monkeypatch.setattr(ray, "get", lambda asked: Where(ray_node=asked["node"], address="h", devices=()))
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda pg: placed_on("rollout-0", "train-0"))
+    nodes = groups.GroupNodes(RayClusterSpec(), "root")
+    keepers = {node: Keeper(node) for node in ("rollout-0", "train-0")}
+    nodes._groups["g"] = [groups._Placed(nodes=tuple(keepers), name="root/g", pg=None, keepers=keepers)]
+
+    def found(spots: Sequence[groups.Spot]) -> None:
+        events.extend(f"{spot.node} is on {spot.ray_node}" for spot in spots)
+
+    seats = nodes.seat("a", "g", tuple(keepers), PlacementStrategy.PACK, lambda: len(events) < 20, found)
+    assert seats is not None and [seat.node.name for seat in seats] == ["rollout-0", "train-0"]
+    first_answer = events.index("a keeper has answered")
+    assert events[:first_answer] == ["rollout-0 is on rollout-0", "train-0 is on train-0"]
+
+
+def wait_noted(asked: list[dict[str, Any]], timeout: float, events: list[str]) -> tuple[list[Any], list[Any]]:
+    done = wait(asked, timeout)
+    events.extend("a keeper has answered" for _ in done[0])
+    return done
 
 
 def test_nodes_that_end_while_they_are_taken_over_do_not_end_the_scheduler(

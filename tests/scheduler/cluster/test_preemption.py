@@ -128,6 +128,18 @@ def test_a_search_looks_at_the_first_victims_alone() -> None:
     assert Preemption(by_priority=True).victims(running("new", 1), jobs, {}, frees(MAX_VICTIMS + 1)) == ()
 
 
+def test_many_lower_jobs_of_other_teams_do_not_hide_a_victim_of_the_jobs_own_team() -> None:
+    others = [running(f"other {number}") for number in range(2 * MAX_VICTIMS)]
+    jobs = [*others, running("own", 1, "math"), running("own too", 2, "math")]
+    rules = Preemption(by_priority=True)
+
+    def fits(gone: Collection[str]) -> bool:
+        return "own" in gone and any(name.startswith("other") for name in gone)
+
+    found = rules.victims(running("new", 3, "math"), jobs, {}, fits)
+    assert len(found) == 2 and "own" in found, "the team's quota is used up, and so are the nodes"
+
+
 def test_a_job_runs_a_least_time_before_it_leaves() -> None:
     rules = Preemption(by_priority=True, min_run_s=600.0)
     assert not rules.may_leave(599.0)

@@ -71,21 +71,26 @@ def test_no_iteration_is_longer_than_certified_because_of_a_checkpoint(
     assert len(late) > 10 and not any(late[0 if is_declared else bench_ranks.NUM_TO_DRIFT :])
 
 
-def test_a_phase_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    with ServedCluster(tmp_path) as cluster:
-        program = "import rose; rose.phase('trian')(print)()"
-        cluster.submit("a", command=[sys.executable, "-c", program], max_restarts=0)
-        cluster.wait_state("a", "failed")
-        log = Path(cluster.job("a")["log"]).read_text()
-    assert "job a: no phase 'trian' in its file, which has rollout, train; add it" in log
+PROGRAMS = {
+    "has-another-phase": (
+        "import rose; rose.phase('trian')(print)()",
+        "no phase 'trian' in its file, which has rollout, train; add it",
+    ),
+    "forks-ranks": (
+        "import os; os.environ.update(RANK='1', WORLD_SIZE='2'); import rose; rose.phase('rollout')(print)()",
+        "its file says num_ranks: 1, WORLD_SIZE is 2; set num_ranks: 2 in it, or start",
+    ),
+    "has-no-phase": (
+        "import rose; rose.runtime_hook(print)()",
+        "iteration 0 entered neither rollout nor train, and so held no node; mark these functions",
+    ),
+}
 
 
-def test_a_job_that_forks_ranks_without_telling_is_refused(tmp_path: Path) -> None:
-    program = (
-        "import os; os.environ.update(RANK='1', WORLD_SIZE='2'); import rose; rose.phase('rollout')(print)()"
-    )
+def test_a_program_that_does_not_do_what_its_file_says_is_refused(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
-        cluster.submit("a", command=[sys.executable, "-c", program], max_restarts=0)
-        cluster.wait_state("a", "failed")
-        log = Path(cluster.job("a")["log"]).read_text()
-    assert "job a: its file says num_ranks: 1, WORLD_SIZE is 2; set num_ranks: 2 in it, or start" in log
+        for name, (program, _) in PROGRAMS.items():
+            cluster.submit(name, command=[sys.executable, "-c", program], max_restarts=0)
+        for name, (_, said) in PROGRAMS.items():
+            cluster.wait_state(name, "failed")
+            assert f"job {name}: {said}" in Path(cluster.job(name)["log"]).read_text()

@@ -169,7 +169,7 @@ async def test_nobody_changes_a_jobs_key_without_the_admin_key(start_router: Sta
 
 
 async def test_who_takes_the_last_key_away_lets_nobody_in(start_router: StartRouter, tmp_path: Path) -> None:
-    settings = {"jobs": {"a": JobSpec(key="k")}, "admin_key": "adm", "state": tmp_path / "router.json"}
+    settings = {"jobs": {"a": RouterJob(key="k")}, "admin_key": "adm", "state": tmp_path / "router.json"}
     async with ScriptedWorker() as worker:
         async with start_router(worker, **settings) as client:
             url, admin = f"{client.router.url}/admin/jobs/a", {"Authorization": "Bearer adm"}

@@ -241,3 +241,11 @@ def test_a_cancelled_job_that_waits_is_granted_nothing(scheduler: Scheduler) -> 
     assert not [each for each in answers if isinstance(each, Granted)]
     scheduler.call(Exited, job="b", attempt=1, exit_status=-15, client="runner")
     assert scheduler.job("b")["state"] == "cancelled"
+
+
+def test_rows_that_another_version_has_written_are_refused_by_name() -> None:
+    scheduler = Scheduler()
+    scheduler.submit("a")
+    scheduler.rows["job:a"] = b'{"spec": {}}'
+    with pytest.raises(ConfigError, match=r"row 'job:a' that another version .* missing required field"):
+        scheduler.restart(scheduler.now)

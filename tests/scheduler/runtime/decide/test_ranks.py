@@ -13,6 +13,7 @@ from rose.scheduler.runtime.channel.messages import (
     Heartbeat,
     Hello,
     Release,
+    Report,
     SchedulerMessage,
     Start,
     Stop,
@@ -154,16 +155,85 @@ def test_a_rank_that_hangs_between_two_phases_ends_the_attempt_and_is_named(is_k
     assert job["state"] == "failed" and said in job["note"]
 
 
-def test_ranks_in_phases_or_waiting_for_them_have_not_hung() -> None:
+def test_ranks_in_phases_that_report_or_waiting_for_them_have_not_hung() -> None:
     scheduler = Scheduler()
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
     for name in ("a", "b"):
-        scheduler.submit(name, hung_s=5.0)
+        scheduler.submit(name, hung_s=5.0, start_s=5.0)
     [grant] = grants(scheduler.request("a"))
     scheduler.request("b")
-    for _ in range(8):
+    for done in range(8):
         beat(scheduler, grant, rank=0)
+        told: dict[str, Any] = {"phase": "rollout", "num_done": done, "num_total": 9}
+        assert only(Answer, scheduler.call(Report, job="a", attempt=1, **told)).error is None
         assert not [each for each in scheduler.wait(2.0) if isinstance(each, Stop)]
+
+
+def beats(scheduler: Scheduler, grant: Granted, ranks: tuple[int, ...], seconds: float) -> list[Stop]:
+    """The ranks' heartbeats go on, as they do if the threads that compute hang."""
+    told: list[SchedulerMessage] = []
+    for _ in range(int(seconds / 2)):
+        for rank in ranks:
+            beat(scheduler, grant, rank)
+        told += scheduler.wait(2.0)
+    return [each for each in told if isinstance(each, Stop)]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_rank_that_hangs_in_its_first_phase_ends_the_attempt_though_its_heartbeats_go_on(
+    is_killed: bool,
+) -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", num_ranks=2, hung_s=6.0, start_s=30.0, max_restarts=0)
+    grant, _ = both_ask(scheduler, "a")
+    release(scheduler, grant, rank=0)
+    if is_killed:
+        scheduler.restart(scheduler.now)
+    assert beats(scheduler, grant, (1,), 30.0) == [], "a first phase may take the time of a start"
+    [stop] = beats(scheduler, grant, (1,), 2.0)
+    assert (stop.job, stop.attempt, stop.is_lost) == ("a", 1, True)
+    said = (
+        "hung: rank 1 is in rollout of iteration 0, and has reported nothing for 30 s (start_s) more than "
+        "the 1 s of its file"
+    )
+    assert scheduler.job("a")["note"] == said
+    scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="runner")
+    job = scheduler.job("a")
+    assert job["state"] == "failed" and said in job["note"]
+
+
+def test_a_later_phase_has_hung_after_a_shorter_time_than_the_first() -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", hung_s=6.0, start_s=30.0, max_restarts=1)
+    [first] = grants(scheduler.request("a"))
+    release(scheduler, first, rank=0)
+    [second] = grants(scheduler.request("a", "train"))
+    assert beats(scheduler, second, (0,), 6.0) == []
+    assert len(beats(scheduler, second, (0,), 2.0)) == 1
+    assert "its process is in train of iteration 0" in scheduler.job("a")["note"]
+    scheduler.call(Exited, job="a", attempt=1, exit_status=-9, client="runner")
+    [again] = grants(scheduler.request("a", attempt=2))
+    assert beats(scheduler, again, (0,), 30.0) == [], "the next attempt has a first phase as well"
+
+
+def test_a_job_that_saves_for_long_after_its_last_iteration_is_named_and_not_ended() -> None:
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    scheduler.submit("a", hung_s=6.0, iterations=1)
+    for phase in ("rollout", "train"):
+        [grant] = grants(scheduler.request("a", phase))
+        release(scheduler, grant, rank=0)
+    scheduler.call(Completed, job="a", attempt=1, iteration=0)
+    assert not [each for each in scheduler.wait(60.0) if isinstance(each, Stop)]
+    assert scheduler.job("a")["note"] == (
+        "all iterations are complete, and its processes still run after 6 s (hung_s); rose sched cancel ends "
+        "them"
+    )
+    scheduler.call(Exited, job="a", attempt=1, exit_status=0, client="runner")
+    job = scheduler.job("a")
+    assert job["state"] == "done" and job["note"] == ""
 
 
 def test_a_rank_that_others_wait_for_is_named_after_a_lease(scheduler: Scheduler) -> None:
