@@ -1,14 +1,15 @@
 """A serving engine with ROSE and no rollouts beside it costs nothing that can be told from noise.
 
-Three engines serve the same model, one at a time: stock vLLM with its own executor, stock vLLM with ROSE's
-(one rank in the engine's own process), and ROSE with a slab pool and the gate on. Every round gives each
-engine the same requests, in a random order of engines. Rounds are short and many, so that a drift of the
-machine meets all engines alike. Nothing is pinned: every engine gets all CPUs. All three have the flags that
-a tiny model needs: eager execution, float32, a short context.
+Two engines serve the same model: vLLM as it comes, and `rose serve` in a slab pool with its gate on. Both
+stay alive. One is stopped (SIGSTOP) while the other serves a slice, of requests that are the same for both.
+A block is four slices within a few seconds, in the order ABBA or BAAB by chance, so a drift of the machine
+meets both engines alike. Nothing is pinned: the engine that runs has all CPUs. Both have the flags that a
+tiny model needs: eager execution, float32, a short context.
 
-A figure compares all rounds of ROSE with all rounds of its peer. Its spread is the 95% interval of a
-bootstrap over rounds, which keeps the engines' results of one round together. Beside wall time stands the
-CPU time of the engine's processes, which other processes of the machine disturb less.
+A figure is the typical ratio of a pair of slices: the Hodges-Lehmann estimate over all pairs, which a few
+disturbed slices don't move. Its spread is the 95% interval of a bootstrap over blocks. The latency figures
+compare the P99 of each pair's slices; the P99 over all slices, in which the machine's own stalls decide,
+stands beside them. Beside wall time stands the CPU time of all of the engine's processes.
 
     python benchmarks/bench_overhead.py --json overhead.json
 """
@@ -17,17 +18,19 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 from aiohttp import ClientSession
-from lib.cpu_times import cpu_use_s
+from lib.cpu_times import tree_cpu_s
 from lib.harness import run_benchmark
-from rich.console import Console
-from rich.progress import track
+from numpy.typing import NDArray
 
 from rose.errors import WorkerError
 from rose.measure.completions import open_session, stream_completion
@@ -37,17 +40,23 @@ from rose.measure.rig import Rig
 from rose.node.control import completion_body
 from rose.types import Role
 
+STOCK, ROSE = "stock", "rose"
 CONCURRENCY = 8
+NUM_REQUESTS = 16
 PROMPT_TOKENS = 96
 OUTPUT_TOKENS = 48
+WARM_TOKENS = 4
+"""After an engine has been stopped, one short answer brings its pages and caches back."""
 VOCABULARY = 8192
-SAME_EXECUTOR = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+WARM_UP_BLOCKS = 2
 BOOTSTRAPS = 1000
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """What one engine did with the requests of one round."""
+class _Slice:
+    """What one engine did with the requests of a slice."""
 
     elapsed_s: float
     cpu_s: float
@@ -55,120 +64,167 @@ class _Round:
     tpots_s: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    url: str
+    pid: int
+
+
 def measure(args: argparse.Namespace) -> list[Figure]:
-    num_rounds, num_requests = (8, 16) if args.quick else (40, 24)
-    num_rounds = args.rounds if args.rounds is not None else num_rounds
+    minutes = args.minutes if args.minutes is not None else (1.5 if args.quick else 20.0)
     with Rig() as rig:
         rig.pool("overhead", num_slabs=64, slab_bytes=1 << 20, headroom_slabs=6)
-        stock = {
-            "stock": rig.start_stock_engine("stock", Role.SERVING),
-            "same executor": rig.start_stock_engine("same-executor", Role.SERVING, *SAME_EXECUTOR),
+        server = rig.start_stock_engine(STOCK, Role.SERVING)
+        rig.start_engine(ROSE, Role.SERVING, pool="overhead")
+        engines = {
+            STOCK: _Engine(rig.wait_stock(server), server.pid),
+            ROSE: _Engine(rig.wait_engine(ROSE).url, rig.pid(ROSE)),
         }
-        rig.start_engine("rose", Role.SERVING, pool="overhead")
-        engines = {name: (rig.wait_stock(server), server.pid) for name, server in stock.items()}
-        engines["rose"] = (rig.wait_engine("rose").url, rig.pid("rose"))
-        rounds: dict[str, list[_Round]] = {name: [] for name in engines}
-        for index in track(range(-2, num_rounds), "rounds", console=Console(stderr=True)):
-            seed = f"{args.seed}-{index}"
-            for name in random.Random(seed).sample(list(engines), len(engines)):
-                result = asyncio.run(_serve(*engines[name], num_requests, seed))
-                if index >= 0:  # the first rounds warm up
-                    rounds[name].append(result)
+        blocks = list(_blocks(engines, minutes, args.seed))
     rng = np.random.default_rng(args.seed)
-    return [figure for peer in stock for figure in _figures(rounds["rose"], rounds[peer], peer, rng)]
+    return _figures(blocks, rng)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, help="default: 40, with --quick 8; the spread falls as 1/sqrt")
+    parser.add_argument(
+        "--minutes", type=float, help="default: 20, with --quick 1.5; the spread falls as 1/sqrt"
+    )
 
 
-def _figures(
-    ours: Sequence[_Round], theirs: Sequence[_Round], peer: str, rng: np.random.Generator
-) -> list[Figure]:
-    case = "" if peer == "stock" else f"[{peer}]"
+# Slices -----------------------------------------------------------------------------------------------------
 
-    def figure(name: str, of: Callable[[Sequence[_Round]], float], target: str | None = None) -> Figure:
-        low, high = _interval(lambda chosen: _over(of, ours, theirs, chosen), len(ours), rng)
-        return Figure(
-            name=f"{name}{case}",
-            value=_over(of, ours, theirs, range(len(ours))),
-            unit="share added",
-            target=target,
-            peers={"half-width": (high - low) / 2, "s of the peer": of(theirs)},
-            spread=(low, high),
-        )
 
-    return [
-        figure("idle_overhead_throughput", _elapsed_s, "<= 0.01"),
-        figure("idle_overhead_cpu", _cpu_s),
-        figure("idle_overhead_tpot_p99", _p99(lambda one: one.tpots_s), "<= 0.02"),
-        figure("idle_overhead_ttft_p99", _p99(lambda one: one.ttfts_s)),
+def _blocks(engines: dict[str, _Engine], minutes: float, seed: int) -> Iterator[list[dict[str, _Slice]]]:
+    """Yields blocks of two pairs for so long, after blocks that warm up."""
+    ends_s, index = float("inf"), 0
+    while time.monotonic() < ends_s:
+        first, second = random.Random(f"{seed}-{index}").sample([STOCK, ROSE], 2)
+        block = []
+        for part, order in enumerate(((first, second), (second, first))):
+            sent = f"{seed}-{index}-{part}"
+            block.append({name: _alone(name, engines, sent) for name in order})
+        if index >= WARM_UP_BLOCKS:
+            yield block
+        index += 1
+        if index == WARM_UP_BLOCKS:
+            ends_s = time.monotonic() + 60 * minutes
+
+
+def _alone(name: str, engines: dict[str, _Engine], seed: str) -> _Slice:
+    others = [engine.pid for other, engine in engines.items() if other != name]
+    with _stopped(others):
+        return asyncio.run(_serve(engines[name], seed))
+
+
+@contextmanager
+def _stopped(leaders: Sequence[int]) -> Iterator[None]:
+    """Stops whole engines, and lets them go on in any case: a stopped process can't end itself."""
+    pids = [
+        process.pid
+        for leader in map(psutil.Process, leaders)
+        for process in (leader, *leader.children(recursive=True))
     ]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
-def _elapsed_s(rounds: Sequence[_Round]) -> float:
-    return sum(one.elapsed_s for one in rounds)
-
-
-def _cpu_s(rounds: Sequence[_Round]) -> float:
-    return sum(one.cpu_s for one in rounds)
-
-
-def _p99(values: Callable[[_Round], Sequence[float]]) -> Callable[[Sequence[_Round]], float]:
-    return lambda rounds: float(np.percentile(np.concatenate([values(one) for one in rounds]), 99))
-
-
-def _over(
-    of: Callable[[Sequence[_Round]], float],
-    ours: Sequence[_Round],
-    theirs: Sequence[_Round],
-    chosen: Sequence[int],
-) -> float:
-    """Returns how much more of something ``ours`` has in the chosen rounds than ``theirs``, as a share."""
-    return of([ours[index] for index in chosen]) / of([theirs[index] for index in chosen]) - 1
-
-
-def _interval(
-    value: Callable[[Sequence[int]], float], num_rounds: int, rng: np.random.Generator
-) -> tuple[float, float]:
-    """Returns the 95% interval of a percentile bootstrap over rounds."""
-    values = [value(rng.integers(num_rounds, size=num_rounds).tolist()) for _ in range(BOOTSTRAPS)]
-    low, high = np.percentile(values, (2.5, 97.5))
-    return float(low), float(high)
-
-
-async def _serve(url: str, pid: int, num_requests: int, seed: str) -> _Round:
+async def _serve(engine: _Engine, seed: str) -> _Slice:
     """Sends the same requests for the same seed, ``CONCURRENCY`` at a time."""
     rng = random.Random(seed)
     # Distinct prompts: prefix hits would hide prefill.
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
-    done: list[RequestRecord] = []
-
-    async def work(session: ClientSession) -> None:
-        while prompts:
-            body = {
-                **completion_body(str(Role.SERVING), prompts.pop(), OUTPUT_TOKENS),
-                "cache_salt": f"{os.getpid()}-{time.monotonic_ns()}",
-            }
-            record = RequestRecord(max_tokens=OUTPUT_TOKENS)
-            await stream_completion(session, url, body, record)
-            if record.error is not None:
-                raise WorkerError(record.error)
-            done.append(record)
-
-    cpu_s, start_s = _engine_cpu_s(pid), time.monotonic()
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_REQUESTS + 1)]
     async with open_session() as session:
-        await asyncio.gather(*(work(session) for _ in range(CONCURRENCY)))
-    return _Round(
-        elapsed_s=time.monotonic() - start_s,
-        cpu_s=_engine_cpu_s(pid) - cpu_s,
+        await _complete(session, engine.url, prompts.pop(), WARM_TOKENS)
+        cpu_s, start_s = tree_cpu_s(engine.pid), time.monotonic()
+        done: list[RequestRecord] = []
+
+        async def work() -> None:
+            while prompts:
+                done.append(await _complete(session, engine.url, prompts.pop(), OUTPUT_TOKENS))
+
+        await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+        elapsed_s = time.monotonic() - start_s
+    return _Slice(
+        elapsed_s=elapsed_s,
+        cpu_s=tree_cpu_s(engine.pid) - cpu_s,
         ttfts_s=[record.token_times_s[0] - record.sent_s for record in done],
         tpots_s=latencies_s(done, "tpot"),
     )
 
 
-def _engine_cpu_s(pid: int) -> float:
-    return sum(seconds for part, seconds in cpu_use_s(pid).items() if part.endswith("computed"))
+async def _complete(session: ClientSession, url: str, prompt: list[int], max_tokens: int) -> RequestRecord:
+    salt = {"cache_salt": f"{os.getpid()}-{time.monotonic_ns()}"}
+    record = RequestRecord(max_tokens=max_tokens)
+    body = {**completion_body(str(Role.SERVING), prompt, max_tokens), **salt}
+    await stream_completion(session, url, body, record)
+    if record.error is not None:
+        raise WorkerError(record.error)
+    return record
+
+
+# Figures ----------------------------------------------------------------------------------------------------
+
+
+def _figures(blocks: Sequence[Sequence[dict[str, _Slice]]], rng: np.random.Generator) -> list[Figure]:
+    def figure(name: str, of: Callable[[_Slice], float], target: str | None = None) -> Figure:
+        # A row for each block.
+        logs = np.array([[np.log(of(pair[ROSE]) / of(pair[STOCK])) for pair in block] for block in blocks])
+        chosen = (rng.integers(len(logs), size=len(logs)) for _ in range(BOOTSTRAPS))
+        low, high = np.expm1(np.percentile([_hodges_lehmann(logs[rows]) for rows in chosen], (2.5, 97.5)))
+        stock = [of(pair[STOCK]) for block in blocks for pair in block]
+        return Figure(
+            name=name,
+            value=float(np.expm1(_hodges_lehmann(logs))),
+            unit="share added",
+            target=target,
+            peers={
+                "half-width": float(high - low) / 2,
+                "s of stock": float(np.median(stock)),
+                "pairs": float(logs.size),
+            },
+            spread=(float(low), float(high)),
+        )
+
+    return [
+        figure("idle_overhead_throughput", lambda one: one.elapsed_s, "<= 0.01"),
+        figure("idle_overhead_cpu", lambda one: one.cpu_s),
+        figure("idle_overhead_tpot_p99", lambda one: _p99(one.tpots_s), "<= 0.02"),
+        figure("idle_overhead_ttft_p99", lambda one: _p99(one.ttfts_s)),
+        _over_all("tpot", blocks, lambda one: one.tpots_s),
+        _over_all("ttft", blocks, lambda one: one.ttfts_s),
+    ]
+
+
+def _hodges_lehmann(values: Floats) -> float:
+    """Returns the median of the means of all pairs of values, each with itself too."""
+    flat = values.ravel()
+    rows, columns = np.triu_indices(len(flat))
+    return float(np.median(flat[rows] + flat[columns]) / 2)
+
+
+def _over_all(
+    kind: str, blocks: Sequence[Sequence[dict[str, _Slice]]], of: Callable[[_Slice], Sequence[float]]
+) -> Figure:
+    """The P99 of all requests together."""
+    pooled = {
+        name: _p99([value for block in blocks for pair in block for value in of(pair[name])])
+        for name in (ROSE, STOCK)
+    }
+    return Figure(
+        name=f"idle_overhead_{kind}_p99[all requests]",
+        value=pooled[ROSE] / pooled[STOCK] - 1,
+        unit="share added",
+        peers={"s of stock": pooled[STOCK]},
+    )
+
+
+def _p99(values: Sequence[float]) -> float:
+    return float(np.percentile(values, 99))
 
 
 if __name__ == "__main__":

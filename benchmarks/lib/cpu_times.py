@@ -53,3 +53,16 @@ def cpu_use_s(leader_pid: int) -> dict[str, float]:
                 key = f"{part}, {name}"
                 found[key] = found.get(key, 0.0) + seconds
     return found
+
+
+def tree_cpu_s(leader_pid: int) -> float:
+    """Returns the seconds that the living threads of a process and its descendants have computed."""
+    leader = psutil.Process(leader_pid)
+    total_s = 0.0
+    for process in [leader, *leader.children(recursive=True)]:
+        for thread in process.threads():
+            try:
+                total_s += read_times(f"/proc/{process.pid}/task/{thread.id}/schedstat").ran_s
+            except FileNotFoundError:
+                continue
+    return total_s

@@ -76,6 +76,8 @@ class ServingDeadlines:
         """Waits since the queue of prefills was last empty: they delay whoever joins it."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=64)
         """When the last waits ended, and how long they were: a request may have come during one."""
+        self._is_crowded = False
+        """Whether a prompt that waits came during a rollout step for which decodes waited too."""
         self._arrivals: dict[str, tuple[float, float, str]] = {}
         """The time of a pending request's arrival, ``_waited_s`` less the waits it joined, and its tenant."""
         self.ended: list[RequestDelay] = []
@@ -110,8 +112,9 @@ class ServingDeadlines:
             self.arrived_prefilled(request_id, now, own_slo, tenant)
             return
         if not self._pending:
-            self._queue_waited_s = 0.0
+            self._queue_waited_s, self._is_crowded = 0.0, False
         during_s = sum(min(seconds, end_s - now) for end_s, seconds in self._waits if end_s > now)
+        self._is_crowded |= during_s > 0 and bool(self._decodes)
         self._arrivals[request_id] = (now, self._waited_s - max(self._queue_waited_s, during_s), tenant)
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
@@ -301,10 +304,11 @@ class ServingDeadlines:
         """Returns how many prompt tokens the step that starts now may have so that no decode breaks its ITL
         cap. By ``last_token_s`` the steps in flight will have given every decode another token.
 
-        During a rollout step more prompts come in than serving alone meets at once. All of them in one step
-        would make a gap of their own.
+        During a rollout step between decodes more prompts come in than serving alone meets at once. All of
+        them in one step would make a gap of their own. Other prompts are left whole: the first tokens of a
+        part would come early, and their decodes would wait for the other parts.
         """
-        if not self._decodes or not self._is_prefill_first:
+        if not self._decodes or not self._is_crowded or not self._is_prefill_first:
             return self._chunk_tokens
         budget_s = self._least_cap(last_token_s) - now
         room = model.tokens_within(

@@ -210,22 +210,53 @@ def test_a_newcomer_joins_a_step_only_within_the_itl_cap() -> None:
     assert not serving.may_join(1.139, MODEL)
 
 
-def test_prefill_that_piled_up_is_split_for_the_decodes_beside_it() -> None:
+def test_prefill_that_piled_up_during_a_rollout_step_is_split_for_the_decodes_beside_it() -> None:
     serving = (
         books()
     )  # a step with one decode takes 11 ms and 0.1 ms more per prompt token, the cap is 200 ms
     assert serving.prefill_room(5.0, MODEL) == 512
     serving.produced(["a"], 1.0)
+    serving.waited(0.1, 1.1)
+    serving.arrived("b", 1.05, 512)
     assert serving.prefill_room(1.137, MODEL) == 512
     assert serving.prefill_room(1.16, MODEL) == pytest.approx(290, abs=1)
     assert serving.prefill_room(1.3, MODEL) == MIN_PREFILL_TOKENS  # it is late anyway
+    serving.arrived("c", 1.2, 512)  # behind the rest of "b"
+    assert serving.prefill_room(1.3, MODEL) == MIN_PREFILL_TOKENS
     serving.finished(["a"])
     assert serving.prefill_room(1.3, MODEL) == 512
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 0.05], ids=["without rollouts", "after a rollout step"])
+def test_a_burst_that_no_rollout_step_delayed_is_prefilled_whole(waited_s: float) -> None:
+    serving = books()
+    serving.produced(["a"], 1.0)
+    serving.waited(waited_s, 1.05)
+    serving.arrived("b", 1.06, 512)
+    assert serving.prefill_room(1.16, MODEL) == 512
+    serving.produced(["a", "b"], 1.2)
+    serving.waited(0.1, 1.3)
+    serving.arrived("c", 1.25, 512)
+    serving.produced(["a", "b", "c"], 1.4)
+    serving.arrived("d", 1.41, 512)  # the prompts that a rollout step delayed have their first tokens
+    assert serving.prefill_room(1.6, MODEL) == 512
+
+
+def test_a_burst_that_comes_to_an_idle_gpu_is_prefilled_whole_beside_its_first_decodes() -> None:
+    serving = books()
+    serving.arrived("a", 1.0, 100)
+    serving.arrived("b", 1.01, 512)
+    serving.waited(0.05, 1.05)
+    serving.arrived("c", 1.02, 512)
+    serving.produced(["a"], 1.1)
+    assert serving.prefill_room(1.28, MODEL) == 512
 
 
 def test_other_modes_take_prefill_along_as_vllm_does() -> None:
     serving = books(GateMode.TTFT_ONLY)
     serving.produced(["a"], 1.0)
+    serving.waited(0.1, 1.1)
+    serving.arrived("b", 1.05, 512)
     assert serving.prefill_room(1.3, MODEL) == 512
 
 

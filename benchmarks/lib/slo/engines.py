@@ -3,8 +3,11 @@
 Owns both engines' models, profiles and settings. Runs no traffic; the rig stops what it started.
 """
 
+import math
 import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import psutil
@@ -21,6 +24,8 @@ from rose.measure.rig import PoolSetup, Rig
 from rose.measure.windows import RolloutTraffic
 from rose.types import GateMode, Role
 
+MIN_STEP_S = 0.045
+"""The least that a rollout decode step takes. On a GPU, those of large models take 30 to 200 ms."""
 LONG_STEPS = ModelSpec(
     hidden_size=512,
     intermediate_size=2048,
@@ -31,11 +36,37 @@ LONG_STEPS = ModelSpec(
     vocab_size=ROLLOUT_SPEC.vocab_size,
     max_positions=1024,
 )
-"""The rollout model: its decode steps and the prefill of its prompts take several times as long as a serving
-step, as those of a larger model or of longer contexts do."""
+"""The rollout model on a slow machine; on a faster one its MLPs are wider. Its decode steps and the prefill
+of its prompts take several times as long as a serving step, as those of a larger model do."""
+MAX_WIDTHS = 6
 LONG_STEP_ROLLOUTS = RolloutTraffic(concurrency=8, vocab_size=LONG_STEPS.vocab_size, task_tokens=384)
-POOL = PoolSetup(num_slabs=48, slab_bytes=768 << 10, headroom_slabs=8)
-"""A slab holds one block of either model. Rollouts alone want 24 to 64 of them."""
+POOL = PoolSetup(num_slabs=112, slab_bytes=768 << 10, headroom_slabs=8)
+"""A slab holds one block of either model. Rollouts alone want 24 to 64 of them and the largest burst 36, so
+that memory does not decide: other benchmarks measure how it is shared."""
+
+
+def long_steps() -> ModelSpec:
+    """Returns a rollout model whose decode step takes MIN_STEP_S or more on this machine.
+
+    A decode step of a small batch reads all weights, and most are in the MLPs: their product with a batch is
+    timed here on one thread, and they are as many times wider as it is too short. The fastest of many tries
+    counts: others slow the machine down, and are gone when a window runs.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    width, hidden = LONG_STEPS.intermediate_size, LONG_STEPS.hidden_size
+    # Of ones: zeros that nobody wrote all lie in one page, which a cache holds.
+    layers = [torch.ones(3 * width, hidden) for _ in range(LONG_STEPS.num_layers)]
+    batch = torch.ones(LONG_STEP_ROLLOUTS.concurrency, hidden)
+    seconds = []
+    for _ in range(20):
+        before_s = time.perf_counter()
+        for layer in layers:
+            torch.nn.functional.linear(batch, layer)
+        seconds.append(time.perf_counter() - before_s)
+    widths = min(max(MIN_STEP_S / min(seconds), 1.0), MAX_WIDTHS)
+    return replace(LONG_STEPS, intermediate_size=256 * math.ceil(widths * width / 256))
 
 
 class Look(NamedTuple):
@@ -75,7 +106,7 @@ class SloEngines:
         self._observer = rig.pool(pool, **POOL)
         models = {
             Role.SERVING: rig.model(Role.SERVING),
-            Role.ROLLOUT: make_rollout_model(rig.folder / "long-steps", LONG_STEPS),
+            Role.ROLLOUT: make_rollout_model(rig.folder / "long-steps", long_steps()),
         }
         for role, model in models.items():
             rig.start_engine(str(role), role, model=model, pool=pool, compute_cpus=plan.cpus.compute)

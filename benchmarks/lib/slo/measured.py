@@ -3,8 +3,9 @@
 Owns the workloads and their windows. Rollouts have long prompts and steps longer than serving's. Each round
 of a workload runs every policy on one sample of the trace, in a random order, between two windows of rollouts
 alone, which harvest is relative to: a shared host changes its speed within minutes. Serving's objectives are
-the demo's, in medians of serving alone. A window in which others took the machine runs again, and the least
-disturbed counts.
+what an operator may promise who has measured serving alone: they come from windows of it on the same samples,
+ahead of all policies. Serving alone runs again among the policies, which tells whether it keeps them. A
+window in which others took the machine runs again, and the least disturbed counts.
 """
 
 import json
@@ -18,12 +19,12 @@ from rich.console import Console
 
 from lib.harness import median_figure
 from lib.load.traffic import SERVING_LOAD, window_runner
-from lib.slo.engines import LONG_STEP_ROLLOUTS, Look, SloEngines, shares
+from lib.slo.engines import LONG_STEP_ROLLOUTS, MIN_STEP_S, Look, SloEngines, shares
 from lib.slo.figures import AGAIN, ALONE, DUAL, Run, mean, p99_ratio_figure
 from lib.slo.policies import IDLE, policy_table
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName
-from rose.measure.figures import Figure, objectives
+from rose.measure.figures import Figure, latency_s, pooled_requests
 from rose.measure.records import Window
 from rose.measure.rig import Rig
 from rose.measure.windows import RlSteps, WindowRunner, WindowSpec
@@ -39,8 +40,14 @@ CASES = {
     "density 2": replace(SERVING_LOAD, rate_rps=2.0 * SERVING_LOAD.rate_rps),
     "burst": replace(SERVING_LOAD, burst_size=BURST_SIZE),
 }
+OBJECTIVE_PERCENT, OBJECTIVE_FACTOR = 99.5, 1.25
+"""Serving's objectives are a percentile of serving alone, times what its windows differ by."""
+MIN_ATTAINMENT = 0.99
+"""The gate's target where serving alone has it too."""
 SPENT_SHARE = 0.9
 """The share of the TPOT objective at which the mode that spends slack aims."""
+MAX_TARGET_S = 0.15
+"""The engines' TPOT SLO: they refuse to aim past it."""
 MAX_FOREIGN_CPU_SHARE = 0.05
 """A window in which others (a hypervisor's steal as well) used more than this of the machine runs again; one
 that stays above it is marked in the table."""
@@ -58,10 +65,13 @@ def measure(args: Namespace, console: Console) -> list[Figure]:
         options = DemoOptions(out_dir=folder, quick=args.quick, seed=args.seed, trace=args.trace)
         plan = replace(DemoPlan.of(options), rollout=LONG_STEP_ROLLOUTS)
         bench = _RealBench(rig, plan, window_s, args.rounds or rounds)
-        console.print(
-            f"a rollout decode step takes {1e3 * bench.engines.rollout_step_s:.0f} ms", markup=False
+        step_ms = Figure(
+            name="rollout_step_ms",
+            value=1e3 * bench.engines.rollout_step_s,
+            unit="ms a decode",
+            target=f">= {1e3 * MIN_STEP_S:g}",
         )
-        return [figure for case in args.cases for figure in bench.run_case(case, console)]
+        return [step_ms, *(figure for case in args.cases for figure in bench.run_case(case, console))]
 
 
 class _RealBench:
@@ -80,25 +90,27 @@ class _RealBench:
         """Runs one workload under every policy and prints it. Returns its figures."""
         plan = replace(self._plan, serving=CASES[case])
         runner = window_runner(plan, self._rig, self.engines.serving, self.engines.rollout)
-        # Known before any policy runs: the mode that spends slack aims at a share of what it is judged by.
-        slo = objectives(self._window(runner, case, ALONE, -1).requests)
-        assert slo is not None, "serving alone answered nothing"
-        tpot_target_s = SPENT_SHARE * slo.tpot_s
         windows: dict[str, list[Window]] = defaultdict(list)
+        self.engines.set_gate(GateMode.IDLE)
+        windows[ALONE] = [self._window(runner, case, ALONE, index) for index in range(self._rounds)]
+        slo = _objectives(windows[ALONE])
+        target_s = min(SPENT_SHARE * slo.tpot_s, MAX_TARGET_S)
         rates: list[float] = []
         for index in range(self._rounds):
             before = self._rollout_rate(runner, case, index, "before")
-            names = [ALONE, AGAIN, *POLICIES]
+            names = [AGAIN, *POLICIES]
             for name in random.Random(plan.options.seed + index).sample(names, len(names)):
-                self.engines.set_gate(
-                    POLICIES.get(name, GateMode.IDLE), tpot_target_s if name == DUAL else None
-                )
+                mode = POLICIES.get(name, GateMode.IDLE)
+                self.engines.set_gate(mode, target_s if name == DUAL else None)
                 windows[name].append(self._window(runner, case, name, index))
             rates.append((before + self._rollout_rate(runner, case, index, "after")) / 2)
         runs = {name: _run(windows[name], rates, slo) for name in (ALONE, AGAIN, *POLICIES)}
-        title = f"MEASURED on two real engines: {case}; objectives {1e3 * slo.ttft_s:.0f} ms, "
+        title = (
+            f"MEASURED on two real engines: {case}; objectives {1e3 * slo.ttft_s:.0f} ms, "
+            f"{1e3 * slo.tpot_s:.0f} ms ({OBJECTIVE_FACTOR:g} times P{OBJECTIVE_PERCENT:g} of serving alone)"
+        )
         notes = {name: ", ".join(_note(many)) for name, many in windows.items()}
-        console.print(policy_table(f"{title}{1e3 * slo.tpot_s:.0f} ms", runs, notes))
+        console.print(policy_table(title, runs, notes))
         of_default = [self._shares[window.start_s] for window in windows[IDLE]]
         return _figures(
             case, runs, {name: mean([each[name] for each in of_default]) for name in of_default[0]}
@@ -155,6 +167,13 @@ class _RealBench:
         )
 
 
+def _objectives(windows: Sequence[Window]) -> SLO:
+    requests = pooled_requests(windows)
+    ttft_s, tpot_s = (latency_s(requests, kind, OBJECTIVE_PERCENT) for kind in ("ttft", "tpot"))
+    assert ttft_s is not None and tpot_s is not None, "serving alone answered nothing"
+    return SLO(ttft_s=OBJECTIVE_FACTOR * ttft_s, tpot_s=OBJECTIVE_FACTOR * tpot_s)
+
+
 def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> Run:
     return Run(
         requests=[window.requests for window in windows],
@@ -167,9 +186,9 @@ def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> Run:
 
 def _figures(case: str, runs: dict[str, Run], of_default: dict[str, float | None]) -> list[Figure]:
     """``of_default``: where the time of the default mode's windows went."""
-    met: dict[str, float | None] = {
-        name: min(run.attainment("ttft"), run.attainment("tpot")) for name, run in runs.items()
-    }
+    met = {name: min(run.attainment("ttft"), run.attainment("tpot")) for name, run in runs.items()}
+    is_kept_alone = min(met[ALONE], met[AGAIN]) >= MIN_ATTAINMENT
+    kept = f">= {MIN_ATTAINMENT:g}" if is_kept_alone else None
     figures = [
         Figure(
             name=f"{name}[{case}]",
@@ -180,8 +199,8 @@ def _figures(case: str, runs: dict[str, Run], of_default: dict[str, float | None
         )
         for name, policy, target, peers in (
             ("naive_attainment", NAIVE, "< 0.9", (ALONE, ALTERNATE)),
-            ("gate_attainment", IDLE, ">= 0.99", (ALONE, AGAIN)),
-            ("gate_attainment[spends slack]", DUAL, ">= 0.99", (ALONE, AGAIN)),
+            ("gate_attainment", IDLE, kept, (ALONE, AGAIN)),
+            ("gate_attainment[spends slack]", DUAL, kept, (ALONE, AGAIN)),
         )
     ]
     of_free = {
@@ -200,9 +219,10 @@ def _figures(case: str, runs: dict[str, Run], of_default: dict[str, float | None
         ),
     ]
     for kind in ("ttft", "tpot"):
-        again = runs[AGAIN].pooled(kind, 99) / runs[ALONE].pooled(kind, 99)
+        # Among the policies, serving alone met the same state of the machine as they did.
+        earlier = runs[ALONE].pooled(kind, 99) / runs[AGAIN].pooled(kind, 99)
         name = f"default_harm[{kind} P99, {case}]"
-        figures.append(p99_ratio_figure(name, runs[IDLE], runs[ALONE], kind, "<= 1.05", {AGAIN: again}))
+        figures.append(p99_ratio_figure(name, runs[IDLE], runs[AGAIN], kind, "<= 1.05", {ALONE: earlier}))
     return figures
 
 

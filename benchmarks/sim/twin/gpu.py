@@ -149,9 +149,11 @@ class TwinGpu:
             self._go_on(self._paused, self._paused.left_s)
         if self._rollout is None or not self._policy.may_yield(self._now, view):
             return NEVER
+        before_s = self._now
         while self._now + self._rollout.shortest_step_s() <= view.latest_start_s:
             if not self._take_grant(view) or not self._policy.may_repeat(view) or self._has_arrived():
                 break
+        self._serving.waited(self._now - before_s, self._now)
         return view.latest_start_s if self._was_rollout else NEVER
 
     def _take_grant(self, view: ServingView) -> bool:

@@ -140,6 +140,10 @@ class TwinServing:
         else:
             self._deadlines.arrived(request.id, arrival.at_s, arrival.prompt_tokens, arrival.own_slo)
 
+    def waited(self, seconds: float, now: float) -> None:
+        """Says that it waited for rollout steps until now."""
+        self._deadlines.waited(seconds, now)
+
     def view(self, now: float) -> ServingView:
         """Returns what the engine would publish now."""
         return self._deadlines.view(

@@ -177,6 +177,7 @@ def test_prefill_in_a_step_behind_another_spares_decodes_as_in_the_first(
 ) -> None:
     shut(serving, GateMode.DUAL)
     end(serving, serving.schedule())
+    serving._deadlines.waited(1.0, time.monotonic() + 60.0)  # for a rollout step, as the prompt comes
     ask(serving, "prompt", 400)
     first, second = serving.schedule(), serving.schedule()
     taken = [step.num_scheduled_tokens["prompt"] for step in (first, second)]
