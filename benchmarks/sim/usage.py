@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rose.scheduler.cluster.policies import ClusterPolicy
 from rose.scheduler.group.cycle import promised_s
 from rose.scheduler.group.model import Group, Phase
-from rose.scheduler.sim.loop import Change, Simulation
+from rose.scheduler.sim.loop import Drift, Simulation
 from rose.scheduler.sim.workloads import Submission
 
 
@@ -33,7 +33,7 @@ class UsageSimulation(Simulation):
         submitted: Sequence[Submission],
         policy: ClusterPolicy,
         *,
-        changes: Sequence[Change] = (),
+        changes: Sequence[Drift] = (),
     ) -> None:
         super().__init__(submitted, policy, keeps_ends=True, changes=changes)
         self.usage = Usage()
