@@ -5,7 +5,9 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from probes import NUM_VERSIONS, PROBE_TOKENS, ROLLOUT_TOKENS, SERVING_TOKENS, probes, prompt, wave_prompts
@@ -18,6 +20,7 @@ from weight_probes import update
 from rose.admission.board import BoardWord
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.daemon.pool_state import read_state
+from rose.memory.ledger.ledger import Ledger
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.types import Role, StopReason
@@ -48,7 +51,7 @@ class Replicas:
             self.close()
             raise
 
-    def _start_pool(self, name: str, size: dict[str, int]) -> PoolClient:
+    def _start_pool(self, name: str, size: dict[str, Any]) -> PoolClient:
         runtime = runtime_dir(self.folder)
         self._undo.callback(start_daemon(name, runtime_dir=runtime, **size).stop)
         pool = PoolClient.observe(name, runtime_dir=runtime)
@@ -196,7 +199,7 @@ def test_an_engine_that_loses_a_rank_ends_and_leaves_both_pools_to_serving(
     os.kill(scheduler_pid(replicas.folder, POOLS[1], Role.ROLLOUT), signal.SIGKILL)
     for pool in replicas.pools:
         ledger = pool.ledger
-        until(lambda of=ledger: of.num_held(Role.ROLLOUT) + of.num_draining == 0, "slabs given back")
+        until(partial(_has_no_rollouts, ledger), "slabs given back")
         ledger.check_integrity()
     assert all(len(request.result().tokens) == 40 for request in kept)
     assert any(request.exception() is not None for request in lost)
@@ -209,3 +212,7 @@ def scheduler_pid(folder: Path, pool: str, role: Role) -> int:
     hellos = [member.hello for member in state.members]
     (pid,) = [each.pid for each in hellos if (each.role, each.kind) == (role, Kind.SCHEDULER)]
     return pid
+
+
+def _has_no_rollouts(ledger: Ledger) -> bool:
+    return ledger.num_held(Role.ROLLOUT) + ledger.num_draining == 0

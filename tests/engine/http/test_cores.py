@@ -32,14 +32,15 @@ from rose.types import GateMode, Role
 SETTINGS = EngineSettings(role=Role.SERVING, engine_id=ENGINE_ID, pool=POOL)
 
 
-class Balancer(DPLBAsyncMPClient):
+class Balancer(DPLBAsyncMPClient):  # type: ignore[misc]
     """vLLM's client of two engine cores, with what its choice of a core needs, and answers of its own."""
 
     def __init__(self) -> None:
         self.core_engines = [b"0", b"1"]
         self.client_count, self.eng_start_index = 1, 0
         self.lb_engines = [[0, 0, 0.0], [0, 0, 0.0]]
-        self.reqs_in_flight, self.engine_inflight = {}, Counter()
+        self.reqs_in_flight: dict[str, Any] = {}
+        self.engine_inflight = Counter[Any]()
         self.hashes = {b"0": "a", b"1": "a"}
         self.given_up: list[bytes] = []
 
