@@ -6,10 +6,11 @@ A block is four slices within a few seconds, in the order ABBA or BAAB by chance
 meets both engines alike. Nothing is pinned: the engine that runs has all CPUs. Both have the flags that a
 tiny model needs: eager execution, float32, a short context.
 
-A figure is the typical ratio of a pair of slices: the Hodges-Lehmann estimate over all pairs, which a few
-disturbed slices don't move. Its spread is the 95% interval of a bootstrap over blocks. The latency figures
-compare the P99 of each pair's slices; the P99 over all slices, in which the machine's own stalls decide,
-stands beside them. Beside wall time stands the CPU time of all of the engine's processes.
+A figure compares sums over all slices, or the P99 of all requests, so that rare costs count in full. Its
+spread is the 95% interval of a bootstrap over blocks: where the machine's own stalls are larger than what is
+asked, the interval says so. Beside it stands the typical ratio of a pair of slices, the Hodges-Lehmann
+estimate, which a few disturbed slices don't move. Beside wall time stands the CPU time of all of the engine's
+processes.
 
     python benchmarks/bench_overhead.py --json overhead.json
 """
@@ -21,7 +22,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,7 +31,6 @@ import psutil
 from aiohttp import ClientSession
 from lib.cpu_times import tree_cpu_s
 from lib.harness import run_benchmark
-from numpy.typing import NDArray
 
 from rose.errors import WorkerError
 from rose.measure.completions import open_session, stream_completion
@@ -51,8 +51,6 @@ VOCABULARY = 8192
 WARM_UP_BLOCKS = 2
 BOOTSTRAPS = 1000
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slice:
@@ -62,6 +60,10 @@ class _Slice:
     cpu_s: float
     ttfts_s: Sequence[float]
     tpots_s: Sequence[float]
+
+
+Block = Sequence[dict[str, _Slice]]
+"""Pairs of slices, by engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,61 +172,52 @@ async def _complete(session: ClientSession, url: str, prompt: list[int], max_tok
 # Figures ----------------------------------------------------------------------------------------------------
 
 
-def _figures(blocks: Sequence[Sequence[dict[str, _Slice]]], rng: np.random.Generator) -> list[Figure]:
-    def figure(name: str, of: Callable[[_Slice], float], target: str | None = None) -> Figure:
-        # A row for each block.
-        logs = np.array([[np.log(of(pair[ROSE]) / of(pair[STOCK])) for pair in block] for block in blocks])
-        chosen = (rng.integers(len(logs), size=len(logs)) for _ in range(BOOTSTRAPS))
-        low, high = np.expm1(np.percentile([_hodges_lehmann(logs[rows]) for rows in chosen], (2.5, 97.5)))
-        stock = [of(pair[STOCK]) for block in blocks for pair in block]
+def _figures(blocks: Sequence[Block], rng: np.random.Generator) -> list[Figure]:
+    samples = [
+        [blocks[row] for row in rng.integers(len(blocks), size=len(blocks))] for _ in range(BOOTSTRAPS)
+    ]
+
+    def figure(name: str, of: Callable[[Sequence[_Slice]], float], target: str | None = None) -> Figure:
+        low, high = np.percentile([_added(sample, of) for sample in samples], (2.5, 97.5))
         return Figure(
             name=name,
-            value=float(np.expm1(_hodges_lehmann(logs))),
+            value=_added(blocks, of),
             unit="share added",
             target=target,
             peers={
                 "half-width": float(high - low) / 2,
-                "s of stock": float(np.median(stock)),
-                "pairs": float(logs.size),
+                "typical pair": _typical(blocks, of),
+                "s of stock": of(_slices(blocks, STOCK)),
+                "pairs": sum(map(len, blocks)),
             },
             spread=(float(low), float(high)),
         )
 
     return [
-        figure("idle_overhead_throughput", lambda one: one.elapsed_s, "<= 0.01"),
-        figure("idle_overhead_cpu", lambda one: one.cpu_s),
-        figure("idle_overhead_tpot_p99", lambda one: _p99(one.tpots_s), "<= 0.02"),
-        figure("idle_overhead_ttft_p99", lambda one: _p99(one.ttfts_s)),
-        _over_all("tpot", blocks, lambda one: one.tpots_s),
-        _over_all("ttft", blocks, lambda one: one.ttfts_s),
+        figure("idle_overhead_throughput", lambda some: sum(each.elapsed_s for each in some), "<= 0.01"),
+        figure("idle_overhead_cpu", lambda some: sum(each.cpu_s for each in some)),
+        figure("idle_overhead_tpot_p99", lambda some: _p99(each.tpots_s for each in some), "<= 0.02"),
+        figure("idle_overhead_ttft_p99", lambda some: _p99(each.ttfts_s for each in some)),
     ]
 
 
-def _hodges_lehmann(values: Floats) -> float:
-    """Returns the median of the means of all pairs of values, each with itself too."""
-    flat = values.ravel()
-    rows, columns = np.triu_indices(len(flat))
-    return float(np.median(flat[rows] + flat[columns]) / 2)
+def _slices(blocks: Sequence[Block], engine: str) -> list[_Slice]:
+    return [pair[engine] for block in blocks for pair in block]
 
 
-def _over_all(
-    kind: str, blocks: Sequence[Sequence[dict[str, _Slice]]], of: Callable[[_Slice], Sequence[float]]
-) -> Figure:
-    """The P99 of all requests together."""
-    pooled = {
-        name: _p99([value for block in blocks for pair in block for value in of(pair[name])])
-        for name in (ROSE, STOCK)
-    }
-    return Figure(
-        name=f"idle_overhead_{kind}_p99[all requests]",
-        value=pooled[ROSE] / pooled[STOCK] - 1,
-        unit="share added",
-        peers={"s of stock": pooled[STOCK]},
-    )
+def _added(blocks: Sequence[Block], of: Callable[[Sequence[_Slice]], float]) -> float:
+    return of(_slices(blocks, ROSE)) / of(_slices(blocks, STOCK)) - 1
 
 
-def _p99(values: Sequence[float]) -> float:
-    return float(np.percentile(values, 99))
+def _typical(blocks: Sequence[Block], of: Callable[[Sequence[_Slice]], float]) -> float:
+    """Returns the Hodges-Lehmann estimate over pairs: the median of the means of all two of their ratios."""
+    logs = np.log([of([pair[ROSE]]) / of([pair[STOCK]]) for block in blocks for pair in block])
+    rows, columns = np.triu_indices(len(logs))
+    return float(np.expm1(np.median(logs[rows] + logs[columns]) / 2))
+
+
+def _p99(values: Iterable[Sequence[float]]) -> float:
+    return float(np.percentile(np.concatenate(list(values)), 99))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ MAX_REQUESTS = 2000
 """The most requests that an estimate uses, evenly taken from all. More would cost time and add little."""
 MIN_GROUPS = 6
 """The least groups of slices with both closed and open ones, for an estimate."""
-SLICES_TO_EXTRAPOLATE = 30
-"""The least slices for a forecast. With fewer, Student's quantile makes the noise look larger than it is."""
+GROUPS_TO_EXTRAPOLATE = 30
+"""The least groups for a forecast. With fewer, Student's quantile makes the noise look larger than it is."""
 QUANTILES = (50, 99)
 BUSY_PERCENTILES = (75, 90)
 """For each quantile, the percentile of the slices, ordered by how full their batches are, from which its
@@ -126,6 +126,8 @@ class HarmReport:
 
     num_requests: int
     num_closed_slices: int
+    num_groups: int
+    """The groups of slices with steps in both kinds, of which each gives one difference."""
     slowdown: Estimate | None
     """The slowdown of serving's own steps with rollouts let in; None until MIN_GROUPS groups had steps
     in slices of both kinds."""
@@ -137,7 +139,9 @@ class HarmReport:
     @classmethod
     def nothing(cls) -> "HarmReport":
         """Returns a report without records."""
-        return cls(num_requests=0, num_closed_slices=0, slowdown=None, latencies={}, measured_s={})
+        return cls(
+            num_requests=0, num_closed_slices=0, num_groups=0, slowdown=None, latencies={}, measured_s={}
+        )
 
     @property
     def tails(self) -> list[Estimate]:
@@ -153,8 +157,8 @@ class HarmReport:
 
     def shown_in_a_day(self, seconds: float) -> float | None:
         """Returns about the least difference that a day of this traffic can show, from a report on
-        ``seconds`` of it; None with too few slices."""
-        if self.slowdown is None or self.num_closed_slices < SLICES_TO_EXTRAPOLATE:
+        ``seconds`` of it; None with too few groups."""
+        if self.slowdown is None or self.num_groups < GROUPS_TO_EXTRAPOLATE:
             return None
         return self.slowdown.half_width * math.sqrt(seconds / DAY_S)
 
@@ -167,6 +171,7 @@ class StepHarm:
     """By how much steps are slower in open slices; None until MIN_GROUPS groups had steps in slices of both
     kinds."""
     num_closed_slices: int
+    num_groups: int
     seconds: float = 0.0
     """In steps."""
     open_share: float = 0.0
@@ -178,14 +183,15 @@ class StepHarm:
     @classmethod
     def of(cls, slices: Sequence[SliceTime]) -> "StepHarm":
         """Compares closed slices with open ones. It takes milliseconds, so never call it in a step loop."""
-        slowdown, num_closed = _slowdown(slices)
+        slowdown, num_closed, num_groups = _slowdown(slices)
         if slowdown is None:
-            return cls(slowdown=None, num_closed_slices=num_closed)
+            return cls(slowdown=None, num_closed_slices=num_closed, num_groups=num_groups)
         seconds = sum(each.seconds for each in slices)
         growing = [1 - each.fixed_s / each.predicted_s for each in slices if each.predicted_s > 0]
         return cls(
             slowdown=slowdown,
             num_closed_slices=num_closed,
+            num_groups=num_groups,
             seconds=seconds,
             open_share=sum(each.seconds for each in slices if not each.is_closed) / seconds if seconds else 0,
             growing_shares=tuple(np.percentile(growing, BUSY_PERCENTILES).tolist()),
@@ -221,6 +227,7 @@ def estimate_harm(requests: Sequence[RequestDelay], steps: StepHarm, *, seed: in
     return HarmReport(
         num_requests=len(requests),
         num_closed_slices=steps.num_closed_slices,
+        num_groups=steps.num_groups,
         slowdown=steps.slowdown,
         latencies=latencies,
         measured_s=measured_s,
@@ -266,8 +273,9 @@ def _waiting(
     ]
 
 
-def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
-    """Returns by how much steps are slower in open slices, and the number of closed slices that were used.
+def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int, int]:
+    """Returns by how much steps are slower in open slices, and the number of closed slices and of groups that
+    were used.
 
     Closed slices are compared with the open ones of their group, so that a drift of the machine cancels. A
     group gives one difference, however many slices it has of either kind: two differences never share a
@@ -275,19 +283,22 @@ def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int]:
     """
     groups = defaultdict[int, tuple[list[float], list[float]]](lambda: ([], []))
     for each in slices:
-        if each.predicted_s > 0:
-            groups[each.number // GROUP_SLICES][each.is_closed].append(each.seconds / each.predicted_s)
+        if each.predicted_s > 0 and each.seconds > 0:
+            ratio = each.seconds / each.predicted_s
+            groups[each.number // GROUP_SLICES][each.is_closed].append(math.log(ratio))
     compared = [(opened, closed) for opened, closed in groups.values() if opened and closed]
     num_closed = sum(len(closed) for _, closed in compared)
-    differences = [math.log(fmean(opened) / fmean(closed)) for opened, closed in compared]
+    # Of logarithms, whose means do not depend on how many of them there are; those of ratios would.
+    differences = [fmean(opened) - fmean(closed) for opened, closed in compared]
     count = len(differences)
     if count < MIN_GROUPS:
-        return None, num_closed
+        return None, num_closed, count
     mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
     reach = _student_t(count - 1) * error
     return (
         Estimate(value=math.expm1(mean), low=math.expm1(mean - reach), high=math.expm1(mean + reach)),
         num_closed,
+        count,
     )
 
 

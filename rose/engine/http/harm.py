@@ -108,7 +108,7 @@ class HarmWatch:
         if not seen.rollout.alive:
             # What the last rollout engine cost says nothing about the next one.
             self._control.let_in(now)
-            self._note, self._recent = NO_ROLLOUTS, None
+            self._note, self._recent, self._num_looks = NO_ROLLOUTS, None, 0
             self._set_closed_share(0.0)
             return
         requests, slices = self._records.requests(), self._records.slices()

@@ -29,6 +29,8 @@ TRAINER_NICE = 10
 _RELAY_START_S = 120.0
 _SAVE_S = 300.0
 """How long a stopped trainer may take to save its model."""
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""By these names launchers say how many processes there are; accelerate reads them all."""
 _END_S = 10.0
 """How long it may take to end without saving."""
 
@@ -158,7 +160,8 @@ class FineTuning:
 def _rank_environments(count: int) -> list[dict[str, str]]:
     """Returns what tells each of a trainer's processes about the others, by torch's names."""
     if count == 1:  # a launcher of this command may have set these names for its own processes
-        return [{"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "-1"}]
+        sizes = dict.fromkeys(_WORLD_SIZES, "1")
+        return [{**sizes, "RANK": "0", "LOCAL_RANK": "-1"}]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -79,6 +79,7 @@ def test_a_process_that_outlives_the_first_one_is_ended(
 def test_a_trainer_of_one_process_is_alone_whatever_launched_this_command() -> None:
     (alone,) = processes._rank_environments(1)
     assert (alone["WORLD_SIZE"], alone["RANK"], alone["LOCAL_RANK"]) == ("1", "0", "-1")
+    assert alone["OMPI_COMM_WORLD_SIZE"] == "1"
 
 
 def test_a_trainer_that_has_lost_a_process_is_ended_even_if_the_others_hang(

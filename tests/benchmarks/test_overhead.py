@@ -1,0 +1,31 @@
+"""What bench_overhead makes of slices: rare costs count in full."""
+
+import numpy as np
+from bench_overhead import ROSE, STOCK, Block, _figures, _Slice
+
+
+def blocks(*, rare_factor: float, rare_share: float) -> list[Block]:
+    """Pairs that differ by noise, and on ROSE's side by a factor in a share of the slices and tokens."""
+    rng = np.random.default_rng(0)
+
+    def one(factor: float) -> _Slice:
+        tpots_s = 0.01 * np.exp(rng.normal(0, 0.05, 16))
+        tpots_s *= np.where(rng.random(16) < rare_share, factor, 1)
+        seconds = float(np.exp(rng.normal(0, 0.05))) * (factor if rng.random() < rare_share else 1)
+        return _Slice(elapsed_s=seconds, cpu_s=seconds, ttfts_s=[0.1], tpots_s=tpots_s.tolist())
+
+    return [[{STOCK: one(1.0), ROSE: one(rare_factor)} for _ in range(2)] for _ in range(100)]
+
+
+def test_rare_costs_are_in_the_figures_that_have_targets() -> None:
+    found = {
+        figure.name: figure
+        for figure in _figures(blocks(rare_factor=1.5, rare_share=0.05), np.random.default_rng(0))
+    }
+    assert found["idle_overhead_throughput"].value > 0.015
+    assert found["idle_overhead_tpot_p99"].value > 0.2
+
+
+def test_an_engine_that_costs_nothing_is_within_the_interval() -> None:
+    for figure in _figures(blocks(rare_factor=1.0, rare_share=0.0), np.random.default_rng(0)):
+        assert figure.spread is not None and figure.spread[0] <= 0.0 <= figure.spread[1]
