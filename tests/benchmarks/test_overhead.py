@@ -22,8 +22,8 @@ def test_rare_costs_are_in_the_figures_that_have_targets() -> None:
         figure.name: figure
         for figure in _figures(blocks(rare_factor=1.5, rare_share=0.05), np.random.default_rng(0))
     }
-    assert found["idle_overhead_throughput"].value > 0.015
-    assert found["idle_overhead_tpot_p99"].value > 0.2
+    assert (found["idle_overhead_throughput"].value or 0) > 0.015
+    assert (found["idle_overhead_tpot_p99"].value or 0) > 0.2
 
 
 def test_an_engine_that_costs_nothing_is_within_the_interval() -> None:

@@ -26,16 +26,8 @@ from rose.node.top import WorkerSample, main, status_page
 from rose.types import Deployment, GateMode, Role
 
 STATUS = WorkerStatus.model_validate(
-    {name: 0 for name in WorkerStatus.model_fields}
+    {name: 0 for name, field in WorkerStatus.model_fields.items() if field.is_required()}
     | {
-        "adapters": None,
-        "adapter_problems": [],
-        "ranks": [],
-        "deployment": None,
-        "harm": None,
-        "lease": None,
-        "whole_because": None,
-        "stale_drafter": None,
         "role": "rollout",
         "model": "/models/policy",
         "engine_id": "e",
