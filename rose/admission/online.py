@@ -55,9 +55,9 @@ class OnlineStepTime:
     With a profile it starts from the profile's costs, and the window's ratio and margin, which are not better
     than the profile's until the window has more than a few steps. Every REFIT_STEPS the costs are fitted
     again, to the window and the profile's own steps. Without a profile it is UNPROFILED, so that rollouts run
-    one small step at a time and only while serving is idle, until the window has MIN_OBSERVATIONS counted
-    steps of different prefill and decode sizes. From then on it is a fit of those with a doubled safety
-    ratio, and they take the place of the profile's steps.
+    one small step at a time and only while serving is idle, until the window has MIN_OBSERVATIONS steps of
+    different prefill and decode sizes, without the first one of a size that has had others. From then on it
+    is a fit of those with a doubled safety ratio, and they take the place of the profile's steps.
     """
 
     def __init__(
@@ -125,13 +125,15 @@ class OnlineStepTime:
 
     def _refresh(self) -> None:
         counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
-        if self._base is None and _has_variety(steps := [seen.step for seen in counted]):
+        # The only step of a size says more about it than none, however cold it was.
+        steps = [seen.step for seen in self._window if seen.counts_until > 0]
+        if self._base is None and _has_variety(steps):
             self._planned, self._planned_base = steps, fit(steps)
             self._rebase(self._planned_base)
-        elif self._planned_base is not None and self._planned and self._steps_since_refit >= REFIT_STEPS:
-            base = self._base or self._planned_base
+        elif self._base and self._planned_base and self._planned and self._steps_since_refit >= REFIT_STEPS:
+            bounds = {"ratio_q99": self._base.ratio_q99, "margin_s": self._base.margin_s}
             fitted = refit(self._planned_base, self._planned, [seen.step for seen in self._window])
-            self._rebase(replace(fitted, ratio_q99=base.ratio_q99, margin_s=base.margin_s))
+            self._rebase(replace(fitted, **bounds))
         if self._base is None:
             return
         ratio_q99, margin_s = _errors_of(counted)

@@ -89,14 +89,14 @@ def test_scheduling_is_a_part_of_the_step_that_the_gate_predicts(
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
     def ask(name: str, num_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=MIN_OBSERVATIONS // 2 + 2)
+        sampling = SamplingParams(max_tokens=MIN_OBSERVATIONS // 2 + 6)
         rollout.add_request(Request(name, [1] * num_tokens, sampling, None, block_hasher=hasher))
 
     # Without a model the gate admits no prefill beside a decode: so two decode together, and then one alone.
     for prompts in ({"a": 9, "b": 5}, {"c": 7}):
         for name, num_tokens in prompts.items():
             ask(name, num_tokens)
-        for _ in range(MIN_OBSERVATIONS):
+        for _ in range(2 * MIN_OBSERVATIONS):
             if rollout.has_unfinished_requests():
                 step()
     assert rollout.recorder.is_profiled
