@@ -22,7 +22,7 @@ from rose.trainers.turns import RouterTurns, TurnAnswer
 pytestmark = pytest.mark.vllm
 ADMIN = {"Authorization": "Bearer adm"}
 JOB_KEY = "a-long-secret"
-LIMIT, NUM_CHATS, NUM_TURNS, NUM_TOKENS = 3, 3, 2, 700
+LIMIT, NUM_CHATS, NUM_TURNS, NUM_TOKENS = 3, 4, 2, 700
 PATIENT = "{stall_s: 300, first_token_s: 300, lost_after_s: 300, stream_interval: 1}"
 PROMPT = list(range(40, 60))
 SAMPLING: Json = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
