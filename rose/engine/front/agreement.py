@@ -45,21 +45,33 @@ class RouterQuestions:
             answer = self._answered("GET", "/v1/models")
             cards = answer.json()["data"] if answer.status_code == 200 else []
             if not cards:
-                self._wait("the router has no model yet")
+                self._wait(self._url, "the router has no model yet")
             elif missing := sorted(set(names) - {card["id"] for card in cards}):
                 known = ", ".join(sorted(card["id"] for card in cards))
-                self._wait(f"--served-model-name {missing[0]}: the router serves {known} so far")
+                reason = f"--served-model-name {missing[0]}: the router serves {known} so far"
+                self._wait(self._url, reason)
             else:
                 return served_card(cards, names, model_dir)
 
     def is_open(self, url: str) -> bool:
-        """Whether the router at ``url`` takes requests without a key."""
+        """Whether the router at ``url`` takes requests without a key. Another one than the client's own that
+        has gone counts as one that did not listen when the front started.
+
+        Raises: ConfigError if the client's own has gone.
+        """
         request = httpx.Request("GET", f"{url}/v1/models")  # without the client's own headers
+        began = time.monotonic()
         while True:
             try:
                 return self._client.send(request).status_code != httpx.codes.UNAUTHORIZED
             except httpx.TransportError as error:
-                self._wait(f"it does not answer ({type(error).__name__})")
+                if time.monotonic() - began <= ROUTER_S:
+                    self._wait(url, f"it does not answer ({type(error).__name__})")
+                elif httpx.URL(url) == self._url:
+                    raise _gone(url, error) from error
+                else:
+                    logger.warning("not known whether a key is wanted router=%s error=%r", url, error)
+                    return False
 
     def _answered(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """Returns an answer of the router that asking again would not change.
@@ -72,11 +84,8 @@ class RouterQuestions:
                 response = self._client.request(method, path, json=body)
             except httpx.TransportError as error:
                 if time.monotonic() - began > ROUTER_S:
-                    raise ConfigError(
-                        f"--router {self._url}: does not answer ({type(error).__name__}); start rose router"
-                        f" first, or give its address"
-                    ) from error
-                self._wait(f"it does not answer ({type(error).__name__})")
+                    raise _gone(self._url, error) from error
+                self._wait(self._url, f"it does not answer ({type(error).__name__})")
                 continue
             if response.status_code == 401:
                 raise ConfigError(
@@ -84,12 +93,12 @@ class RouterQuestions:
                 )
             if response.status_code < 500 and response.status_code not in _PASSING:
                 return response
-            self._wait(f"it answers {response.status_code} {response.text[:_SHOWN_CHARACTERS]}")
+            self._wait(self._url, f"it answers {response.status_code} {response.text[:_SHOWN_CHARACTERS]}")
             began = time.monotonic()
 
-    def _wait(self, reason: str) -> None:
+    def _wait(self, url: str, reason: str) -> None:
         if time.monotonic() - self._said_at >= _SAY_AGAIN_S:
-            logger.info("waiting for the router router=%s reason=%s", self._url, reason)
+            logger.info("waiting for the router router=%s reason=%s", url, reason)
             self._said_at = time.monotonic()
         time.sleep(_ASK_AGAIN_S)
 
@@ -115,6 +124,13 @@ class RouterQuestions:
                 f" they give {what} {answer!r:.120}, this one {own!r:.120}; give the workers' own model, or"
                 f" its --tokenizer"
             )
+
+
+def _gone(url: str, error: httpx.TransportError) -> ConfigError:
+    return ConfigError(
+        f"--router {url}: does not answer ({type(error).__name__}); start rose router first, or give its"
+        " address"
+    )
 
 
 def served_card(

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 import uvloop
@@ -27,7 +28,7 @@ from rose.config import Settings, make_private_dir, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
 from rose.ports import url_host
-from rose.scheduler.rollout.http.guard import ClientConnection, RefusedConnection
+from rose.scheduler.rollout.http.guard import ClientConnection, Handshake, RefusedConnection
 from rose.scheduler.rollout.http.service import Service
 from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
 from rose.scheduler.rollout.turn.dataplane import POLICIES, DataPlane
@@ -55,6 +56,7 @@ class RunningRouter:
         self._config = config
         self._listeners: list[asyncio.Server] = []
         self._connections = set[ClientConnection]()
+        self._handshakes = WeakSet[Handshake]()
         self.url = ""
         self.fronts: asyncio.Task[None] | None = None
         """Ends with a ConfigError if the fronts refuse their flags."""
@@ -109,7 +111,7 @@ class RunningRouter:
         shows: ssl.SSLContext | None,
     ) -> tuple[str, int]:
         """Returns the address that it got. Raises: OSError."""
-        limit_s = self._handshake_s if shows is not None else None
+        limit_s = min(self._config.idle_s, _HANDSHAKE_S) if shows is not None else None
         listener = await asyncio.get_running_loop().create_server(
             *(accepted, host, port), ssl=shows, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
         )
@@ -117,18 +119,12 @@ class RunningRouter:
         own_host, own_port = listener.sockets[0].getsockname()[:2]
         return str(own_host), int(own_port)
 
-    @property
-    def _handshake_s(self) -> float:
-        return min(self._config.idle_s, _HANDSHAKE_S)
-
-    def _accepted(self) -> ClientConnection | RefusedConnection:
-        if len(self._connections) >= self._config.max_connections:
+    def _accepted(self) -> ClientConnection | Handshake | RefusedConnection:
+        if len(self._connections) + len(self._handshakes) >= self._config.max_connections:
             return RefusedConnection(self._config.max_connections)
         connection = self._connection(self._connections)
-        if self._config.tls_certificate is not None:  # it counts while it shakes hands
-            self._connections.add(connection)
-            asyncio.get_running_loop().call_later(self._handshake_s, connection.leave_unless_made)
-        return connection
+        has_tls = self._config.tls_certificate is not None
+        return Handshake(self._handshakes, connection) if has_tls else connection
 
     def _connection(self, is_open: set[ClientConnection]) -> ClientConnection:
         assert self._runner.server is not None

@@ -72,6 +72,34 @@ def test_a_router_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         RouterQuestions(client).card([], "dir")
 
 
+async def test_another_router_that_has_gone_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agreement, "ROUTER_S", 0.0)
+    async with ScriptedWorker() as worker, running_router(worker.url, api_key="cli") as router:
+        async with running_router(worker.url) as other:
+            pass
+
+        def ask() -> list[bool]:
+            with http_client(router.url, key="cli", timeout=30) as client:
+                questions = RouterQuestions(client)
+                questions.card([], "nowhere")
+                return [questions.is_open(url) for url in (router.url, other.url)]
+
+        assert await asyncio.to_thread(ask) == [False, False]
+    said = [each.getMessage() for each in caplog.records if each.name == agreement.__name__]
+    assert len(said) == 1 and other.url in said[0]
+
+
+def test_whether_the_only_router_is_open_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "ROUTER_S", 0.0)
+    with (
+        http_client(NOWHERE, key=None, timeout=1) as client,
+        pytest.raises(ConfigError, match=f"--router {NOWHERE}: does not answer"),
+    ):
+        RouterQuestions(client).is_open(NOWHERE)
+
+
 async def test_a_router_that_wants_another_key_is_named() -> None:
     async with ScriptedWorker() as worker, running_router(worker.url, api_key="secret") as router:
         with (

@@ -29,7 +29,8 @@ class AdminChanges:
     def __init__(self, plane: DataPlane) -> None:
         """Reads the state file. Raises: ConfigError if it can't be read."""
         self._plane = plane
-        self.entries = Entries(plane.registry.name, plane.config.state)
+        in_settings = frozenset(f"worker {spec.id}" for spec in plane.config.workers)
+        self.entries = Entries(plane.registry.name, plane.config.state, in_settings)
         self.noted: Callable[[], None] = lambda: None
         """Called when an admin has set something."""
         self._effects: Mapping[str, Callable[[str, Value], None]] = {

@@ -2,7 +2,8 @@
 
 Owns: the entries, each with a version, and the file that holds them.
 Promises: of two values of one entry the one with the higher version counts, at every router. What was set is
-in the file before its caller is answered. The file is replaced whole by one writer at a time, and only its
+in the file before its caller is answered. Old removals are dropped, but never those of this router's own
+settings, which would come back. The file is replaced whole by one writer at a time, and only its
 owner can read it, because it holds the keys of jobs.
 Never does: know what an entry means (changes.py), speak to peers (peers.py), wait for the disk on the event
 loop, whose streams would all stop.
@@ -68,8 +69,12 @@ class _Kept(BaseModel):
 class Entries:
     """All entries of one router. Runs on its event loop."""
 
-    def __init__(self, writer: str, file: Path | None) -> None:
-        """Reads ``file``, if there is one. Raises: ConfigError if it can't be read."""
+    def __init__(self, writer: str, file: Path | None, in_settings: frozenset[str]) -> None:
+        """Reads ``file``, if there is one. Raises: ConfigError if it can't be read.
+
+        in_settings: the keys whose removals are never dropped.
+        """
+        self._in_settings = in_settings
         self._writer = writer
         self._file = file
         self._kept = _read(file) if file is not None else _Kept()
@@ -89,9 +94,11 @@ class Entries:
 
     @property
     def digest(self) -> str:
-        """A hash that is equal at two routers if all their entries are."""
+        """A hash that is equal at two routers if all their entries are. It leaves out the old removals that a
+        router keeps because of its own settings."""
         if self._digest is None:
-            ranks = sorted((key, entry.rank) for key, entry in self._kept.entries.items())
+            own, old = self._kept.entries, self._old_removals()
+            ranks = sorted((key, entry.rank) for key, entry in own.items() if key not in old)
             self._digest = hashlib.sha256(repr(ranks).encode()).hexdigest()
         return self._digest
 
@@ -118,19 +125,23 @@ class Entries:
             await self.save()
 
     def _changed(self) -> None:
-        self._drop_old_removals()
+        for key in self._old_removals() - self._in_settings:
+            del self._kept.entries[key]
         self._num_changes += 1
         self._digest = None
 
-    def _drop_old_removals(self) -> None:
-        """Bounds what platforms leave that add and remove a job per run. Every peer drops the same."""
+    def _old_removals(self) -> set[str]:
+        """Returns the keys of removals beyond the bound, which platforms leave that add and remove a job per
+        run. They are the same at every peer."""
         removed: dict[str, list[str]] = {}
         for key, entry in self._kept.entries.items():
             if entry.value is None or entry.value is False:
                 removed.setdefault(key.partition(" ")[0], []).append(key)
-        for keys in removed.values():
-            for key in sorted(keys, key=lambda key: self._kept.entries[key].rank)[:-_MOST_REMOVED]:
-                del self._kept.entries[key]
+        return {
+            key
+            for keys in removed.values()
+            for key in sorted(keys, key=lambda key: self._kept.entries[key].rank)[:-_MOST_REMOVED]
+        }
 
     async def save(self) -> None:
         """Returns once the file holds everything that is set now. A caller that is cancelled leaves the

@@ -85,6 +85,31 @@ async def test_a_job_per_run_leaves_a_bounded_file_and_peers_agree(
             assert kept_of(state) == {"paused math": True, **{f"job run-{n}": None for n in (5, 6, 7)}}
 
 
+async def test_the_removal_of_a_worker_of_the_settings_is_never_forgotten_and_peers_without_it_agree(
+    start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "_MOST_REMOVED", 3)
+    state = tmp_path / "router.json"
+    async with ScriptedWorker() as gone, ScriptedWorker() as kept, ScriptedWorker() as added:
+        async with (
+            start_router(gone, kept, state=state) as client,
+            start_router(kept, peers=(client.router.url,)) as peer,
+        ):
+            own, theirs = (each.router._service.changes.entries for each in (client, peer))
+            port = added.id.partition(":")[2]
+            others = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "127.0.0.2", "127.0.0.3")]
+            for name in (gone.id, *others):
+                if name in others:
+                    assert (await client.post("/workers", {"url": f"http://{name}"}))[0] == 201
+                async with client.http.delete(f"{client.router.url}/workers/{name}") as response:
+                    assert response.status == 200
+                await until(lambda: own.digest == theirs.digest)
+            assert kept_of(state) == {f"worker {name}": None for name in (gone.id, *others[1:])}
+            assert sorted(theirs.all()) == sorted(f"worker {name}" for name in others[1:])
+        async with start_router(gone, kept, state=state) as client:
+            assert [worker.id for worker in client.router.plane.registry.workers()] == [kept.id]
+
+
 class SlowDisk:
     """What every fsync of this process waits for."""
 
