@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from rose.errors import RelayError, RoseError
-from rose.messages import WeightUpdate
+from rose.messages import NOTHING_PUBLISHED, WeightUpdate
 from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, Delivery, WorkerClient, next_pause
 from rose.transfer.follow.follower import Follower
 from rose.transfer.format import manifest as keys
@@ -22,8 +22,6 @@ from rose.transfer.format.manifest import Ack, pack_body
 from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
-
-NOTHING_PUBLISHED = "the run has published nothing in this relay"
 
 
 class Store(Protocol):

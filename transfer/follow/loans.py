@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rose.errors import RelayError, RoseError, WorkerError
 from rose.host_memory import available_bytes
+from rose.messages import NOTHING_PUBLISHED
 from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, WorkerClient, next_pause
 from rose.transfer.follow.follower import Follower
-from rose.transfer.follow.following import NOTHING_PUBLISHED, Subscriber
+from rose.transfer.follow.following import Subscriber
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
