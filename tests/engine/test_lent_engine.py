@@ -139,7 +139,7 @@ def of_code(stock: StockAnswers, index: int = 0) -> tuple[list[int], list[float]
     return fresh["tokens"], fresh["logprobs"]
 
 
-async def test_base_weights_answer_no_turn_of_a_run_of_another_architecture_and_the_gpu_goes_back(fleet: Fleet) -> None:
+async def test_base_weights_answer_no_turn_of_a_run_of_another_architecture(fleet: Fleet) -> None:
     async with jobs_of(fleet) as jobs:
         refused = await jobs.ask("odd", probes()[0])
         assert refused["status"] == 503
