@@ -96,6 +96,10 @@ class Subscriber:
         """Whether a worker runs these weights."""
         return self._of(name).delivered is not None
 
+    def taken_at_s(self, name: str) -> float:
+        """When a worker last took these weights, whether or not it runs them still."""
+        return self._of(name).taken_at_s
+
     def _of(self, name: str) -> Delivery:
         return next(each for each in self._deliveries if each.name == name)
 

@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,16 @@ from waiting_for import DEADLINE_S, wait_for
 
 from rose.engine.http.loaned_run import LoanedRun
 from rose.errors import RelayError
+from rose.transfer.follow import delivery, loans
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.following import Subscriber
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
 from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.manifest import LayoutBody, layout_key, unpack_body
 from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.opening import open_relay
 
 
 def drawn(seed: int, rows: int = 200) -> Weights:
@@ -137,6 +144,68 @@ def test_what_a_worker_can_not_follow_is_told_with_the_reason(
     wait_for(lambda: worker.loan is not None and worker.loan.run == "a")
     assert set(worker.loaded) == {"a/0"}
     other.close()
+
+
+@contextmanager
+def loans_of(
+    url: str, worker: LoadingWorker, folder: Path, architecture: Callable[[], Architecture | None]
+) -> Iterator[None]:
+    """The loans of a worker without a run of its own, in this process."""
+    link = partial(open_relay, url)
+    with ExitStack() as opened:
+        client = opened.enter_context(closing(delivery.WorkerClient(worker.url, "secret")))
+        store = opened.enter_context(closing(SharedMirror(folder)))
+        relay = opened.enter_context(closing(link()))
+        home = Subscriber(relay, Follower(relay, "home", WeightMirror(store=store)), store, [("w", client)])
+
+        def open_run(run: str, accept: Callable[[loans.LentRun, LayoutBody], None]) -> loans.LentRun:
+            return loans.LentRun(run, folder / run, link, {"w": client}, (), None, None, accept)
+
+        opened.enter_context(closing(loans.Loans(home, {"w": client}, open_run, architecture)))
+        yield
+
+
+def problem_of(worker: LoadingWorker, run: str) -> str | None:
+    return worker.loan.problems.get(run) if worker.loan is not None else None
+
+
+def test_a_mirror_that_a_worker_holds_stays_where_there_is_no_memory_for_another(
+    embedded_url: str,
+    worker: LoadingWorker,
+    runs: list[tuple[WeightPublisher, Weights]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with loans_of(embedded_url, worker, tmp_path, lambda: None):
+        worker.lend("a")
+        wait_for(lambda: worker.version == "a/0")
+        monkeypatch.setattr(loans, "available_bytes", lambda: 0)
+        worker.lend("b")
+        wait_for(lambda: problem_of(worker, "b"))
+        assert "beside those that engines hold, 0 are free" in str(problem_of(worker, "b"))
+        assert (tmp_path / "a" / "weights.safetensors").exists()
+        assert worker.waits_s[0] == 0, "the first answer is waited for"
+
+
+def test_a_run_that_fails_in_a_way_that_nobody_foresaw_is_told(
+    embedded_url: str, worker: LoadingWorker, runs: list[tuple[WeightPublisher, Weights]], tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with loans_of(embedded_url, worker, tmp_path, fail):
+        worker.lend("a")
+        wait_for(lambda: problem_of(worker, "a"))
+        assert "ZeroDivisionError" in str(problem_of(worker, "a"))
+
+
+def test_a_lent_run_leaves_the_files_of_another_subscriber_alone(embedded_url: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with closing(SharedMirror(tmp_path)), pytest.raises(ValueError, match="another subscriber"):
+        loans.LentRun(
+            "a", tmp_path, partial(open_relay, embedded_url), {}, (), None, None, lambda run, body: None
+        )
+    assert (tmp_path / "kept").exists()
 
 
 def body(num_tensors: int = 2, rows: int = 4, **config: JsonValue) -> LayoutBody:
