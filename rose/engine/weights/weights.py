@@ -263,7 +263,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
                 what = "the speculative head"
                 fix = "publish them too, and make plans with rose plan --speculative-config"
             self.stale_drafter = (
-                f"{what} keeps the weights of its checkpoint: the run has no tensors for it; {fix}"
+                f"{what} keeps the weights that it has: the run has no tensors for it; {fix}"
             )
             if was_stale is None:
                 logger.warning("drafter not updated: %s", self.stale_drafter)

@@ -146,6 +146,9 @@ def test_what_a_worker_can_not_follow_is_told_with_the_reason(
     other.close()
 
 
+TIED = "tie_word_embeddings"
+
+
 @contextmanager
 def loans_of(
     url: str, worker: LoadingWorker, folder: Path, architecture: Callable[[], Architecture | None]
@@ -215,7 +218,7 @@ def body(num_tensors: int = 2, rows: int = 4, **config: JsonValue) -> LayoutBody
 
 def test_weights_with_other_tensors_or_another_config_are_of_another_architecture() -> None:
     shapes = {"t0": (4, 2), "t1": (4, 2), "lm_head.weight": (4, 2)}
-    own = Architecture(shapes=shapes, config={"num_attention_heads": 4, "model_type": "qwen3"})
+    own = Architecture(shapes=shapes, config={"num_attention_heads": 4, TIED: True})
     own.require("r", body(num_attention_heads=4, rms_norm_eps=1e-6))
     wrongs = {
         "t1 is missing": body(1),
@@ -226,6 +229,46 @@ def test_weights_with_other_tensors_or_another_config_are_of_another_architectur
     for reason, wrong in wrongs.items():
         with pytest.raises(RelayError, match=reason):
             own.require("r", wrong)
+
+
+def body_of(*names: str, **config: JsonValue) -> LayoutBody:
+    return LayoutBody.of(
+        Layout([TensorSpec(name=n, dtype="BF16", shape=(4, 2)) for n in names]), config=config
+    )
+
+
+def test_a_run_may_leave_out_a_head_only_if_the_model_ties_it() -> None:
+    shapes = {"t0": (4, 2), "lm_head.weight": (4, 2)}
+    untied, tied, unknown = (Architecture(shapes=shapes, config=c) for c in ({TIED: False}, {TIED: True}, {}))
+    bare = Architecture(shapes={"t0": (4, 2)}, config={})
+    tied.require("r", body_of("t0"))
+    tied.require("r", body_of("t0", "lm_head.weight", **{TIED: True}))
+    bare.require("r", body_of("t0", "lm_head.weight", **{TIED: True}))
+    bare.require("r", body_of("t0"))
+    wrongs = [
+        (untied, body_of("t0"), "lm_head.weight is missing"),
+        (unknown, body_of("t0"), "lm_head.weight is missing"),
+        (untied, body_of("t0", "lm_head.weight", **{TIED: True}), "its tie_word_embeddings is True"),
+        (tied, body_of("t0", "lm_head.weight", **{TIED: False}), "its tie_word_embeddings is False"),
+        (bare, body_of("t0", "lm_head.weight", **{TIED: False}), "lm_head.weight is not known"),
+    ]
+    for own, wrong, reason in wrongs:
+        with pytest.raises(RelayError, match=reason):
+            own.require("r", wrong)
+
+
+def test_a_run_may_leave_out_what_the_main_model_does_not_compute_with() -> None:
+    main = ("model.layers.0.q", "model.layers.1.q")
+    heads = ("model.mtp_layers.0.q", "mtp.fc.weight", "model.mtp_block.0.q", "model.layers.2.q")
+    names = (*main, *heads, "model.layers.0.self_attn.rotary_emb.inv_freq", "drafter.q")
+    shapes = dict.fromkeys(names, (4, 2))
+    own = Architecture(shapes=shapes, config={"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    own.require("r", body_of(*main))
+    own.require("r", body_of(*names))
+    with pytest.raises(RelayError, match=r"model\.layers\.1\.q is missing"):
+        own.require("r", body_of(main[0]))
+    with pytest.raises(RelayError, match=r"model\.layers\.2\.q is missing"):
+        Architecture(shapes=shapes, config={"num_hidden_layers": 3}).require("r", body_of(*main))
 
 
 def test_a_trainers_module_says_what_its_architecture_is(embedded_url: str) -> None:
