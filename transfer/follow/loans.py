@@ -66,9 +66,12 @@ class LentRun:
             opened.callback(shutil.rmtree, folder, ignore_errors=True)
             opened.enter_context(closing(store))
             self.mirror = WeightMirror(tuple(plans), store)
-            follower = Follower(
-                link, run_id, self.mirror, base, public_key, accept=lambda body: accept(self, body)
-            )
+
+            def accept_anew(body: LayoutBody) -> None:
+                store.drop_coming()  # its memory counts as free
+                accept(self, body)
+
+            follower = Follower(link, run_id, self.mirror, base, public_key, accept=accept_anew)
             self.subscriber = Subscriber(link, follower, store, list(workers.items()))
             self._opened = opened.pop_all()
         for name in workers:

@@ -25,7 +25,7 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
 from rose.transfer.format.layout import Layout, TensorSpec
-from rose.transfer.format.manifest import LayoutBody, layout_key, unpack_body
+from rose.transfer.format.manifest import LayoutBody, bucket_key, layout_key, unpack_body
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
@@ -188,6 +188,27 @@ def test_a_mirror_that_a_worker_holds_stays_where_there_is_no_memory_for_another
         assert "beside those that engines hold, 0 are free" in str(problem_of(worker, "b"))
         assert (tmp_path / "a" / "weights.safetensors").exists()
         assert worker.waits_s[0] == 0, "the first answer is waited for"
+
+
+def test_the_memory_of_a_fetch_that_broke_off_is_free_for_the_next_try(
+    embedded_url: str,
+    worker: LoadingWorker,
+    runs: list[tuple[WeightPublisher, Weights]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    relay = runs[0][0].relay
+    (key,) = relay.keys(bucket_key("a", 0, None, 0))
+    frame = relay.get(key)
+    assert frame is not None
+    relay.remove([key])
+    file = tmp_path / "a" / "weights.partial"
+    monkeypatch.setattr(loans, "available_bytes", lambda: 0 if file.exists() else 10**9)
+    with loans_of(embedded_url, worker, tmp_path, lambda: None):
+        worker.lend("a")
+        wait_for(file.exists)
+        relay.put(key, frame)
+        wait_for(lambda: worker.version == "a/0")
 
 
 def test_a_run_that_fails_in_a_way_that_nobody_foresaw_is_told(
