@@ -148,6 +148,10 @@ class Lease(BaseModel):
     none."""
 
 
+NOTHING_PUBLISHED = "the run has published nothing in this relay"
+"""The problem of a run for whose jobs base weights will do."""
+
+
 class RoutingStatus(BaseModel):
     """The part of ``GET /rose/v1/status`` that a router needs. Fields that it doesn't know are kept."""
 

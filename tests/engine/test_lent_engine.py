@@ -139,6 +139,14 @@ def of_code(stock: StockAnswers, index: int = 0) -> tuple[list[int], list[float]
     return fresh["tokens"], fresh["logprobs"]
 
 
+async def test_base_weights_answer_no_turn_of_a_run_of_another_architecture(fleet: Fleet) -> None:
+    async with jobs_of(fleet) as jobs:
+        refused = await jobs.ask("odd", probes()[0])
+        assert refused["status"] == 503
+        assert "run odd-1 is of another architecture than this engine's model" in refused["error"]["message"]
+        assert await jobs.probe("math") == of_math(fleet)
+
+
 async def test_each_jobs_turns_are_answered_as_by_a_fresh_engine_with_its_weights(
     fleet: Fleet, stock: StockAnswers
 ) -> None:
@@ -151,15 +159,6 @@ async def test_each_jobs_turns_are_answered_as_by_a_fresh_engine_with_its_weight
         for number, (job, answer) in enumerate(zip(order, found, strict=True)):
             index = number % 3
             assert answer == (of_math(fleet, index) if job == "math" else of_code(stock, index))
-
-
-async def test_a_run_of_another_architecture_is_refused_and_the_gpu_goes_back(fleet: Fleet) -> None:
-    async with jobs_of(fleet) as jobs:
-        assert await jobs.probe("math") == of_math(fleet)
-        refused = await jobs.ask("odd", probes()[0])
-        assert refused["status"] == 503
-        assert "run odd-1 is of another architecture than this engine's model" in refused["error"]["message"]
-        assert await jobs.probe("math") == of_math(fleet)
 
 
 async def test_a_switch_outlives_the_death_of_the_subscriber_and_of_the_engine(

@@ -26,6 +26,8 @@ class LoadingWorker:
         self.may_load = threading.Event()
         self.may_load.set()
         self.version: str | None = None
+        self.waits_s: list[float] = []
+        """The waits that were asked for at that route."""
         self.loan: LoanedRun | None = None
         """The run that it is to follow; None: it has no such route."""
         app = web.Application()
@@ -61,6 +63,7 @@ class LoadingWorker:
             return web.Response(status=404)
         asked = request.query
         wait_s = float(asked["wait_s"])
+        self.waits_s.append(wait_s)
         return web.json_response(
             {"run": await self.loan.asked(asked.get("knows"), asked.get("problem"), wait_s)}
         )

@@ -5,6 +5,7 @@ update (rose/engine/http/control.py). Nothing here looks at weights or talks to 
 """
 
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,8 @@ class Delivery:
         self.name = name
         self.delivered: WeightUpdate | None = None
         """The update that the worker runs."""
+        self.taken_at_s = -math.inf
+        """When the worker last took an update. It holds that mirror until it takes another one's."""
         self.is_wanted = True
         """Whether the worker is to run this run's weights. It may be lent to a job of another run."""
         self.problem: str | None = None
@@ -172,7 +175,7 @@ class Delivery:
         try:
             if is_new:
                 self._worker.load(update)
-                self.delivered = update
+                self.delivered, self.taken_at_s = update, time.monotonic()
                 logger.info("worker moved: name=%s version=%s", self.name, update.version)
             else:
                 self._check(update)

@@ -17,6 +17,7 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.run_choice import NAME_IT, RunChoice
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.checkpoint import fill_from_checkpoint
+from rose.transfer.format.layout import Layout
 from rose.transfer.format.manifest import (
     AdapterBody,
     BucketEntry,
@@ -80,6 +81,10 @@ class Follower:
         """
         self.mirror = mirror
         self.fetched_bytes = 0
+        self.is_empty = False
+        """Whether the run had published nothing at the last look."""
+        self.is_fetching = False
+        """Whether a snapshot is being fetched."""
         self._writer: str | None = None
         self._choice = RunChoice(relay) if run_id == AUTO_RUN else None
         self._followed: str | None = run_id if run_id != AUTO_RUN else None
@@ -109,6 +114,7 @@ class Follower:
         while True:
             run_id = self._followed = self._current_run()
             data = self._relay.get(keys.head_key(run_id)) if run_id is not None else None
+            self.is_empty = data is None
             if run_id is None or data is None:
                 return False
             head = unpack_body(data, Head, keys.head_key(run_id))
@@ -277,7 +283,13 @@ class Follower:
         self._require_kind(run_id, body.adapter)
         if self._accept is not None:
             self._accept(body)
-        layout = body.to_layout()
+        self.is_fetching = True
+        try:
+            self._fetch_snapshot(run_id, number, body.to_layout())
+        finally:
+            self.is_fetching = False
+
+    def _fetch_snapshot(self, run_id: str, number: int, layout: Layout) -> None:
         manifest = self._body(keys.manifest_key(run_id, number, None), Manifest)
         if self._base_checkpoint is not None:
             planes = self.mirror.make_planes(layout)

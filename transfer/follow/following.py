@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from rose.errors import RelayError, RoseError
-from rose.messages import WeightUpdate
+from rose.messages import NOTHING_PUBLISHED, WeightUpdate
 from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, Delivery, WorkerClient, next_pause
 from rose.transfer.follow.follower import Follower
 from rose.transfer.format import manifest as keys
@@ -22,8 +22,6 @@ from rose.transfer.format.manifest import Ack, pack_body
 from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
-
-NOTHING_PUBLISHED = "the run has published nothing in this relay"
 
 
 class Store(Protocol):
@@ -57,7 +55,8 @@ class Subscriber:
         self._stepping = threading.Lock()
         self._has_asked = False
         """Whether a worker has come to want the weights, and that was not looked at yet."""
-        self._has_looked = False
+        self._is_due = False
+        """Whether a worker has come to want the weights, and the run was not looked at since."""
         self.error: RoseError | OSError | None = None
         """Why the last look failed."""
 
@@ -72,25 +71,37 @@ class Subscriber:
     def want(self, name: str, is_wanted: bool) -> None:
         """Says whether a worker is to run these weights; delivers what there is at once. Any thread may call
         it, and it does not wait."""
-        for delivery in self._deliveries:
-            if delivery.name == name:
-                delivery.want(is_wanted)
+        delivery = self._of(name)
+        is_new = is_wanted and not delivery.is_wanted
+        delivery.want(is_wanted)
+        if is_new:
+            with self._ended:
+                self._is_due = True
+                self._ended.notify_all()
         if is_wanted:
             self._has_asked = True
             self._deliver_now(time.monotonic())
 
     def problem(self, name: str) -> str | None:
         """Returns why a worker has not got these weights, as far as something is known to be wrong."""
-        delivery = next(each for each in self._deliveries if each.name == name)
+        if self._is_due or self._follower.is_fetching:
+            return None  # what is known is of an earlier try
         if self.error is not None:
             return str(self.error)
-        if self._has_looked and self._follower.mirror.version is None:
+        if self._follower.is_empty and self._follower.mirror.version is None:
             return NOTHING_PUBLISHED
-        return delivery.problem
+        return self._of(name).problem
 
     def has_delivered(self, name: str) -> bool:
         """Whether a worker runs these weights."""
-        return any(each.name == name and each.delivered is not None for each in self._deliveries)
+        return self._of(name).delivered is not None
+
+    def taken_at_s(self, name: str) -> float:
+        """When a worker last took these weights, whether or not it runs them still."""
+        return self._of(name).taken_at_s
+
+    def _of(self, name: str) -> Delivery:
+        return next(each for each in self._deliveries if each.name == name)
 
     @property
     def run_id(self) -> str | None:
@@ -103,12 +114,12 @@ class Subscriber:
         return any(delivery.is_wanted for delivery in self._deliveries)
 
     def _look(self, now_s: float) -> None:
+        was_due = self._is_due
         try:
             is_read = any(delivery.reads_mirror(now_s) for delivery in self._deliveries)
-            # A run that no worker has wanted yet is not fetched.
-            if now_s >= self._retry_at_s and (self.is_wanted or self._follower.mirror.version is not None):
+            if self._is_followed and (was_due or now_s >= self._retry_at_s):
                 self._follower.advance(may_move=not is_read)
-                self._retry_s, self.error, self._has_looked = FIRST_RETRY_S, None, True
+                self._retry_s, self.error = FIRST_RETRY_S, None
             for delivery in self._deliveries:
                 self._deliver(delivery, now_s)
             self._store.forget(set().union(*(each.versions for each in self._deliveries if each.is_wanted)))
@@ -117,6 +128,13 @@ class Subscriber:
             logger.warning("weights not fetched, next try in %.1f s: %s", self._retry_s, error)
             self._retry_at_s, self.error = now_s + self._retry_s, error
             self._retry_s = next_pause(self._retry_s)
+        if was_due:
+            self._is_due = False
+
+    @property
+    def _is_followed(self) -> bool:
+        """A run that no worker has wanted yet is not fetched."""
+        return self.is_wanted or self._follower.mirror.version is not None
 
     def _deliver_now(self, now_s: float) -> None:
         """Begins the deliveries that are due, unless a look is on its way, which does it in the end."""
@@ -133,12 +151,14 @@ class Subscriber:
         """Returns when step() may have something to do."""
         retries = [each.retry_at_s - now_s for each in self._deliveries if each.retry_at_s > now_s]
         with self._ended:
-            if any(delivery.is_busy for delivery in self._deliveries):
+            if self._is_due:
+                return
+            if any(delivery.is_busy for delivery in self._deliveries) or not self._is_followed:
                 self._ended.wait(STATUS_EVERY_S)  # the end of a delivery is acknowledged at once
                 return
-        if now_s < self._retry_at_s:
-            time.sleep(self._retry_at_s - now_s)
-            return
+            if now_s < self._retry_at_s:
+                self._ended.wait(self._retry_at_s - now_s)
+                return
         try:
             self._follower.wait(min([STATUS_EVERY_S, *retries]))
         except RelayError as error:
@@ -156,8 +176,9 @@ class Subscriber:
         for delivery in self._deliveries:
             update = delivery.delivered
             if not delivery.is_wanted:
-                if (left := self._acknowledged.pop(delivery.name, None)) is not None:
+                if (left := self._acknowledged.get(delivery.name)) is not None:
                     self._relay.remove([keys.ack_prefix(left[0].rpartition("/")[0]) + delivery.name])
+                    del self._acknowledged[delivery.name]
                 continue
             said, renew_at_s = self._acknowledged.get(delivery.name, (None, 0.0))
             if update is None or (said == update.version and now_s < renew_at_s):

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rose.errors import RelayError, RoseError, WorkerError
 from rose.host_memory import available_bytes
+from rose.messages import NOTHING_PUBLISHED
 from rose.transfer.follow.delivery import FIRST_RETRY_S, STATUS_EVERY_S, WorkerClient, next_pause
 from rose.transfer.follow.follower import Follower
-from rose.transfer.follow.following import NOTHING_PUBLISHED, Subscriber
+from rose.transfer.follow.following import Subscriber
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
@@ -61,12 +62,16 @@ class LentRun:
         check_name(run_id, "run id")
         with ExitStack() as opened:
             link = opened.enter_context(closing(relay()))
+            store = SharedMirror(folder)  # another one's files stay, if it has the folder
             opened.callback(shutil.rmtree, folder, ignore_errors=True)
-            store = opened.enter_context(closing(SharedMirror(folder)))
+            opened.enter_context(closing(store))
             self.mirror = WeightMirror(tuple(plans), store)
-            follower = Follower(
-                link, run_id, self.mirror, base, public_key, accept=lambda body: accept(self, body)
-            )
+
+            def accept_anew(body: LayoutBody) -> None:
+                store.drop_coming()  # its memory counts as free
+                accept(self, body)
+
+            follower = Follower(link, run_id, self.mirror, base, public_key, accept=accept_anew)
             self.subscriber = Subscriber(link, follower, store, list(workers.items()))
             self._opened = opened.pop_all()
         for name in workers:
@@ -75,8 +80,8 @@ class LentRun:
         self.used_at_s = time.monotonic()
         self._is_ending = threading.Event()
         # A daemon: a relay that hangs does not keep the process from stopping.
-        self._thread = threading.Thread(target=self._run, name=run_id, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=run_id, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         with self._opened:
@@ -90,13 +95,13 @@ class LentRun:
 
     @property
     def has_ended(self) -> bool:
-        return not self._thread.is_alive()
+        return not self.thread.is_alive()
 
     def end(self, *, waits: bool) -> None:
         """Has the thread end and remove the mirror. waits: until it has, for a while at most."""
         self._is_ending.set()
-        if waits and self._thread is not threading.current_thread():
-            self._thread.join(_END_S)
+        if waits and self.thread is not threading.current_thread():
+            self.thread.join(_END_S)
 
 
 class Loans:
@@ -118,6 +123,10 @@ class Loans:
         self._open_run = open_run
         self._architecture = architecture
         self._lent: dict[str, LentRun] = {}
+        self._ending: dict[str, threading.Thread] = {}
+        """The threads of those that are done with, which remove their mirrors."""
+        self._failed: dict[str, tuple[str, float]] = {}
+        """Why following a run ended by itself, and until when it is not tried again."""
         self._changing = threading.Lock()
         self._is_ending = threading.Event()
         for name in workers:
@@ -140,10 +149,9 @@ class Loans:
         failed_at_s: float | None = None
         problem: str | None = None
         retry_s = FIRST_RETRY_S
+        wait_s = 0.0  # what the worker is to follow is not known yet
         while not self._is_ending.is_set():
-            is_waiting = run is not None and problem is None and not self._has(name, run)
             try:
-                wait_s = _ASK_EVERY_S if is_waiting else STATUS_EVERY_S
                 said = self._workers[name].loaned_run(run, problem, wait_s)
             except WorkerError as error:
                 # The deliveries say so as well, and notice when the worker comes back.
@@ -161,6 +169,8 @@ class Loans:
                 failed_at_s = now_s if found is not None else None
             is_lasting = failed_at_s is not None and now_s - failed_at_s >= PATIENCE_S
             problem = found if found == NOTHING_PUBLISHED or is_lasting else None
+            is_waiting = run is not None and problem is None and not self._has(name, run)
+            wait_s = _ASK_EVERY_S if is_waiting else STATUS_EVERY_S
             if not self._workers[name].takes_loans:
                 self._is_ending.wait(STATUS_EVERY_S)
 
@@ -180,7 +190,7 @@ class Loans:
             self._end_unused()
             try:
                 if run is not None and run not in self._lent and run != self._home.run_id:
-                    self._lent[run] = self._open_run(run, self._accept)
+                    self._open(run)
             except (RoseError, ValueError, OSError) as error:
                 return str(error)
             target = self._of(run)
@@ -189,6 +199,22 @@ class Loans:
                     each.want(name, is_wanted=False)
             target.want(name, is_wanted=True)
         return target.problem(name) if run is not None else None
+
+    def _open(self, run: str) -> None:
+        """Raises: RoseError, ValueError, OSError where the run can't be followed now."""
+        reason, until_s = self._failed.get(run, ("", 0.0))
+        if time.monotonic() < until_s:
+            raise RelayError(reason)
+        if run in self._ending and self._ending[run].is_alive():
+            raise RelayError(f"the mirror of run {run} is being removed")
+        self._lent[run] = self._open_run(run, self._accept)
+
+    def _end(self, run: str) -> LentRun:
+        """Has a run end, and returns it."""
+        lent = self._lent.pop(run)
+        self._ending[run] = lent.thread
+        lent.end(waits=False)
+        return lent
 
     def _taken_layout(self) -> Layout | None:
         """Returns the layout of weights of a lent run that a worker has taken; None if there are none."""
@@ -205,10 +231,17 @@ class Loans:
         for run, lent in list(self._lent.items()):
             if lent.subscriber.is_wanted:
                 lent.used_at_s = now_s
+            if lent.has_ended:  # workers are told of it while it is not tried again
+                self._failed[run] = (str(lent.subscriber.error), now_s + 2 * PATIENCE_S)
             if lent.has_ended or now_s - lent.used_at_s > KEPT_S:
                 logger.info("mirror of a lent run goes: run=%s", run)
-                lent.end(waits=False)
-                del self._lent[run]
+                self._end(run)
+
+    def _held(self) -> set[Subscriber]:
+        """Returns the one for each worker whose mirror it holds, because it took that last. Removing it frees
+        no memory."""
+        every = [self._home, *(lent.subscriber for lent in self._lent.values())]
+        return {max(every, key=lambda each: each.taken_at_s(name)) for name in self._workers}
 
     def _accept(self, run: LentRun, body: LayoutBody) -> None:
         """Raises: RelayError for weights of another architecture, or for which the host has no memory."""
@@ -220,14 +253,18 @@ class Loans:
         needed = round(KEPT_FREE * body.to_layout().num_bytes)
         while (free := available_bytes()) < needed:
             with self._changing:
-                unused = [each for each in self._lent.values() if not each.subscriber.is_wanted]
+                held = self._held()
+                others = [each for each in self._lent.values() if each is not run]
+                unused = [
+                    each for each in others if not each.subscriber.is_wanted and each.subscriber not in held
+                ]
                 if not unused:
                     raise RelayError(
-                        f"run {run.run_id} needs {needed} bytes of this host's memory for its weights, "
-                        f"{free} are free; stop something, or follow fewer runs on this host"
+                        f"run {run.run_id} needs {needed} bytes of this host's memory for its weights beside "
+                        f"those that engines hold, {free} are free; stop something, or follow fewer runs on "
+                        "this host"
                     )
-                oldest = min(unused, key=lambda each: each.used_at_s)
-                del self._lent[oldest.run_id]
+                oldest = self._end(min(unused, key=lambda each: each.used_at_s).run_id)
             logger.info(
                 "mirror of a lent run goes, for another one: run=%s for=%s", oldest.run_id, run.run_id
             )

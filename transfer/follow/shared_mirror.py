@@ -71,11 +71,15 @@ class SharedMirror:
 
     def make_planes(self, layout: Layout, held: frozenset[int] | None) -> SharedPlanes:
         """Returns new planes; those in use stay until these hold a version. Raises: OSError."""
+        self.drop_coming()
+        self._coming = SharedPlanes(self._folder / "weights.partial", layout, held)
+        return self._coming
+
+    def drop_coming(self) -> None:
+        """Gives back the memory of a snapshot that was not fetched to its end."""
         if self._coming is not None:
             self._coming.remove()
             self._coming = None
-        self._coming = SharedPlanes(self._folder / "weights.partial", layout, held)
-        return self._coming
 
     @contextmanager
     def changing(self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]) -> Iterator[Note | None]:
@@ -99,9 +103,7 @@ class SharedMirror:
     def arrived(self, planes: WeightPlanes, version: WeightVersion, state_hash: StateHash) -> None:
         assert isinstance(planes, SharedPlanes)
         if planes is self._planes:
-            if self._coming is not None:  # of a snapshot that was not fetched to its end
-                self._coming.remove()
-                self._coming = None
+            self.drop_coming()
             self._steps.append(self._step(str(version), str(state_hash)))
             planes.settle(str(version), str(state_hash))
         else:

@@ -6,6 +6,7 @@ or transformers.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,16 @@ _KEYS = (
     "rope_theta",
     "layer_types",
     "sliding_window",
+    "tie_word_embeddings",
 )
 """Fields that change what the same weights compute."""
-_TIED = "lm_head.weight"
+_HEAD, _IS_TIED = "lm_head.weight", "tie_word_embeddings"
 """Trainers may publish a tied head or leave it out."""
-_DRAFTER = "drafter."
+_BESIDE = re.compile(r"^drafter\.|(^|\.)mtp(_\w+)?\.|\brotary_emb\.inv_freq$")
+"""What the main model does not compute with: drafters, speculative heads (MTP), and frequencies that follow
+from config.json. A run may leave it out."""
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+"""Some checkpoints count a speculative head's layers on from the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +76,30 @@ class Architecture:
 
     def _difference(self, body: LayoutBody) -> str | None:
         found = {each.name: tuple(each.shape) for each in body.tensors}
+        said = body.config if body.config is not None else {}
         for name in sorted(found.keys() ^ self.shapes.keys()):
-            if name != _TIED and not name.startswith(_DRAFTER):
-                return f"{name} {'is missing' if name in self.shapes else 'is not known'}"
+            is_own = name in self.shapes
+            if name == _HEAD:
+                # An engine without a head has a tied one, unless the run says that it is not.
+                may_differ = self.config.get(_IS_TIED) is True if is_own else said.get(_IS_TIED) is not False
+            else:
+                may_differ = self._is_beside(name)
+            if not may_differ:
+                return f"{name} {'is missing' if is_own else 'is not known'}"
         for name, shape in found.items():
             if (own := self.shapes.get(name, shape)) != shape:
                 return f"{name} has shape {list(shape)}, the model's has {list(own)}"
-        said = body.config if body.config is not None else {}
         for key in _KEYS:
             if key in said and key in self.config and said[key] != self.config[key]:
                 return f"its {key} is {said[key]}, the model's is {self.config[key]}"
         return None
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether a tensor is none of the main model's."""
+        layer, num_layers = _LAYER.match(name), self.config.get("num_hidden_layers")
+        if layer is not None and isinstance(num_layers, int) and self.config.get("num_nextn_predict_layers"):
+            return int(layer[1]) >= num_layers or _BESIDE.search(name) is not None
+        return _BESIDE.search(name) is not None
 
 
 def architecture_of(weights: Any) -> dict[str, JsonValue] | None:

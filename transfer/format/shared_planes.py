@@ -107,8 +107,9 @@ class SharedPlanes(WeightPlanes):
         self._file.close()
 
     def remove(self) -> None:
-        """Closes the file and removes its name. Who has it open keeps it."""
+        """Closes the file, gives back its memory and removes its name. Others who have it open keep it."""
         self.close()
+        self.planes = {}
         self.path.unlink(missing_ok=True)
 
     def _mark(self, flag: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from rose.scheduler.rollout.placing.views import NOBODY, AdapterVersions, Wants
+from rose.scheduler.rollout.placing.views import NOBODY, AdapterVersions, Wants, version_for
 from rose.types import WeightVersion
 
 _NUM_BUCKETS = 60
@@ -46,10 +46,18 @@ class Borrower:
         return self.finds_weights(each) or self._can_switch(each)
 
     def finds_weights(self, each: "Lendable") -> bool:
-        """Whether the GPU has weights that this job has turns for, or base weights."""
+        """Whether the GPU has weights that this job has turns for, or base weights that will do."""
         if self.wants is None:
             return True
-        return any(wants.are_met(each.models, each.version, each.adapters) for wants in self.wants)
+        met = [wants for wants in self.wants if wants.are_met(each.models, each.version, each.adapters)]
+        return any(not self._is_base_withheld(wants, each) for wants in met)
+
+    def _is_base_withheld(self, wants: Wants, each: "Lendable") -> bool:
+        """Whether the GPU has base weights for this, and the job's run has published others."""
+        run_id = self.run_id
+        if run_id is None or wants.run_id != run_id or each.base_for is None or run_id in each.base_for:
+            return False
+        return version_for(wants.model, each.version, each.adapters) is None
 
     def _can_switch(self, each: "Lendable") -> bool:
         run_id, models = self.run_id, each.models
@@ -85,6 +93,8 @@ class Lendable:
     """Whether it can get the weights of the run of the job that it is lent to."""
     refused: frozenset[str] = frozenset()
     """The runs whose weights it could not get lately."""
+    base_for: frozenset[str] | None = None
+    """The runs for whose jobs base weights will do, because they have published nothing; None: all."""
     switch_s: float = 0.0
     """The time that it takes to get another run's weights, as far as is known."""
     kept_s: float = math.inf

@@ -157,7 +157,14 @@ class Places:
         self._give_up_at = now + _GIVE_UP_EVERY_S
         fleet = self._members.fleet
         waiting = {wants for kinds in self._queue.kinds().values() for wants in kinds}
-        missing = [wants for wants in waiting if not self._policy.versions.are_held(wants, fleet.cohorts)]
+        versions = self._policy.versions
+        declared = {job.spec.run_id for job in self._jobs} - {None}
+        missing = [
+            wants
+            for wants in waiting
+            if not versions.are_held(wants, fleet.cohorts)
+            or (wants.run_id in declared and self._is_base_withheld(wants))
+        ]
         self._missing_since = {wants: self._missing_since.get(wants, now) for wants in missing}
         for wants, since in self._missing_since.items():
             if now - since < self._weights_s:
@@ -168,6 +175,16 @@ class Places:
             for waiter in self._queue.of_kind(wants):
                 if not waiter.is_settled:
                     waiter.settle(error)
+
+    def _is_base_withheld(self, wants: Wants) -> bool:
+        """Whether the only weights there are for this are base weights of GPUs that are to get its run's."""
+        for worker in self._members.values():
+            if not wants.are_met(worker.models, worker.weight_version, worker.adapters):
+                continue
+            has_base = version_for(wants.model, worker.weight_version, worker.adapters) is None
+            if not has_base or worker.base_for is None or wants.run_id in worker.base_for:
+                return False
+        return True
 
     def _place(self, now: float) -> None:
         members = self._members
@@ -245,6 +262,7 @@ def _lendable(worker: Worker, now: float = math.inf) -> Lendable:
         adapters=worker.adapters,
         follows=worker.follows_loans,
         refused=worker.refused_runs,
+        base_for=worker.base_for,
         switch_s=worker.switch_s,
         kept_s=now - worker.run_since,
         idle_s=worker.idle_s(now),

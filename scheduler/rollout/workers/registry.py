@@ -167,7 +167,7 @@ class Registry:
 
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models
-        could_get = (worker.follows_loans, worker.refused_runs)
+        could_get = (worker.follows_loans, worker.refused_runs, worker.base_for)
         worker.take_status(status, time.monotonic())
         if worker.models is not models and self._workers.get(worker.id) is worker:
             self.catalogue.take(worker.id, worker.models)
@@ -175,7 +175,7 @@ class Registry:
             worker.is_due.set()  # others get the rest when it is known here
         if worker.holder not in (before, worker.owner):
             self._workers.num_contests += 1  # another router has lent the GPU
-        if could_get != (worker.follows_loans, worker.refused_runs):
+        if could_get != (worker.follows_loans, worker.refused_runs, worker.base_for):
             self._workers.num_contests += 1  # other jobs can use it now
 
     async def refresh_models(self) -> None:

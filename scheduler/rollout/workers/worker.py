@@ -13,7 +13,7 @@ from collections import Counter
 
 from yarl import URL
 
-from rose.messages import Lease, RoutingStatus, parse_version
+from rose.messages import NOTHING_PUBLISHED, Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
 from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, AdapterVersions, WorkerView
@@ -64,6 +64,8 @@ class Worker(AnsweringWorker):
         self.switch_s = 0.0
         """About how long it takes until it has the weights of another run."""
         self._switching_since: float | None = None
+        self._has_followed = False
+        """Whether it has ever followed loans; base weights then say nothing of what a run has published."""
         self.run_since = -math.inf
         """When it came to its run."""
         self.lease: Lease | None = None
@@ -229,7 +231,7 @@ class Worker(AnsweringWorker):
         if self.lease is None or self._is_dedicated or run is None or status is None:
             return False
         if version is None:
-            return status.follows_loans and run not in status.run_problems
+            return self.base_for is not None and run not in self.base_for
         return version.run_id != run
 
     @property
@@ -254,6 +256,14 @@ class Worker(AnsweringWorker):
     def refused_runs(self) -> frozenset[str]:
         """The runs whose weights it could not get lately."""
         return frozenset(self.status.run_problems) if self.status is not None else frozenset()
+
+    @property
+    def base_for(self) -> frozenset[str] | None:
+        """The runs for whose jobs base weights will do, because they have published nothing; None: all."""
+        if self._is_dedicated or not self._has_followed or self.status is None:
+            return None
+        problems = self.status.run_problems
+        return frozenset(run for run, found in problems.items() if found == NOTHING_PUBLISHED)
 
     def run_problem(self, run: str | None) -> str | None:
         """Returns why it could not get the weights of a run lately; None if nothing is known."""
@@ -303,6 +313,7 @@ class Worker(AnsweringWorker):
         if status.serving_kv_usage is not None:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
+        self._has_followed = self._has_followed or status.follows_loans
         self._note_switch(now)
 
     def _note_switch(self, now: float) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rose.engine.http.leases import Leases
+from rose.messages import NOTHING_PUBLISHED
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
@@ -70,8 +71,37 @@ async def test_a_job_whose_run_has_published_nothing_gets_base_weights(start_rou
     async with lent_worker(None) as worker, start_router((worker, "serving"), jobs=JOBS) as client:
         turn = asyncio.create_task(ask(client, "b"))
         await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
-        worker.run_problems = {"run-b": "the run has published nothing in this relay"}
+        worker.run_problems = {"run-b": NOTHING_PUBLISHED}
         assert versions(await turn) == [None]
+
+
+async def test_base_weights_answer_no_turn_of_a_job_whose_run_the_gpu_can_not_get(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        lent_worker(None) as worker,
+        start_router((worker, "serving"), jobs=JOBS, weights_s=1.0) as client,
+    ):
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.run_problems = {"run-b": "the relay has burnt down"}
+        status, answer = await turn
+        assert (status, "the relay has burnt down" in answer["error"]["message"]) == (503, True)
+        assert not worker.requests
+
+
+async def test_base_weights_answer_no_turn_of_a_job_with_a_run_once_the_subscriber_has_gone(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        lent_worker(None) as worker,
+        start_router((worker, "serving"), jobs=JOBS, weights_s=1.0) as client,
+    ):
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.follows_loans = False
+        assert (await turn)[0] == 503
+        assert not worker.requests
 
 
 async def test_a_gpu_whose_subscriber_has_gone_serves_the_jobs_of_its_own_weights(

@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,16 @@ from waiting_for import DEADLINE_S, wait_for
 
 from rose.engine.http.loaned_run import LoanedRun
 from rose.errors import RelayError
+from rose.transfer.follow import delivery, loans
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.following import Subscriber
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
 from rose.transfer.format.layout import Layout, TensorSpec
-from rose.transfer.format.manifest import LayoutBody, layout_key, unpack_body
+from rose.transfer.format.manifest import LayoutBody, bucket_key, layout_key, unpack_body
 from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.relay.opening import open_relay
 
 
 def drawn(seed: int, rows: int = 200) -> Weights:
@@ -139,6 +146,92 @@ def test_what_a_worker_can_not_follow_is_told_with_the_reason(
     other.close()
 
 
+TIED = "tie_word_embeddings"
+
+
+@contextmanager
+def loans_of(
+    url: str, worker: LoadingWorker, folder: Path, architecture: Callable[[], Architecture | None]
+) -> Iterator[None]:
+    """The loans of a worker without a run of its own, in this process."""
+    link = partial(open_relay, url)
+    with ExitStack() as opened:
+        client = opened.enter_context(closing(delivery.WorkerClient(worker.url, "secret")))
+        store = opened.enter_context(closing(SharedMirror(folder)))
+        relay = opened.enter_context(closing(link()))
+        home = Subscriber(relay, Follower(relay, "home", WeightMirror(store=store)), store, [("w", client)])
+
+        def open_run(run: str, accept: Callable[[loans.LentRun, LayoutBody], None]) -> loans.LentRun:
+            return loans.LentRun(run, folder / run, link, {"w": client}, (), None, None, accept)
+
+        opened.enter_context(closing(loans.Loans(home, {"w": client}, open_run, architecture)))
+        yield
+
+
+def problem_of(worker: LoadingWorker, run: str) -> str | None:
+    return worker.loan.problems.get(run) if worker.loan is not None else None
+
+
+def test_a_mirror_that_a_worker_holds_stays_where_there_is_no_memory_for_another(
+    embedded_url: str,
+    worker: LoadingWorker,
+    runs: list[tuple[WeightPublisher, Weights]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with loans_of(embedded_url, worker, tmp_path, lambda: None):
+        worker.lend("a")
+        wait_for(lambda: worker.version == "a/0")
+        monkeypatch.setattr(loans, "available_bytes", lambda: 0)
+        worker.lend("b")
+        wait_for(lambda: problem_of(worker, "b"))
+        assert "beside those that engines hold, 0 are free" in str(problem_of(worker, "b"))
+        assert (tmp_path / "a" / "weights.safetensors").exists()
+        assert worker.waits_s[0] == 0, "the first answer is waited for"
+
+
+def test_the_memory_of_a_fetch_that_broke_off_is_free_for_the_next_try(
+    embedded_url: str,
+    worker: LoadingWorker,
+    runs: list[tuple[WeightPublisher, Weights]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    relay = runs[0][0].relay
+    (key,) = relay.keys(bucket_key("a", 0, None, 0))
+    frame = relay.get(key)
+    assert frame is not None
+    relay.remove([key])
+    file = tmp_path / "a" / "weights.partial"
+    monkeypatch.setattr(loans, "available_bytes", lambda: 0 if file.exists() else 10**9)
+    with loans_of(embedded_url, worker, tmp_path, lambda: None):
+        worker.lend("a")
+        wait_for(file.exists)
+        relay.put(key, frame)
+        wait_for(lambda: worker.version == "a/0")
+
+
+def test_a_run_that_fails_in_a_way_that_nobody_foresaw_is_told(
+    embedded_url: str, worker: LoadingWorker, runs: list[tuple[WeightPublisher, Weights]], tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with loans_of(embedded_url, worker, tmp_path, fail):
+        worker.lend("a")
+        wait_for(lambda: problem_of(worker, "a"))
+        assert "ZeroDivisionError" in str(problem_of(worker, "a"))
+
+
+def test_a_lent_run_leaves_the_files_of_another_subscriber_alone(embedded_url: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with closing(SharedMirror(tmp_path)), pytest.raises(ValueError, match="another subscriber"):
+        loans.LentRun(
+            "a", tmp_path, partial(open_relay, embedded_url), {}, (), None, None, lambda run, body: None
+        )
+    assert (tmp_path / "kept").exists()
+
+
 def body(num_tensors: int = 2, rows: int = 4, **config: JsonValue) -> LayoutBody:
     specs = [TensorSpec(name=f"t{i}", dtype="BF16", shape=(rows, 2)) for i in range(num_tensors)]
     return LayoutBody.of(Layout(specs), config=config)
@@ -146,7 +239,7 @@ def body(num_tensors: int = 2, rows: int = 4, **config: JsonValue) -> LayoutBody
 
 def test_weights_with_other_tensors_or_another_config_are_of_another_architecture() -> None:
     shapes = {"t0": (4, 2), "t1": (4, 2), "lm_head.weight": (4, 2)}
-    own = Architecture(shapes=shapes, config={"num_attention_heads": 4, "model_type": "qwen3"})
+    own = Architecture(shapes=shapes, config={"num_attention_heads": 4, TIED: True})
     own.require("r", body(num_attention_heads=4, rms_norm_eps=1e-6))
     wrongs = {
         "t1 is missing": body(1),
@@ -157,6 +250,46 @@ def test_weights_with_other_tensors_or_another_config_are_of_another_architectur
     for reason, wrong in wrongs.items():
         with pytest.raises(RelayError, match=reason):
             own.require("r", wrong)
+
+
+def body_of(*names: str, **config: JsonValue) -> LayoutBody:
+    return LayoutBody.of(
+        Layout([TensorSpec(name=n, dtype="BF16", shape=(4, 2)) for n in names]), config=config
+    )
+
+
+def test_a_run_may_leave_out_a_head_only_if_the_model_ties_it() -> None:
+    shapes = {"t0": (4, 2), "lm_head.weight": (4, 2)}
+    untied, tied, unknown = (Architecture(shapes=shapes, config=c) for c in ({TIED: False}, {TIED: True}, {}))
+    bare = Architecture(shapes={"t0": (4, 2)}, config={})
+    tied.require("r", body_of("t0"))
+    tied.require("r", body_of("t0", "lm_head.weight", **{TIED: True}))
+    bare.require("r", body_of("t0", "lm_head.weight", **{TIED: True}))
+    bare.require("r", body_of("t0"))
+    wrongs = [
+        (untied, body_of("t0"), "lm_head.weight is missing"),
+        (unknown, body_of("t0"), "lm_head.weight is missing"),
+        (untied, body_of("t0", "lm_head.weight", **{TIED: True}), "its tie_word_embeddings is True"),
+        (tied, body_of("t0", "lm_head.weight", **{TIED: False}), "its tie_word_embeddings is False"),
+        (bare, body_of("t0", "lm_head.weight", **{TIED: False}), "lm_head.weight is not known"),
+    ]
+    for own, wrong, reason in wrongs:
+        with pytest.raises(RelayError, match=reason):
+            own.require("r", wrong)
+
+
+def test_a_run_may_leave_out_what_the_main_model_does_not_compute_with() -> None:
+    main = ("model.layers.0.q", "model.layers.1.q")
+    heads = ("model.mtp_layers.0.q", "mtp.fc.weight", "model.mtp_block.0.q", "model.layers.2.q")
+    names = (*main, *heads, "model.layers.0.self_attn.rotary_emb.inv_freq", "drafter.q")
+    shapes = dict.fromkeys(names, (4, 2))
+    own = Architecture(shapes=shapes, config={"num_hidden_layers": 2, "num_nextn_predict_layers": 1})
+    own.require("r", body_of(*main))
+    own.require("r", body_of(*names))
+    with pytest.raises(RelayError, match=r"model\.layers\.1\.q is missing"):
+        own.require("r", body_of(main[0]))
+    with pytest.raises(RelayError, match=r"model\.layers\.2\.q is missing"):
+        Architecture(shapes=shapes, config={"num_hidden_layers": 3}).require("r", body_of(*main))
 
 
 def test_a_trainers_module_says_what_its_architecture_is(embedded_url: str) -> None:

@@ -69,6 +69,15 @@ def test_nothing_is_known_and_nothing_to_be_forgotten_before_the_first_version(s
     store.forget(set())
 
 
+def test_a_store_that_is_closed_gives_back_the_memory_of_the_weights(tmp_path: Path) -> None:
+    maps, store = Path("/proc/self/maps"), SharedMirror(tmp_path)
+    mirror = WeightMirror(store=store)
+    load_snapshot(mirror, *Versions(Codec.DENSE, 1).snapshot(0))
+    assert str(tmp_path) in maps.read_text()
+    store.close()
+    assert str(tmp_path) not in maps.read_text() and mirror.version is not None
+
+
 def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arrives(
     store: SharedMirror, versions: Versions, mirror: WeightMirror, tmp_path: Path
 ) -> None:

@@ -15,13 +15,14 @@ from shard_plans import plan_of
 from training_steps import Weights, step
 from waiting_for import DEADLINE_S, wait_for
 
+from rose.messages import NOTHING_PUBLISHED
 from rose.transfer.follow import delivery, subscriber
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.following import Subscriber
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
-from rose.transfer.format.manifest import worker_name
+from rose.transfer.format.manifest import BucketEntry, worker_name
 from rose.transfer.format.shard_plan import Box
 from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
@@ -269,6 +270,33 @@ def subscribed(embedded_url: str, worker: LoadingWorker, tmp_path: Path) -> Iter
     worker.may_load.set()
     for each in (store, client, relay):
         each.close()
+
+
+def test_what_an_earlier_try_found_is_told_neither_when_a_run_is_wanted_again_nor_during_a_fetch(
+    embedded_url: str, subscribed: Subscriber, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscribed.step(0.0)
+    assert subscribed.problem("w") == NOTHING_PUBLISHED
+    publisher = WeightPublisher(weights, embedded_url, "run")
+    publisher.publish()
+    told, fetch = [], subscribed._follower._frame
+
+    def watched(entry: BucketEntry) -> bytes:
+        told.append(subscribed.problem("w"))
+        return fetch(entry)
+
+    monkeypatch.setattr(subscribed._follower, "_frame", watched)
+    with monkeypatch.context() as broken:
+        broken.setattr(subscribed._follower, "_frame", lambda entry: b"")
+        subscribed.step(0.0)
+    assert subscribed.error is not None
+    subscribed.want("w", is_wanted=False)
+    subscribed.want("w", is_wanted=True)
+    assert subscribed.problem("w") is None
+    subscribed.wait(0.0)
+    subscribed.step(0.0)
+    assert told and set(told) == {None}
+    publisher.close()
 
 
 def test_a_worker_slower_than_its_trainer_moves_on_by_changes_alone(

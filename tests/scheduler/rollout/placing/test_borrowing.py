@@ -203,6 +203,9 @@ def test_gpus_that_get_other_weights_are_divided_with_as_few_changes_as_possible
     refusing = [lendable("w", "a", refused=frozenset("b"))]
     assert assign([of_run("b")], refusing, {}) == {"w": NOBODY}
     assert assign([of_run("a"), of_run("b")], refusing, {"w": "b"}) == {"w": "a"}
+    unread = replace(refusing[0], version=None, base_for=frozenset())
+    assert assign([of_run("b")], [unread], {"w": "b"}) == {"w": NOBODY}
+    assert assign([of_run("b")], [replace(unread, base_for=frozenset("b"))], {}) == {"w": "b"}
     others = [replace(gpus[0], models={"n"}), replace(gpus[0], follows=False)]
     assert [assign([of_run("b")], [each], {}) for each in others] == [{"w": NOBODY}] * 2
 
