@@ -105,13 +105,13 @@ def test_a_rank_that_took_an_update_which_failed_on_another_one_takes_the_next(f
     worker.weight_transfer_engine, worker.vllm_config = following.engine, following.config
     worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
     worker._weight_update_active = False
-    update = {"path": following.path, "state_hash": following.state_hash, "is_prepared": True}
     worker.start_weight_update()
-    worker.update_weights(update)
+    following.receive()
+    with pytest.raises(RuntimeError, match="already active"):
+        worker.start_weight_update()
     for _ in range(2):  # vLLM has ended the session on a rank that failed
         worker.end_weight_update()
     worker.start_weight_update()
-    worker.update_weights({**update, "is_prepared": False})
     assert following.wrong() == []
 
 
