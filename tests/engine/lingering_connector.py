@@ -40,3 +40,17 @@ class UnknownConnector(ExampleConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._kv_caches = kv_caches
+
+
+class LoadingConnector(ExampleConnector):
+    """A connector that has two blocks of any longer prompt, and loads them until it is told that they are
+    there."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return (32, True) if request.num_tokens > 32 and not num_computed_tokens else (0, False)
+
+    def update_state_after_alloc(self, *_: Any) -> None:
+        """Loads nothing."""
+
+    def reset_cache(self) -> bool:
+        return True

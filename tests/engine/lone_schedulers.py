@@ -35,6 +35,7 @@ def lone_scheduler(
     max_model_len: int = 64,
     watermark: float = 0.0,
     rank: int = 0,
+    kv_transfer_config: Any = None,
     **settings: Any,
 ) -> Iterator[Any]:
     """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key.
@@ -49,6 +50,7 @@ def lone_scheduler(
         max_num_seqs=2,
         max_num_batched_tokens=STEP_TOKENS,
         watermark=watermark,
+        kv_transfer_config=kv_transfer_config,
         additional_config={"rose": {"role": str(role), "engine_id": ENGINE_ID, **settings}},
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS

@@ -47,6 +47,19 @@ def check_data_parallelism(engine_args: Any) -> None:
         )
 
 
+def check_api_servers(settings: EngineSettings, engine_args: Any) -> None:
+    """Refuses several API servers before an engine whose versions, loans or ranks only one of them would know
+    of. Raises: ConfigError.
+    """
+    count = getattr(engine_args, "_api_process_count", 1)
+    if count > 1 and (settings.is_updated or engine_args.data_parallel_size > 1):
+        raise ConfigError(
+            f"--api-server-count {count}: an engine that takes new weights or has data-parallel ranks needs "
+            f"one API server, because none knows what the others were told (vllm serve starts one for each "
+            f"data-parallel rank by default): add --api-server-count 1"
+        )
+
+
 def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig | None) -> EngineSettings:
     """Returns the settings with the deployment that the operator set, else the one its connector implies.
 

@@ -37,25 +37,40 @@ whole allocation of cudaMalloc."""
 
 TRANSIENT = {"NixlBaseConnector", "MooncakeConnector", "DecodeBenchConnector"}
 """Those of them that keep the KV of no request for another one."""
+EMPTIED_SPEC = "CPUOffloadingSpec"
+"""The spec of OffloadingConnector that it empties. A spec with further tiers keeps what is in these."""
 
 
 def check_emptied(config: VllmConfig) -> None:
     """Refuses a connector whose store keeps KV of old weights when new ones come. Raises: ConfigError."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
     if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
         return
     for one in _connectors(config.kv_transfer_config):
-        if one.kv_connector in EXPORTING:
-            continue  # check_connectors() says what is wrong with it, and only in a pool
-        connector = _load(one)
-        can_reset = getattr(connector, "reset_cache", None) is not KVConnectorBase_V1.reset_cache
-        if not can_reset and not {base.__name__ for base in connector.__mro__} & TRANSIENT:
+        if problem := _store_problem(one):
             raise ConfigError(
-                f"--kv-transfer-config {one.kv_connector}: vLLM can't empty its store, so it would give out "
-                f"KV of old weights once new ones have come: use OffloadingConnector or "
-                f"MooncakeStoreConnector, or leave --takes-weights out on a serving engine"
+                f"--kv-transfer-config {one.kv_connector}: {problem}, so it would give out KV of old weights "
+                f"once new ones have come: use OffloadingConnector with {EMPTIED_SPEC}, or leave "
+                f"--takes-weights out on a serving engine"
             )
+
+
+def _store_problem(config: KVTransferConfig) -> str | None:
+    """Returns why the connector's store keeps KV of old weights, or None if it does not. Raises: ConfigError
+    if the connector can't be loaded."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    cannot = "vLLM can't empty its store"
+    if config.kv_connector in EXPORTING:  # some can't be loaded without packages that are not vLLM's
+        return cannot
+    connector = _load(config)
+    names = {base.__name__ for base in connector.__mro__}
+    if "MooncakeStoreConnector" in names:
+        return "engines share its store, and its keys name no weights"
+    spec = config.kv_connector_extra_config.get("spec_name", EMPTIED_SPEC)
+    if "OffloadingConnector" in names and spec != EMPTIED_SPEC:
+        return f"{cannot} with spec_name {spec}"
+    can_reset = getattr(connector, "reset_cache", None) is not KVConnectorBase_V1.reset_cache
+    return None if can_reset or names & TRANSIENT else cannot
 
 
 def check_connectors(config: VllmConfig, role: Role) -> None:

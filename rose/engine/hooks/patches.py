@@ -14,7 +14,12 @@ from typing import Any
 
 from rose.arguments import BAD_INPUT_STATUS
 from rose.engine.amx import portable_attention
-from rose.engine.hooks.compatibility import check_config, check_data_parallelism, resolve_deployment
+from rose.engine.hooks.compatibility import (
+    check_api_servers,
+    check_config,
+    check_data_parallelism,
+    resolve_deployment,
+)
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.memory.pool.pool_memory import PoolSize
@@ -199,6 +204,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
     num_ranks = _check_parallelism(engine_args, has_pool=settings.pool is not None)
     check_data_parallelism(engine_args)
+    check_api_servers(settings, engine_args)
     settings = resolve_deployment(settings, engine_args.kv_transfer_config)
     engine_args.additional_config = {
         **engine_args.additional_config,

@@ -102,6 +102,16 @@ class RoseWorker(Worker):
         """Says that the weights are of no version: other data-parallel ranks have those of another."""
         self._staged_weights().is_mixed = True
 
+    def end_weight_update(self) -> None:
+        """Ends the session of an update that failed on other ranks. vLLM ends it where the update failed."""
+        if self._weight_update_active:
+            self.finish_weight_update()
+
+    def load_newest_weights(self) -> None:
+        """Calls StagedWeightEngine.load(), for vLLM's collective_rpc."""
+        with set_current_vllm_config(self.vllm_config):
+            self._staged_weights().load()
+
     def adapter_problem(self, folder: str) -> str | None:
         """Returns why a LoRA adapter does not fit this rank's model, for vLLM's collective_rpc."""
         manager = self.model_runner.lora_manager._adapter_manager

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 CHANGES_POLL_S = 0.02
 """Pause between two questions whether the ranks are prepared. Each goes through the engine's loop."""
+KV_DROPPED_WITHIN_S = 5.0
+"""Longest wait until the KV of the old weights can be dropped: a connector's loads are short."""
 
 
 class ServedEngine:
@@ -162,8 +164,8 @@ class ServedEngine:
         """Brings the weights to a version between two steps, and drops the KV of the old ones.
 
         What changes is prepared and checked while the engine still runs, and so is a checkpoint that has to
-        be loaded whole; the log and the status say why. The engine pauses only to write or to load
-        (weights.py). Requests in flight keep their tokens, and their KV is computed again under the new
+        be loaded whole; the log and the status say why. The engine pauses only to drop KV and to write or to
+        load (weights.py). Requests in flight keep their tokens, and their KV is computed again under the new
         weights. If that fails, the old version stays in use. An inactive engine loads the newest version when
         it is activated.
         """
@@ -232,9 +234,9 @@ class ServedEngine:
         # The status tells of the update before a step is held back, so that no router sees a stall.
         self._is_updating = True
         try:
-            await self._client.pause_generation(mode="keep", clear_cache=False)
+            await self._pause()
             try:
-                send_held_back(self._client.output_processor)
+                await self._pause_without_kv()
                 try:
                     await self._update_weights(update, info)
                 except Exception:
@@ -249,9 +251,40 @@ class ServedEngine:
         finally:
             self._is_updating = False
 
+    async def _pause(self) -> None:
+        """Holds back every step."""
+        await self._client.pause_generation(mode="keep", clear_cache=False)
+        send_held_back(self._client.output_processor)
+
+    async def _pause_without_kv(self) -> None:
+        """Drops all KV of a paused engine, a connector's too, while the weights that made it are in use.
+
+        vLLM drops none while a connector loads KV for a request, and a load ends only in a step. Such
+        requests alone go on then, on the old weights.
+
+        Raises: WorkerError if KV is left after KV_DROPPED_WITHIN_S. The engine is still paused then.
+        """
+        deadline_s = time.monotonic() + KV_DROPPED_WITHIN_S
+        while (problem := await self._drop_kv()) is not None:
+            if time.monotonic() > deadline_s:
+                raise WorkerError(f"the old weights stay in use, because their KV is left: {problem}")
+            loading = asyncio.create_task(self._client.pause_generation(mode="wait", clear_cache=False))
+            await asyncio.wait([loading], timeout=CHANGES_POLL_S)
+            await self._pause()
+            await loading
+
+    async def _drop_kv(self) -> str | None:
+        """Returns why KV is left, or None."""
+        try:
+            is_empty = await self._client.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
+        except Exception as error:
+            return str(error)
+        return None if is_empty else "the KV connector did not empty its store"
+
     async def _use(self, version: str) -> None:
-        """Drops the KV of other weights, a connector's too, and returns when the routers know the version."""
-        await self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        """Returns when the routers know the version."""
         self._weight_version = version
         await self.followers.until_told(version)
 
@@ -263,20 +296,27 @@ class ServedEngine:
         self._stale_drafter = next((stale for _, _, stale in ranks if stale is not None), None)
         return ranks[0][0], next((why for _, why, _ in ranks if why is not None), None)
 
+    async def _have_the_same(self) -> bool:
+        """Returns whether all data-parallel ranks have weights of one version."""
+        return len(self._cores) == 1 or len(set(await self._cores.call_ranks("weights_hash"))) == 1
+
     async def _check_all_have_the_same(self) -> None:
         """Sees to it that no step runs any more if data-parallel ranks have weights of two versions, because
         one of them could not take an update that others have taken."""
-        if len(self._cores) > 1 and len(set(await self._cores.call_ranks("weights_hash"))) > 1:
+        if not await self._have_the_same():
             logger.error(
                 "an update failed on some data-parallel ranks alone: the engine ends at its next step"
             )
             await self._cores.call_ranks("give_up_weights")
 
     async def _update_weights(self, update: WeightUpdate, info: dict[str, object]) -> None:
-        # If update_weights fails, vLLM closes the session itself.
-        await self._client.start_weight_update()
-        await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._client.finish_weight_update(update.version)
+        try:
+            await self._client.start_weight_update()
+            await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await self._client.finish_weight_update(update.version)
+        except Exception:
+            await self._cores.call_ranks("end_weight_update")
+            raise
 
     async def activate(self) -> ActivationChange:
         """Restores the newest weights and adapters. Returns when turns may come."""
@@ -284,7 +324,12 @@ class ServedEngine:
             return await self._activation.activate()
 
     async def _before_turns(self) -> None:
-        # The mirror may have moved on since the last update that the engine was told of.
+        # The mirror may have moved on since the last update that the engine was told of, and between the
+        # loads of two ranks.
+        if not await self._have_the_same():
+            await self._cores.call_ranks("load_newest_weights")
+            if not await self._have_the_same():
+                raise WorkerError("the data-parallel ranks loaded weights of two versions: activate it again")
         loaded, _ = await self._loaded()
         if loaded is not None:
             self._weight_version = loaded

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.vllm
 POOL = "refusing"
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+FLEXKV = {"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}
 UNKNOWN = {
     "kv_connector": "UnknownConnector",
     "kv_role": "kv_both",
@@ -79,6 +80,37 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "ExampleConnector: vLLM can't empty its store, so it would give out KV of old weights",
     ),
     "store that resets": ("serving", {"kv_offloading_size": 1, **TAKES_WEIGHTS}, ""),
+    "store with tiers": (
+        "serving",
+        {**connector("OffloadingConnector", spec_name="TieringOffloadingSpec"), **TAKES_WEIGHTS},
+        "OffloadingConnector: vLLM can't empty its store with spec_name TieringOffloadingSpec",
+    ),
+    "shared store": (
+        "serving",
+        {**connector("MooncakeStoreConnector", cache_prefix="own"), **TAKES_WEIGHTS},
+        "MooncakeStoreConnector: engines share its store, and its keys name no weights",
+    ),
+    "store of another process": (
+        "rollout",
+        {**connector("LMCacheMPConnector"), **DEDICATED},
+        "LMCacheMPConnector: vLLM can't empty its store",
+    ),
+    "store of another process, inside": (
+        "rollout",
+        {**connector("MultiConnector", connectors=[OFFLOADING, FLEXKV]), **DEDICATED},
+        "FlexKVConnectorV1: vLLM can't empty its store",
+    ),
+    "API servers": ("serving", {"_api_process_count": 2}, ""),
+    "API servers of an updated engine": (
+        "rollout",
+        {"_api_process_count": 2, **DEDICATED},
+        "--api-server-count 2: an engine that takes new weights or has data-parallel ranks needs one API",
+    ),
+    "API servers of replicas": (
+        "serving",
+        {"_api_process_count": 2, "data_parallel_size": 2},
+        "vllm serve starts one for each data-parallel rank by default): add --api-server-count 1",
+    ),
     "no store": ("serving", {**connector("NixlConnector"), **TAKES_WEIGHTS}, ""),
     "split replicas": (
         "serving",

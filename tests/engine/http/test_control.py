@@ -140,6 +140,7 @@ class UpdatedClient(Client):
         self.loaded: str | None = None
         self.was_active: list[bool] = []
         self.asked: list[tuple[str, bool]] = []
+        self.resets: list[bool | Exception] = []  # results of the next ones; those after them succeed
 
     async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
         """Two ranks; the second one takes for as long to prepare as it takes to be asked twice."""
@@ -153,22 +154,42 @@ class UpdatedClient(Client):
             return [(self.loaded, None, None), (None, self.why_whole, self.stale_drafter)]
         return [(True, None), (self.asked.count((method, False)) != 1, self.problem)]
 
+    async def reset_prefix_cache(self, **_: object) -> bool:
+        self._see("reset_prefix_cache")
+        result = self.resets.pop(0) if self.resets else True
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _see(self, name: str) -> None:
+        status = self.status()
+        self.seen.append((name, status.is_updating, status.weight_version))
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.seen]
+
     def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
         async def call(*_: object, **__: object) -> None:
-            status = self.status()
-            self.seen.append((name, status.is_updating, status.weight_version))
+            self._see(name)
             if self.is_broken and name == "update_weights":
                 raise WorkerError("no such weights")
 
         return call
 
 
-async def test_an_update_is_told_before_steps_are_held_back_and_its_version_before_they_go_on(
-    page: StatusPage, staged: dict[str, Any]
-) -> None:
+@pytest.fixture
+def updated(page: StatusPage) -> tuple[UpdatedClient, Any]:
+    """An engine and what its routes share."""
     client = UpdatedClient()
-    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
+    control = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
+    return client, control
+
+
+async def test_an_update_is_told_before_steps_are_held_back_and_its_version_before_they_go_on(
+    updated: tuple[UpdatedClient, Any], staged: dict[str, Any]
+) -> None:
+    client, control = updated
     await control.apply_weights(WeightUpdate(version="run/1", changes=["c"], **staged))
     # The engine runs on meanwhile.
     assert client.asked[:3] == [("begin_weight_changes", False)] + 2 * [("weight_changes_result", False)]
@@ -183,16 +204,41 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
 
 
 async def test_a_failed_update_that_left_other_weights_drops_the_kv_and_tells_their_version(
-    page: StatusPage, staged: dict[str, Any]
+    updated: tuple[UpdatedClient, Any], staged: dict[str, Any]
 ) -> None:
-    client = UpdatedClient()
-    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
-    client.status = control.status
+    client, control = updated
     client.is_broken, client.loaded = True, "run/3"
     with pytest.raises(WorkerError, match="no such weights"):
         await control.apply_weights(WeightUpdate(version="run/2", **staged))
-    assert [name for name, *_ in client.seen][-2:] == ["reset_prefix_cache", "resume_generation"]
+    assert client.names()[1:3] == ["reset_prefix_cache", "start_weight_update"]
     assert client.seen[-1] == ("resume_generation", True, "run/3")
+    assert client.asked[0] == ("end_weight_update", True)
+
+
+@pytest.mark.parametrize("result", [False, RuntimeError("a request waits for remote KV")])
+async def test_weights_change_only_once_no_kv_of_the_old_ones_is_left(
+    updated: tuple[UpdatedClient, Any], staged: dict[str, Any], result: bool | Exception
+) -> None:
+    """Loads of a connector go on in between, and the engine is paused again."""
+    client, control = updated
+    client.resets = 2 * [result]
+    await control.apply_weights(WeightUpdate(version="run/1", **staged))
+    again = ["pause_generation", "pause_generation", "reset_prefix_cache"]
+    changed = ["start_weight_update", "update_weights", "finish_weight_update", "resume_generation"]
+    assert client.names() == ["pause_generation", "reset_prefix_cache", *again, *again, *changed]
+
+
+async def test_kv_that_stays_leaves_the_engine_on_its_old_weights(
+    updated: tuple[UpdatedClient, Any], staged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.engine.http.control.KV_DROPPED_WITHIN_S", 0.0)
+    client, control = updated
+    await control.apply_weights(WeightUpdate(version="run/1", **staged))
+    client.seen, client.resets = [], 100 * [False]
+    with pytest.raises(WorkerError, match="old weights stay in use, because their KV is left: the KV conn"):
+        await control.apply_weights(WeightUpdate(version="run/2", **staged))
+    assert "start_weight_update" not in client.names()
+    assert client.seen[-1] == ("resume_generation", True, "run/1")
 
 
 async def test_an_activated_engine_knows_its_version_and_its_drafters_state_before_it_takes_turns(
@@ -213,11 +259,9 @@ async def test_an_activated_engine_knows_its_version_and_its_drafters_state_befo
 
 
 async def test_the_status_tells_why_updates_were_loaded_whole(
-    page: StatusPage, staged: dict[str, Any]
+    updated: tuple[UpdatedClient, Any], staged: dict[str, Any]
 ) -> None:
-    client = UpdatedClient()
-    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
-    client.status = control.status
+    client, control = updated
 
     async def why(**update: Any) -> tuple[int, int, str | None]:
         await control.apply_weights(WeightUpdate(version="run/1", **staged, **update))
@@ -238,12 +282,10 @@ async def test_the_status_tells_why_updates_were_loaded_whole(
 
 
 async def test_steps_go_on_once_a_router_knows_of_the_new_version(
-    page: StatusPage, staged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    updated: tuple[UpdatedClient, Any], staged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(followers, "MOST_S", 3600.0)
-    client = UpdatedClient()
-    control: Any = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
-    client.status = control.status
+    client, control = updated
     control.followers.asked("router", (), 3600)
     control.followers.asked("gone", (), 1e-9)
     update = asyncio.create_task(control.apply_weights(WeightUpdate(version="run/1", **staged)))

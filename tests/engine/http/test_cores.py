@@ -1,6 +1,6 @@
 """The engine cores of data-parallel ranks, as the API server before them sees and commands them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,14 +42,19 @@ class Balancer(DPLBAsyncMPClient):  # type: ignore[misc]
         self.reqs_in_flight: dict[str, Any] = {}
         self.engine_inflight = Counter[Any]()
         self.hashes = {b"0": "a", b"1": "a"}
-        self.given_up: list[bytes] = []
+        self.newest = dict(self.hashes)
+        """The weights that each core finds when it loads again."""
+        self.asked: dict[str, list[bytes]] = defaultdict(list)
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         assert method == "collective_rpc"
-        if args[0] == "give_up_weights":
-            self.given_up.append(engine)
+        self.asked[args[0]].append(engine)
+        if args[0] == "load_newest_weights":
+            self.hashes[engine] = self.newest[engine]
         if args[0] == "loaded_weights":
             return [(None, None, None)]
+        if args[0] == "device_use":
+            return [(None, 0)]
         return [self.hashes[engine]]
 
 
@@ -65,8 +70,8 @@ class Client:
         raise WorkerError("a rank is full")
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*_: object, **__: object) -> None:
-            pass
+        async def call(*_: object, **__: object) -> bool:
+            return True
 
         return call
 
@@ -151,7 +156,27 @@ async def test_ranks_with_weights_of_two_versions_compute_no_step(
     control = ServedEngine(client, SETTINGS, "m", num_ranks=2)
     with pytest.raises(WorkerError, match="a rank is full"):
         await control.apply_weights(WeightUpdate(version="run/1", **staged))
-    assert client.engine_core.given_up == ([b"0", b"1"] if second == "b" else [])
+    asked = client.engine_core.asked
+    assert asked["give_up_weights"] == ([b"0", b"1"] if second == "b" else [])
+    assert asked["end_weight_update"] == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("newest", ["b", "c"])
+async def test_ranks_that_woke_up_with_two_versions_take_no_turns_until_they_have_one(
+    schedulers: list[Any], newest: str
+) -> None:
+    client: Any = Client()
+    client.engine_core.hashes[b"1"] = "b"
+    client.engine_core.newest = {b"0": "b", b"1": newest}
+    control: Any = ServedEngine(client, SETTINGS, "m", num_ranks=2)
+    control._activation.is_active = False
+    if newest == "b":
+        assert (await control.activate()).is_active
+    else:
+        with pytest.raises(WorkerError, match="ranks loaded weights of two versions: activate it again"):
+            await control.activate()
+    assert control.is_active is (newest == "b")
+    assert client.engine_core.asked["load_newest_weights"] == [b"0", b"1"]
 
 
 def test_a_vllm_that_chooses_ranks_elsewhere_is_not_supported() -> None:

@@ -24,7 +24,7 @@ class Following:
     """One rank of an engine that runs version 0 of a model, with version 1 prepared."""
 
     def __init__(self, config: Any, checkpoint: Checkpoint, mirrored: Mirrored) -> None:
-        self._config = config
+        self.config = config
         first = mirrored.put(checkpoint.tensors)
         self.model = loaded_model(config, checkpoint.tensors, is_processed=True)
         self.engine = StagedWeightEngine(None, config, torch.device("cpu"), self.model)
@@ -38,7 +38,7 @@ class Following:
         self.engine.receive_weights(StagedUpdate(self.path, self.state_hash, is_prepared=True))
 
     def wrong(self) -> list[str]:
-        return differing(self.model, loaded_model(self._config, self.later, is_processed=True))
+        return differing(self.model, loaded_model(self.config, self.later, is_processed=True))
 
 
 @pytest.fixture
@@ -95,6 +95,23 @@ def test_no_step_computes_with_weights_that_could_not_be_loaded_to_the_end(
         RoseWorker.execute_model(worker, step)
     following.engine.load()
     assert not following.engine.is_mixed
+    assert following.wrong() == []
+
+
+def test_a_rank_that_took_an_update_which_failed_on_another_one_takes_the_next(following: Following) -> None:
+    from rose.engine.hooks.rank import RoseWorker
+
+    worker: Any = object.__new__(RoseWorker)
+    worker.weight_transfer_engine, worker.vllm_config = following.engine, following.config
+    worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
+    worker._weight_update_active = False
+    worker.start_weight_update()
+    following.receive()
+    with pytest.raises(RuntimeError, match="already active"):
+        worker.start_weight_update()
+    for _ in range(2):  # vLLM has ended the session on a rank that failed
+        worker.end_weight_update()
+    worker.start_weight_update()
     assert following.wrong() == []
 
 
