@@ -92,8 +92,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "store of another process": (
         "rollout",
-        {**connector("LMCacheMPConnector"), **DEDICATED},
-        "LMCacheMPConnector: vLLM can't empty its store",
+        {**connector("FlexKVConnectorV1"), **DEDICATED},
+        "FlexKVConnectorV1: vLLM can't empty its store",
     ),
     "store of another process, inside": (
         "rollout",
