@@ -234,7 +234,8 @@ async def test_kv_that_stays_leaves_the_engine_on_its_old_weights(
     monkeypatch.setattr("rose.engine.http.control.KV_DROPPED_WITHIN_S", 0.0)
     client, control = updated
     await control.apply_weights(WeightUpdate(version="run/1", **staged))
-    client.seen, client.resets = [], 100 * [False]
+    client.seen = []
+    client.resets.extend([False] * 100)
     with pytest.raises(WorkerError, match="old weights stay in use, because their KV is left: the KV conn"):
         await control.apply_weights(WeightUpdate(version="run/2", **staged))
     assert "start_weight_update" not in client.names()
