@@ -179,7 +179,6 @@ class UpdatedClient(Client):
 
 @pytest.fixture
 def updated(page: StatusPage) -> tuple[UpdatedClient, Any]:
-    """An engine and what its routes share."""
     client = UpdatedClient()
     control = ServedEngine(client, EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
     client.status = control.status
@@ -234,7 +233,7 @@ async def test_kv_that_stays_leaves_the_engine_on_its_old_weights(
     monkeypatch.setattr("rose.engine.http.control.KV_DROPPED_WITHIN_S", 0.0)
     client, control = updated
     await control.apply_weights(WeightUpdate(version="run/1", **staged))
-    client.seen = []
+    client.seen.clear()
     client.resets.extend([False] * 100)
     with pytest.raises(WorkerError, match="old weights stay in use, because their KV is left: the KV conn"):
         await control.apply_weights(WeightUpdate(version="run/2", **staged))
