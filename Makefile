@@ -10,7 +10,7 @@ CLANG_FORMAT := .venv/bin/clang-format
 ARGS ?=
 
 # Checked one by one, as two folders may well hold a test_config.py each.
-TYPED_TESTS := "tests/*.py" $(wildcard tests/*/)
+TYPED_TESTS := "tests/*.py" $(filter-out tests/__pycache__/,$(wildcard tests/*/))
 # Where the helpers beside the tests are imported from, as pyproject.toml tells pytest.
 TESTS := tests/admission:tests/benchmarks/sim:tests/engine:tests/engine/http:tests/measure:tests/memory:tests/transfer
 SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/scheduler/gpu:tests/scheduler/group:tests/scheduler/runtime
