@@ -24,9 +24,9 @@ import asyncio
 import random
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 
 import aiohttp
+from lib.fleet.figures import switch_figure
 from lib.fleet.rig import Fleet
 from lib.fleet.turns import FleetTurn, run
 from lib.harness import run_benchmark
@@ -190,16 +190,8 @@ def _loan_figures(ran: list[tuple[int, float, float]], num_bursts: int) -> list[
         )
         for each in range(num_bursts)
     ]
-    waits = [after[0] - before[1] for before, after in pairwise(spans)]
     return [
-        Figure(
-            name="lend_switch_s",
-            value=max(waits),
-            unit="s",
-            target="<= 1",
-            peers={"switches": float(len(waits))},
-            spread=(min(waits), max(waits)),
-        ),
+        switch_figure("lend_switch_s", spans),
         Figure(
             name="lend_overlap",
             value=float(sum(any(_overlap(one, other) for other in ran) for one in ran)),

@@ -20,11 +20,11 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from lib.fleet.figures import switch_figure
 from lib.harness import run_benchmark
 
 from rose.errors import WorkerError
@@ -133,23 +133,15 @@ async def _turn(
 
 
 def figures(bursts: list[list[Turn]]) -> list[Figure]:
-    waits = [
-        min(turn.first_s for turn in after) - max(turn.last_s for turn in before)
-        for before, after in pairwise(bursts[1:])
+    spans = [
+        (min(turn.first_s for turn in burst), max(turn.last_s for turn in burst)) for burst in bursts[1:]
     ]
     turns = [turn for burst in bursts for turn in burst]
     own: dict[tuple[str, int], list[int]] = {}
     stale = [turn for turn in turns if turn.is_stale]
     stale += [turn for turn in turns if own.setdefault((turn.job, turn.prompt), turn.tokens) != turn.tokens]
     return [
-        Figure(
-            name="lend_switch_s[weights]",
-            value=max(waits),
-            unit="s",
-            target="<= 1",
-            peers={"switches": float(len(waits))},
-            spread=(min(waits), max(waits)),
-        ),
+        switch_figure("lend_switch_s[weights]", spans),
         Figure(
             name="stale_turns",
             value=float(len(stale)),

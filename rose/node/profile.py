@@ -89,12 +89,13 @@ def draw(profile: Profile, path: Path, console: Console) -> None:
 def _profile_concurrency(
     engine: EngineConfig, max_concurrency: int, settings: Settings, console: Console
 ) -> None:
-    gpus = engine.vllm_count("--tensor-parallel-size", "-tp") * engine.num_data_ranks
     profile = measure(
         engine,
         settings,
         console,
-        lambda control: concurrency.measure_concurrency(control, max_concurrency=max_concurrency, gpus=gpus),
+        lambda control: concurrency.measure_concurrency(
+            control, max_concurrency=max_concurrency, gpus=engine.num_gpus
+        ),
     )
     name = re.sub(r"[^A-Za-z0-9.]+", "-", str(Path(engine.model).name)).strip("-")
     path = settings.profile_dir / f"concurrency-{name}.json"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from probes import (
     probes,
     wave_prompts,
 )
+from real_engine import Answer
 from tiny_models import MAX_MODEL_LEN, make_rollout_model, make_serving_model
 
 from rose.engine.stock import STOCK_ENV
 from rose.node.processes import ServerProcess
-from rose.types import Role
+from rose.types import Role, StopReason
 
 REFERENCE_S = 1200.0
 
@@ -59,6 +61,15 @@ class StockAnswers:
         assert self._process.wait(REFERENCE_S) == 0, self._process.log_tail()
         answers = json.loads(self._answers.read_text())[list(self._jobs).index(name)]
         return {tuple(p): one for p, one in zip(self._jobs[name]["prompts"], answers, strict=True)}
+
+    def require_equal(self, answers: Mapping[Role, Iterable[tuple[Sequence[int], Answer]]]) -> None:
+        """Asserts that engines' answers to prompts are stock vLLM's. Only rollouts may have been cut."""
+        for role, given_and_answers in answers.items():
+            expected = self.of(str(role))
+            for given, answer in given_and_answers:
+                is_whole = answer.finish_reason == "length"
+                assert is_whole or (role is Role.ROLLOUT and answer.stop_reason == StopReason.RECLAIMED)
+                assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
 
     def close(self) -> None:
         self._process.stop()

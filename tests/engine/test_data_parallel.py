@@ -23,7 +23,7 @@ from rose.memory.daemon.pool_state import read_state
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
-from rose.types import Role, StopReason
+from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -142,12 +142,7 @@ def test_all_ranks_answer_as_stock_vllm_while_slabs_and_grants_pass_in_both_pool
     for pool, log in zip(replicas.pools, boards, strict=True):
         pool.ledger.check_integrity()
         assert log.num_overlaps == 0 or log.has_grown(BoardWord.S_OVERRUNS)
-    for role, given_and_answers in answers.items():
-        expected = stock.of(str(role))
-        for given, answer in given_and_answers:
-            is_whole = answer.finish_reason == "length"
-            assert is_whole or (role is Role.ROLLOUT and answer.stop_reason == StopReason.RECLAIMED)
-            assert answer.tokens == expected[tuple(given)]["tokens"][: len(answer.tokens)]
+    stock.require_equal(answers)
 
 
 def test_the_status_and_the_metrics_tell_the_ranks_apart(serving: RealEngine, rollout: RealEngine) -> None:

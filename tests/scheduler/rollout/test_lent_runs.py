@@ -23,6 +23,13 @@ async def ask(client: Client, job: str) -> tuple[int, Any]:
     return await client.post("/v1/completions", BODY, Authorization=f"Bearer key-{job}")
 
 
+async def lend_to_b(client: Client, worker: ScriptedWorker) -> asyncio.Task[tuple[int, Any]]:
+    """Returns a turn of job b for which the worker has been lent, with b's run."""
+    turn = asyncio.create_task(ask(client, "b"))
+    await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+    return turn
+
+
 def versions(answer: tuple[int, Any]) -> list[str | None]:
     status, body = answer
     assert status == 200, body
@@ -38,8 +45,7 @@ async def test_a_lent_gpu_gets_no_turn_of_its_job_before_it_has_the_jobs_weights
         if before is not None:
             assert versions(await ask(client, "a")) == [before]
         num_requests = len(worker.requests)
-        turn = asyncio.create_task(ask(client, "b"))
-        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        turn = await lend_to_b(client, worker)
         await asyncio.sleep(0.2)
         assert len(worker.requests) == num_requests
         worker.version = "run-b/3"
@@ -55,8 +61,7 @@ async def test_a_gpu_that_can_not_get_its_jobs_weights_goes_back_with_one_line_o
         start_router((worker, "serving"), jobs=JOBS, weights_s=3.0) as client,
     ):
         assert versions(await ask(client, "a")) == ["run-a/1"]
-        turn = asyncio.create_task(ask(client, "b"))
-        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        turn = await lend_to_b(client, worker)
         worker.run_problems = {"run-b": "the relay has burnt down"}
         assert versions(await ask(client, "a")) == ["run-a/1"]
         status, answer = await turn
@@ -69,8 +74,7 @@ async def test_a_gpu_that_can_not_get_its_jobs_weights_goes_back_with_one_line_o
 
 async def test_a_job_whose_run_has_published_nothing_gets_base_weights(start_router: StartRouter) -> None:
     async with lent_worker(None) as worker, start_router((worker, "serving"), jobs=JOBS) as client:
-        turn = asyncio.create_task(ask(client, "b"))
-        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        turn = await lend_to_b(client, worker)
         worker.run_problems = {"run-b": NOTHING_PUBLISHED}
         assert versions(await turn) == [None]
 
@@ -82,8 +86,7 @@ async def test_base_weights_answer_no_turn_of_a_job_whose_run_the_gpu_can_not_ge
         lent_worker(None) as worker,
         start_router((worker, "serving"), jobs=JOBS, weights_s=1.0) as client,
     ):
-        turn = asyncio.create_task(ask(client, "b"))
-        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        turn = await lend_to_b(client, worker)
         worker.run_problems = {"run-b": "the relay has burnt down"}
         status, answer = await turn
         assert (status, "the relay has burnt down" in answer["error"]["message"]) == (503, True)
@@ -97,8 +100,7 @@ async def test_base_weights_answer_no_turn_of_a_job_with_a_run_once_the_subscrib
         lent_worker(None) as worker,
         start_router((worker, "serving"), jobs=JOBS, weights_s=1.0) as client,
     ):
-        turn = asyncio.create_task(ask(client, "b"))
-        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        turn = await lend_to_b(client, worker)
         worker.follows_loans = False
         assert (await turn)[0] == 503
         assert not worker.requests
@@ -108,8 +110,7 @@ async def test_a_gpu_whose_subscriber_has_gone_serves_the_jobs_of_its_own_weight
     start_router: StartRouter,
 ) -> None:
     async with lent_worker("run-a/1") as worker, start_router((worker, "serving"), jobs=JOBS) as client:
-        turn = asyncio.create_task(ask(client, "b"))
-        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        turn = await lend_to_b(client, worker)
         worker.follows_loans = False
         assert versions(await ask(client, "a")) == ["run-a/1"]
         worker.version, worker.follows_loans = "run-b/0", True
