@@ -139,7 +139,10 @@ def figures(bursts: list[list[Turn]]) -> list[Figure]:
     turns = [turn for burst in bursts for turn in burst]
     own: dict[tuple[str, int], list[int]] = {}
     stale = [turn for turn in turns if turn.is_stale]
-    stale += [turn for turn in turns if own.setdefault((turn.job, turn.prompt), turn.tokens) != turn.tokens]
+    said_own = [turn for turn in turns if not turn.is_stale]  # tokens of others are no job's own
+    stale += [
+        turn for turn in said_own if own.setdefault((turn.job, turn.prompt), turn.tokens) != turn.tokens
+    ]
     return [
         switch_figure("lend_switch_s[weights]", spans),
         Figure(
