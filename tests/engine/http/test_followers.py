@@ -37,6 +37,10 @@ class Engine:
     async def resume_generation(self) -> None:
         self.known_at_resume.append(self.known())
 
+    async def reset_prefix_cache(self, **_: object) -> bool:
+        """There is no KV to drop."""
+        return True
+
     async def collective_rpc(self, *_: object, **__: object) -> list[tuple[None, None, None]]:
         """One rank, which has nothing to say of what it loaded."""
         return [(None, None, None)]
