@@ -64,7 +64,7 @@ class Durations:
 
 
 QUICK = Durations(rollout_alone_s=10, window_s=14, training_windows=5)
-WHOLE = Durations(rollout_alone_s=12, window_s=16, training_windows=13)
+WHOLE = Durations(rollout_alone_s=12, window_s=16, training_windows=19)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
