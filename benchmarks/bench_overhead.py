@@ -4,7 +4,8 @@ Two engines serve the same model: vLLM as it comes, and `rose serve` in a slab p
 stay alive. One is stopped (SIGSTOP) while the other serves a slice, of requests that are the same for both.
 A block is four slices within a few seconds, in the order ABBA or BAAB by chance, so a drift of the machine
 meets both engines alike. Nothing is pinned: the engine that runs has all CPUs. Both have the flags that a
-tiny model needs: eager execution, float32, a short context.
+tiny model needs: eager execution, float32, a short context. On a CPU, vLLM as it comes computes in a process
+of its own, which waits for work by polling; ``--one-process`` leaves that process out, as vLLM does on a GPU.
 
 A figure compares sums over all slices, or the P99 of all requests, so that rare costs count in full. Its
 spread is the 95% interval of a bootstrap over blocks: where the machine's own stalls are larger than what is
@@ -76,7 +77,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     minutes = args.minutes if args.minutes is not None else (1.5 if args.quick else 20.0)
     with Rig() as rig:
         rig.pool("overhead", num_slabs=64, slab_bytes=1 << 20, headroom_slabs=6)
-        server = rig.start_stock_engine(STOCK, Role.SERVING)
+        flags = ("--distributed-executor-backend", "uni") if args.one_process else ()
+        server = rig.start_stock_engine(STOCK, Role.SERVING, *flags)
         rig.start_engine(ROSE, Role.SERVING, pool="overhead")
         engines = {
             STOCK: _Engine(rig.wait_stock(server), server.pid),
@@ -90,6 +92,11 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, help="default: 20, with --quick 1.5; the spread falls as 1/sqrt"
+    )
+    parser.add_argument(
+        "--one-process",
+        action="store_true",
+        help="stock vLLM computes in its scheduler's process, as it does on a GPU and as ROSE does",
     )
 
 
