@@ -54,7 +54,7 @@ def simulate_pair(argv: Sequence[str]) -> int:
         choices=names,
         default=names[2],
         metavar="NAME",
-        help=f"the workload of both pipelines, if there is no file: {'; '.join(names)} (default: %(default)s)",
+        help=f"the workload of both pipelines without a file: {'; '.join(names)} (default: %(default)s)",
     )
     parser.add_argument(
         "--iterations",
