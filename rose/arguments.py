@@ -8,6 +8,7 @@ because a later flag would make them ambiguous.
 import argparse
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -19,6 +20,16 @@ INTERRUPTED_STATUS = 130
 MOST_PORT = 65535
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and wraps the long ones; indented lines are examples, and stay."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        return "\n".join(
+            indent + line if line[:1] in ("", " ") else textwrap.fill(line, width) for line in lines
+        )
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser for the command that the user types as ``prog``, such as "rose relay"."""
 
@@ -27,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
 

@@ -43,41 +43,45 @@ class Command:
 
 COMMANDS = (
     Command(
-        name="doctor", module="rose.doctor", summary="what is installed, what is missing, what will work"
+        name="doctor", module="rose.doctor", summary="show what is installed, what is missing, what will work"
     ),
-    Command(name="demo", module="rose.demo.run", summary="the main job, end to end, on this machine"),
+    Command(name="demo", module="rose.demo.run", summary="run the whole system on this machine"),
     Command(
         name="pool",
         module="rose.memory.daemon.daemon",
         summary="own one GPU's KV slabs and hand them to engines",
     ),
-    Command(name="serve", module="rose.node.serve", summary="one vLLM engine in a pool, serving or rollout"),
-    Command(name="node", module="rose.node.agent", summary="a pool and its engines from NODE.yaml"),
+    Command(name="serve", module="rose.node.serve", summary="start one vLLM engine, serving or rollout"),
+    Command(name="node", module="rose.node.agent", summary="start a pool and its engines from NODE.yaml"),
     Command(
-        name="relay", module="rose.transfer.relay.server", summary="carry weights from trainer to engines"
+        name="relay", module="rose.transfer.relay.server", summary="carry weights from a trainer to engines"
     ),
     Command(
-        name="plan", module="rose.engine.weights.plan", summary="which weights each rank of an engine holds"
+        name="plan",
+        module="rose.engine.weights.plan",
+        summary="write which weights each rank of an engine holds",
     ),
     Command(
         name="router",
         module="rose.scheduler.rollout.http.command",
-        summary="one endpoint for all rollout turns",
+        summary="place rollout turns on engines, behind one endpoint",
     ),
     Command(
         name="front",
         module="rose.engine.front.command",
-        summary="vLLM's own API server before the router: tools, reasoning, structured output",
+        summary="put vLLM's API server, with tools and reasoning, before the router",
     ),
-    Command(name="ray", module="rose.ray.command", summary="relay, engines and router on a Ray cluster"),
+    Command(
+        name="ray", module="rose.ray.command", summary="start relay, engines and router on a Ray cluster"
+    ),
     Command(
         name="sched",
         module="rose.scheduler.runtime.command.sched",
-        summary="whole RL jobs on H20 and H800 pools",
+        summary="schedule whole RL jobs on shared nodes",
     ),
     Command(name="profile", module="rose.node.profile", summary="measure the step times that the gate needs"),
-    Command(name="top", module="rose.node.top", summary="live view of running engines"),
-    Command(name="harm", module="rose.node.harm", summary="what rollouts cost serving, as measured"),
+    Command(name="top", module="rose.node.top", summary="show running engines live"),
+    Command(name="harm", module="rose.node.harm", summary="show what rollouts cost serving, as measured"),
 )
 
 
@@ -107,8 +111,10 @@ def _parser() -> CommandParser:
         "rose doctor",
     )
     parser.add_argument("--version", action="version", version=f"rose {__version__}")
-    parser.add_argument("command", metavar="COMMAND", type=_known_name, help="one of the above")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the command takes")
+    parser.add_argument("command", metavar="COMMAND", type=_known_name, help="a command of the list above")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="the command's own arguments"
+    )
     return parser
 
 

@@ -272,10 +272,11 @@ def _state(finding: Finding) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose doctor",
-        "Shows what is installed, what is missing, and what will work. Exits with 0 if `rose demo` can run.",
+        "Shows what is installed, what is missing, and what will work. The exit status is 0 if `rose demo` "
+        "can run.",
         "rose doctor --json",
     )
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.arguments import CommandParser
 from rose.cli import COMMANDS
 from rose.errors import install_hint
 from rose.memory.daemon.daemon import start_daemon
@@ -42,6 +43,17 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     result = rose(name, "--help")
     assert result.returncode == 0, result.stderr
     assert "example:" in result.stdout
+
+
+def test_a_long_description_is_wrapped_and_its_examples_keep_their_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    example = "  - {model: ./models/chat, role: serving, port: 8000, slo_ttft_ms: 500, slo_tpot_ms: 100}"
+    parser = CommandParser("rose x", "Says " + "a word " * 30 + f"in a file.\n\n{example}", "rose x")
+    lines = parser.format_help().splitlines()
+    assert example in lines
+    assert [line for line in lines if len(line) > 80 and line != example] == []
 
 
 @pytest.mark.parametrize("name", [command.name for command in COMMANDS])

@@ -197,7 +197,8 @@ def _said(window: Window) -> str:
 def _parse(argv: Sequence[str]) -> DemoOptions:
     parser = CommandParser(
         "rose demo",
-        "Runs the main job on this machine: a serving engine, rollouts in its slack, an RL trainer.",
+        "Runs the whole system on this machine, in about ten minutes: a serving engine, rollouts in its "
+        "slack, and an RL trainer.",
         "rose demo --quick --out demo",
     )
     parser.add_argument(
@@ -205,7 +206,9 @@ def _parse(argv: Sequence[str]) -> DemoOptions:
         type=Path,
         help="folder for report, figures.json, records and logs (default: rose-demo-DATE-TIME)",
     )
-    parser.add_argument("--quick", action="store_true", help="short windows, about six minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure in shorter windows; takes about six minutes"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
     )

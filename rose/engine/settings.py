@@ -30,33 +30,35 @@ class EngineSettings(BaseModel):
     """Name of the engine's slab pool. The first data-parallel rank has the pool of this name, and rank N has
     NAME-N. None runs a dedicated engine with vLLM's own KV cache."""
     engine_id: str = ""
-    """The engine's name on this host; default: its role and process id."""
+    """The engine's name on this host. By default it is made of role and process id."""
     gate: GateMode | None = None
-    """The test that a rollout step must pass before it may start. None stands for idle on a serving engine,
-    or dual with spend_slo; a rollout engine then follows what serving offers."""
+    """The test that a rollout step must pass before it may start. The default of a serving engine is idle, or
+    dual with spend_slo; a rollout engine by default follows what serving offers."""
     allow_harm: float = Field(default=0.02, gt=0, le=1)
-    """Share by which serving's P99 TTFT and TPOT may differ with rollouts on. It is measured; above it
-    rollouts are shut out for a part of the time until it holds. What spend_slo or another gate mode spends
-    is measured too, and not bounded by it. A bound below 0.0001 is refused, because no traffic can show so
+    """Share by which serving's P99 TTFT and TPOT may differ with rollouts on. While the measured difference
+    is larger, rollouts are shut out for a part of the time. What spend_slo or another gate mode than idle
+    spends is measured too, but not bounded. A bound below 0.0001 is refused, because no traffic can show so
     small a difference within a day."""
     spend_slo: float | None = Field(default=None, gt=0, le=0.95)
-    """Share of the TPOT SLO that rollouts may stretch serving's tokens to (ROSE 4.1). None spends nothing."""
+    """Share of the TPOT SLO that rollouts may stretch serving's tokens to (ROSE 4.1). By default rollouts
+    spend none of it."""
     deployment: Deployment | None = None
-    """The phases that a serving engine computes. None takes them from its KV connector's role, else both."""
+    """The phases that a serving engine computes. The default is what its KV connector's role says, or else
+    both."""
     lend_idle_s: float | None = Field(default=None, gt=0)
     """Time without a request after which a serving engine lends its headroom to rollouts, as on an instance
-    that an autoscaler took out of service. None never lends it."""
+    that an autoscaler took out of service. By default it never does."""
     slo_ttft_ms: float = Field(default=500.0, gt=0)
     """The time to first token that serving keeps."""
     slo_tpot_ms: float = Field(default=150.0, gt=0)
     """The mean time per output token that serving keeps."""
     itl_cap_ms: float | None = Field(default=None, gt=0)
-    """The longest gap between tokens that the gate may cause. None stands for the TPOT SLO, or for 1.5 TPOT
+    """The longest gap between tokens that the gate may cause. The default is the TPOT SLO, or 1.5 TPOT
     targets if that is more."""
     max_step_ms: float | None = Field(default=None, gt=0)
-    """The longest rollout step, even on an idle GPU: a request that arrives waits for the step's end. The
-    serving engine's setting holds for both engines. None stands for a quarter of the TTFT SLO, or on a
-    decoder for half the TPOT SLO."""
+    """The longest rollout step, even on an idle GPU, because a request that arrives may wait for the step's
+    end. The serving engine's setting holds for both engines. The default is a quarter of the TTFT SLO, or on
+    a decoder half the TPOT SLO."""
     chunk_tokens: int = Field(default=512, gt=0, le=512)
     """The most tokens of a rollout step, 512 at most."""
     stall_s: float = Field(default=2.0, gt=0)
@@ -75,8 +77,8 @@ class EngineSettings(BaseModel):
     serving_window_s: float = Field(default=30.0, gt=0)
     """Window of serving's recent peak usage, which rollout budgets leave to it."""
     floor_slabs: int | None = Field(default=None, ge=0)
-    """The slabs that a serving engine keeps for its KV and prefix cache when rollouts want memory. None
-    stands for the pool's headroom, which rollouts never get."""
+    """The slabs that a serving engine keeps for its KV and prefix cache when rollouts want memory. The
+    default is the size of the pool's headroom, which rollouts never get."""
     compute_cpus: str | None = None
     """CPUs that stand for the GPU on a CPU-only host, for example "0". Only the model's thread is pinned
     there."""

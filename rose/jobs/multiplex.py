@@ -185,11 +185,13 @@ def _lines(report: dict[str, Any]) -> Sequence[str]:
 def _parser(settings: Settings) -> CommandParser:
     parser = channel_parser(
         "multiplex",
-        "Runs two RL jobs on this machine. Their sub-stages run side by side, each on cores of its own,\n"
+        "Runs two RL jobs on this machine. Their sub-stages run side by side, each on cores of its own, "
         "where that is measured to be faster than one iteration after the other.",
         "rose sched multiplex math.yaml code.yaml",
     )
-    parser.add_argument("jobs", nargs=2, type=Path, metavar="JOB.yaml", help="as for rose sched submit")
+    parser.add_argument(
+        "jobs", nargs=2, type=Path, metavar="JOB.yaml", help="the jobs' files, as for rose sched submit"
+    )
     parser.add_argument(
         "--slowdown",
         type=Path,

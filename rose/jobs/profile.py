@@ -116,12 +116,15 @@ def _table(profile: JobProfile) -> Table:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose sched profile",
-        "Runs a job alone on this machine, each response as long as max_tokens allows, and writes its file\n"
-        "with the phases' times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
+        "Runs a job alone on this machine, with every response at the token limit, and writes its file with "
+        "the phases' times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
         "rose sched profile job.yaml --output profiled.yaml && rose sched submit profiled.yaml",
     )
     parser.add_argument(
-        "job", type=Path, help="the job's file, as for rose sched submit; its phases need no seconds"
+        "job",
+        type=Path,
+        metavar="JOB.yaml",
+        help="the job's file, as for rose sched submit; its phases need no seconds",
     )
     parser.add_argument(
         "--output",

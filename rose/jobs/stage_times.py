@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         type=positive_int,
         default=2,
         metavar="N",
-        help="the GPUs of a node, each with one stage (default: %(default)s)",
+        help="pipeline stages, one for each GPU of a node (default: %(default)s)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument(
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         nargs="+",
         default=list(LENGTHS),
         metavar="TOKENS",
-        help="lengths of the measured inputs, at least three (default: %(default)s)",
+        help=f"lengths of the measured inputs, at least three (default: {' '.join(map(str, LENGTHS))})",
     )
     parser.add_argument(
         "--repeats",

@@ -257,8 +257,8 @@ def _duration(seconds: float) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose harm",
-        "Shows what P50 and P99 of serving's TTFT and TPOT are, what they would be without rollouts, and\n"
-        "what rollouts earned, from serving's own traffic. The exit status is 3 if a P99 is known to be\n"
+        "Shows the P50 and P99 of serving's TTFT and TPOT, what they would be without rollouts, and what "
+        "rollouts earned, all from serving's own traffic. The exit status is 3 if a P99 is known to be "
         "above the bound (--allow-harm), and 1 if an engine does not answer.",
         EXAMPLE,
     )

@@ -192,13 +192,16 @@ def _read_flags(argv: Sequence[str]) -> _Flags:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose profile",
-        "Measures how long this machine takes for steps of MODEL. Flags not listed here go to vLLM.\n"
-        "Give MODEL and vLLM's flags as `rose serve` will get them; nothing else should run meanwhile.",
+        "Measures how long this machine takes for steps of MODEL. Give MODEL and vLLM's flags as `rose "
+        "serve` will get them, and let nothing else run meanwhile.\nFlags not listed here go to vLLM.",
         "rose profile ./models/chat --role serving --max-model-len 2048",
     )
-    parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; comes first")
+    parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; must come first")
     parser.add_argument(
-        "--role", type=Role, choices=list(Role), help="default serving; with --concurrency rollout"
+        "--role",
+        type=Role,
+        choices=list(Role),
+        help="the engine's role (default serving; with --concurrency rollout)",
     )
     parser.add_argument(
         "--plot",

@@ -160,29 +160,31 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a model directory or hub id; must come first")
     parser.add_argument(
-        "--role", choices=[str(role) for role in Role], help="what it is for (with --fine-tune: serving)"
+        "--role",
+        choices=[str(role) for role in Role],
+        help="what the engine is for (with --fine-tune: serving)",
     )
     parser.add_argument(
         "--pool",
         metavar="NAME",
-        help="the slab pool (see rose pool); with --data-parallel-size, rank 0 has the pool NAME and rank N "
-        "NAME-N; without one a rollout engine has vLLM's own KV cache, and --fine-tune starts one",
+        help="the slab pool (see rose pool). With --data-parallel-size, rank 0 has the pool NAME, and rank N "
+        "NAME-N. Without a pool a rollout engine has vLLM's own KV cache, and --fine-tune starts a pool",
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     add_insecure_flag(parser)
     parser.add_argument("--port", default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--cpus", metavar="N,N", help="CPUs for the whole engine (default: all)")
-    parser.add_argument("--relay", metavar="URL", help="relay to follow new weights over")
+    parser.add_argument("--relay", metavar="URL", help="the relay that brings new weights")
     parser.add_argument(
-        "--run", metavar="RUN_ID", help="the run to follow (default: the only live one, with --adapter none)"
+        "--run", metavar="RUN_ID", help="the run to follow (default: the only live run; with --adapter, none)"
     )
     parser.add_argument(
         "--adapter",
         metavar="RUN_ID",
         action="append",
         dest="adapters",
-        help="follow the LoRA adapter of this run; turns name it as their model; once for each (needs vLLM's "
-        "--enable-lora)",
+        help="follow the LoRA adapter of this run, which turns name as their model; may be repeated (needs "
+        "vLLM's --enable-lora)",
     )
     parser.add_argument("--staging", metavar="DIR", help="folder for new weights (default: one in memory)")
     fine_tune_options.add_flags(parser)
@@ -196,7 +198,7 @@ def _add_plugin_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in EngineSettings.model_fields.items():
         if name in ("role", "pool", "insecure"):
             continue
-        note = " ".join((field.description or "").split()).rstrip(".").replace("None: ", "default: ")
+        note = " ".join((field.description or "").split()).rstrip(".")
         if field.default not in (None, ""):
             note += f" (default: {str(field.default).lower()})"
         flags.add_argument(

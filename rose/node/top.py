@@ -174,7 +174,7 @@ def _rate(sample: WorkerSample, before: WorkerSample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, and who computes on their\n"
+        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, and who computes on their "
         "GPUs, until Ctrl-C.",
         "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
     )

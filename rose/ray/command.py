@@ -72,25 +72,31 @@ def _parser() -> CommandParser:
         required=True,
         metavar="up|status|down",
         prog="rose ray",
-        help="what to do; rose ray up --help has its options",
+        help="what to do; `rose ray up --help` shows its options",
     )
     for action, argument, note in (
-        ("up", "file", "starts everything in RAY.yaml and prints where it answers"),
-        ("status", "name", "shows which service runs where"),
-        ("down", "name", "stops everything of that name"),
+        ("up", "RAY.yaml", "Starts everything in RAY.yaml, and prints where it answers."),
+        ("status", "policy", "Shows which service runs where."),
+        ("down", "policy", "Stops everything of one name."),
     ):
         each = actions.add_parser(
             action, prog=f"rose ray {action}", description=note, example=f"rose ray {action} {argument}"
         )
-        each.add_argument("--address", default="auto", help="the Ray cluster (default %(default)s)")
-        if argument == "file":
+        each.add_argument(
+            "--address", default="auto", help="address of the Ray cluster (default %(default)s)"
+        )
+        if action == "up":
             add_insecure_flag(each)
             each.add_argument(
                 "file", metavar="RAY.yaml", type=Path, help="what to place (see examples/ray.yaml)"
             )
         else:
             each.add_argument(
-                "name", nargs="?", default="default", help="the name in RAY.yaml (default: %(default)s)"
+                "name",
+                nargs="?",
+                default="default",
+                metavar="NAME",
+                help="the name in RAY.yaml (default: %(default)s)",
             )
     return parser
 

@@ -39,7 +39,7 @@ def simulate_pair(argv: Sequence[str]) -> int:
     names = [each.name for each in WORKLOADS]
     parser = CommandParser(
         "rose sched simulate --level gpu",
-        "Says how two RL pipelines would share their GPUs, and why. Nothing runs.",
+        "Says how two RL pipelines would share their GPUs, and why. Neither runs.",
         "rose sched simulate --level gpu pair.yaml",
     )
     parser.add_argument(
@@ -53,7 +53,8 @@ def simulate_pair(argv: Sequence[str]) -> int:
         "--workload",
         choices=names,
         default=names[2],
-        help="the workload of both pipelines, if there is no file (default: %(default)s)",
+        metavar="NAME",
+        help=f"the workload of both pipelines without a file: {'; '.join(names)} (default: %(default)s)",
     )
     parser.add_argument(
         "--iterations",

@@ -81,7 +81,8 @@ class ExplainedPolicy(NodePolicy):
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose sched simulate --level node",
-        "Plays requests and training tasks on nodes that serve and fine-tune one model. Nothing real runs.",
+        "Plays requests and training tasks on nodes that serve and fine-tune one model. No engine and no "
+        "trainer runs.",
         "rose sched simulate --level node --rate 40 --training-share 0.5 --explain 10",
     )
     parser.add_argument(

@@ -42,8 +42,8 @@ def _parser() -> CommandParser:
         "rose sched simulate",
         "Plays a trace of jobs against a policy. No real job is placed.\n\n"
         "--level group plays the permits of a file's groups instead, --level node requests and training "
-        "tasks on nodes, and --level gpu two pipelines on the same GPUs. Each has options of its own: "
-        "rose sched simulate --level node --help.",
+        "tasks on nodes, and --level gpu two pipelines on the same GPUs. Each has options of its own, as "
+        "`rose sched simulate --level node --help` shows.",
         "rose sched simulate --trace jobs.csv --policy lifetime --workload mixed",
     )
     parser.add_argument(
@@ -62,13 +62,15 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--policy",
         choices=sorted(POLICIES),
-        help="the policy that places jobs (default: that of the cluster's file, else lifetime)",
+        metavar="POLICY",
+        help="the policy that places jobs: %(choices)s (default: that of the cluster's file, else lifetime)",
     )
     parser.add_argument(
         "--workload",
         choices=[each.value for each in Workload],
         default=Workload.MIXED.value,
-        help="the kind of jobs that the trace's arrivals become (default: %(default)s)",
+        metavar="KIND",
+        help="the kind of jobs that the trace's arrivals become: %(choices)s (default: %(default)s)",
     )
     parser.add_argument(
         "--slo-kind",
@@ -87,7 +89,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--live",
         action="store_true",
-        help="play it through the scheduler itself: every phase, permit and move (minutes)",
+        help="play the trace through the scheduler itself, with every phase, permit and move; takes minutes",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

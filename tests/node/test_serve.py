@@ -23,7 +23,7 @@ def shown_help(capsys: pytest.CaptureFixture[str]) -> str:
         f"--deployment {'|'.join(Deployment)}",
         "--slo-ttft-ms MS The time to first token that serving keeps (default: 500.0)",
         "--poison-slabs true|false",
-        "None stands for the TPOT SLO, or for 1.5 TPOT targets",
+        "The default is the TPOT SLO, or 1.5 TPOT targets",
     ],
 )
 def test_the_help_shows_choices_defaults_and_units(capsys: pytest.CaptureFixture[str], shown: str) -> None:

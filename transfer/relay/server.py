@@ -117,7 +117,10 @@ def _parser() -> CommandParser:
         "rose relay --kind embedded --port 8400",
     )
     parser.add_argument(
-        "--kind", choices=("embedded", "mooncake"), default="embedded", help="default %(default)s"
+        "--kind",
+        choices=("embedded", "mooncake"),
+        default="embedded",
+        help="the store of the weights (default %(default)s)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument(
@@ -127,7 +130,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--beside",
         metavar="URL",
-        help="a Mooncake store nearby whose frames this one copies, so that the trainer sends them once",
+        help="a Mooncake store whose frames this relay copies, so that the trainer sends them only once",
     )
     parser.add_argument(
         "--tls-certificate", type=Path, metavar="FILE", help="serve TLS with this certificate, in PEM"
@@ -147,7 +150,7 @@ def _parser() -> CommandParser:
         "--capacity-bytes",
         type=positive_int,
         default=min(embedded_relay.DEFAULT_CAPACITY_BYTES, available_bytes() // 2),
-        help="memory for objects (default: 8 GiB, or half of the free memory where that is less)",
+        help="memory for objects (default: 8 GiB, or half of the free memory if that is less)",
     )
     return parser
 

@@ -73,22 +73,25 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose front",
-        "vLLM's own API server before a router: chats, responses and messages with tools, reasoning and"
-        " structured\noutput become token-level turns, which the router places, watches, moves and resumes."
-        "\nOther flags are vLLM's own (vllm serve --help); give parsers and templates as the workers do.",
+        "Runs vLLM's own API server before a router. Chats, responses and messages with tools, reasoning and "
+        "structured output become token-level turns, which the router places, watches, moves and resumes.\n"
+        "Other flags are vLLM's own (vllm serve --help); give the same parsers and templates as the workers.",
         _EXAMPLE,
     )
     parser.add_argument(
         "--router",
         required=True,
         metavar="URL[,URL...]",
-        help="address of rose router, or of several before the same workers: a turn goes on at the next one",
+        help="address of rose router, or of several before the same workers; if one is lost, its turns go on "
+        "at the next",
     )
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="the workers' model; its weights are not loaded"
     )
     parser.add_argument(
-        "--stop-with-stdin", action="store_true", help="end when standard input does, as its starter's does"
+        "--stop-with-stdin",
+        action="store_true",
+        help="end when standard input ends, as when the process that started it dies",
     )
     add_insecure_flag(parser)
     return parser

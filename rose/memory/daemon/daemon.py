@@ -179,37 +179,40 @@ def _make_parser() -> CommandParser:
         "Owns the KV slabs of one GPU and hands them to the engines that attach, until a stop signal.",
         "rose pool gpu0 --backend cuda --model ./models/chat --model ./models/policy",
     )
-    parser.add_argument("name", help="the pool's name, as in `rose serve --pool NAME`")
+    parser.add_argument("name", metavar="NAME", help="the pool's name, as in `rose serve --pool NAME`")
     parser.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="MODEL",
-        help="directory or hub id of a model that will share the pool, once for each; they decide what is "
-        "not given below",
+        help="directory or hub id of a model that will share the pool; may be repeated. The models decide "
+        "the sizes that are not given below",
     )
     parser.add_argument(
-        "--num-slabs", type=int, metavar="N", help="slabs in the pool (default: what the models leave free)"
+        "--num-slabs",
+        type=int,
+        metavar="N",
+        help="slabs in the pool (default: as many as the models leave memory for)",
     )
     parser.add_argument(
         "--slab-bytes",
         type=int,
         metavar="N",
-        help="a slab's size: a multiple of 4096, on CUDA of 2 MiB (default: one that suits the models; "
-        "without them 2 MiB, on CUDA 64 MiB)",
+        help="size of a slab, a multiple of 4096, or on CUDA of 2 MiB (default: one that suits the models; "
+        "without --model 2 MiB, or on CUDA 64 MiB)",
     )
     parser.add_argument(
         "--headroom-slabs",
         type=int,
         metavar="N",
-        help="slabs kept free for serving's bursts (default: 20%% of them)",
+        help="slabs kept free for serving's bursts (default: 20%% of the slabs)",
     )
     parser.add_argument(
         "--num-shards",
         type=int,
         default=1,
         metavar="N",
-        help="tensor-parallel ranks of its engines; each has --num-slabs slabs (default: 1)",
+        help="tensor-parallel ranks of the pool's engines; each rank has --num-slabs slabs (default: 1)",
     )
     parser.add_argument(
         "--backend",
@@ -217,7 +220,9 @@ def _make_parser() -> CommandParser:
         default=str(BackendKind.HOST),
         help="where slabs live: in host memory, or shard i on the i-th visible GPU (default: %(default)s)",
     )
-    parser.add_argument("--runtime-dir", type=Path, help="folder of the socket (default: $ROSE_RUNTIME_DIR)")
+    parser.add_argument(
+        "--runtime-dir", type=Path, metavar="DIR", help="folder of the socket (default: $ROSE_RUNTIME_DIR)"
+    )
     parser.add_argument("--exit-with", type=int, metavar="PID", help="stop when this process ends")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     return parser

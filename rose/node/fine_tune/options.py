@@ -73,17 +73,17 @@ HELP = {
     "lora_rank": ("N", "train adapters of this rank, and publish the merged weights (default: all weights)"),
     "micro_batch": (
         "N",
-        "sequences of one optimizer step, trained in parts if need be (default: %(default)s)",
+        "sequences of one optimizer step; trained in parts if they take too long (default: %(default)s)",
     ),
     "processes": (
         "N",
         "trainer processes, one on each of the engine's GPUs; each has a microbatch (default: %(default)s)",
     ),
-    "tokens": ("N", "tokens of an example that count (default: %(default)s)"),
-    "epochs": ("N", "how often the data is gone through (default: %(default)s)"),
+    "tokens": ("N", "tokens of an example that are trained; the rest is cut off (default: %(default)s)"),
+    "epochs": ("N", "passes over the data (default: %(default)s)"),
     "publish_s": ("S", "seconds between two versions that go live (default: %(default)s)"),
     "give_way_ms": ("MS", "how long a request may wait for a piece of training (default: %(default)s)"),
-    "log": ("FILE", "one JSON line for each optimizer step"),
+    "log": ("FILE", "file that gets a JSON line for each optimizer step"),
     "output": (
         "DIR",
         "a new folder for the trained model, saved at the end and on a stop signal (default: the weights "
@@ -101,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help='a file of JSON lines, {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., '
         '"chosen": ..., "rejected": ...}: the model is trained on them while it serves, and its new weights '
-        "go live",
+        "go live in the engine",
     )
     for name, (metavar, note) in HELP.items():
         default = FineTuneOptions.model_fields[name].default

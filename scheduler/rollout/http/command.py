@@ -273,7 +273,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose router",
-        "One endpoint for RL rollouts over dedicated and serving GPUs.",
+        "Places RL rollouts on dedicated and serving GPUs, behind one endpoint.",
         "rose router --worker http://gpu1:8000 --worker http://gpu2:8001,serving --port 8100",
     )
     parser.add_argument(
@@ -288,7 +288,7 @@ def _parser() -> CommandParser:
         action="append",
         default=[],
         metavar="URL[,dedicated|serving][,gpus=N]",
-        help="address of a rollout engine; may be repeated (default kind dedicated, gpus 1)",
+        help="address of a rollout engine; may be repeated (default: dedicated, with 1 GPU)",
     )
     parser.add_argument(
         "--peer",
@@ -301,8 +301,8 @@ def _parser() -> CommandParser:
         "--state",
         type=Path,
         metavar="FILE",
-        help="keep what an admin sets here, and begin with it (default: a file of this host, host and port in"
-        " ROSE_STATE_DIR)",
+        help="file that keeps what an admin sets, and is read at the start (default: a file in "
+        "$ROSE_STATE_DIR, named after this machine, host and port)",
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     add_insecure_flag(parser)
@@ -315,13 +315,14 @@ def _parser() -> CommandParser:
         "--concurrency-profile",
         type=Path,
         metavar="FILE",
-        help="turns per GPU, as found by rose profile",
+        help="turns per GPU, as rose profile --concurrency has measured them",
     )
     parser.add_argument(
         "--front",
         type=positive_int,
         metavar="N",
-        help="start N processes of rose front, whose flags follow: -- --model DIR --tool-call-parser NAME",
+        help="start N processes of rose front; their flags come last, after --: -- --model DIR "
+        "--tool-call-parser NAME",
     )
     parser.add_argument("--policy", choices=tuple(POLICIES), help="policy that places turns (default paper)")
     return parser

@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
         "rose sched explain",
         "Says why a running job runs where it runs, or where a job of a file would go.\n\n"
         "--level group explains the orders of a file's groups, --level node the first decisions on nodes, "
-        "and --level gpu the plan of two pipelines; rose sched explain --level gpu --help has its options.",
+        "and --level gpu the plan of two pipelines. `rose sched explain --level gpu --help` shows its "
+        "options.",
         "rose sched explain --job math-7b",
     )
     parser.add_argument(
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         "--policy",
         choices=sorted(set(POLICIES) - {"exact"}),
         default="lifetime",
-        help="the policy that places jobs (default: %(default)s)",
+        metavar="POLICY",
+        help="the policy that places jobs: %(choices)s (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(list(argv))

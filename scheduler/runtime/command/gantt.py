@@ -53,7 +53,8 @@ def add_cluster(parser: CommandParser) -> None:
         "--policy",
         choices=sorted(set(POLICIES) - {"exact"}),
         default="lifetime",
-        help="the policy that places jobs (default: %(default)s)",
+        metavar="POLICY",
+        help="the policy that places jobs: %(choices)s (default: %(default)s)",
     )
 
 

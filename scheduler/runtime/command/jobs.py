@@ -105,7 +105,9 @@ def drain(argv: Sequence[str]) -> int:
         "Places no more jobs on a node. The jobs that use it run to their ends.",
         "rose sched drain rollout-0 --group main",
     )
-    parser.add_argument("node", help="train, or one of rollout-0, rollout-1, ... in the group")
+    parser.add_argument(
+        "node", metavar="NODE", help="train, or one of rollout-0, rollout-1, ... in the group"
+    )
     parser.add_argument("--group", default="main", help="the node's group (default: %(default)s)")
     parser.add_argument("--undo", action="store_true", help="let jobs be placed on the node again")
     arguments = parser.parse_args(argv)

@@ -39,7 +39,7 @@ SUBCOMMANDS = (
     Subcommand(
         name="multiplex",
         module="rose.jobs.multiplex",
-        summary="run two jobs on this machine, side by side where that is faster",
+        summary="run two jobs on this machine, side by side where faster",
     ),
     Subcommand(name="submit", module=_JOBS, function="submit", summary="start a job, or queue it"),
     Subcommand(name="status", module=_STATUS, function="status", summary="show jobs and what they wait for"),
@@ -66,7 +66,7 @@ SUBCOMMANDS = (
         name="explain",
         module="rose.scheduler.sim.levels",
         function="explain",
-        summary="say why a job runs where it runs, and why a level decides as it does",
+        summary="say why a job runs where it runs, or why a level decides so",
     ),
     Subcommand(
         name="gantt",
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     width = max(len(each.name) for each in SUBCOMMANDS) + 2
     parser = CommandParser(
         "rose sched",
-        "Whole RL jobs on pools of rollout and training nodes.\n\nsubcommands:\n"
+        "Schedules whole RL jobs on pools of rollout and training nodes.\n\nsubcommands:\n"
         + "\n".join(f"  {each.name:<{width}}{each.summary}" for each in SUBCOMMANDS),
         "rose sched simulate --policy lifetime",
     )
@@ -89,10 +89,10 @@ def main(argv: Sequence[str]) -> int:
         "subcommand",
         choices=[each.name for each in SUBCOMMANDS],
         metavar="SUBCOMMAND",
-        help="one of the above",
+        help="a subcommand of the list above",
     )
     parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="what the subcommand takes"
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="the subcommand's own arguments"
     )
     arguments = parser.parse_args(list(argv))
     subcommand = next(each for each in SUBCOMMANDS if each.name == arguments.subcommand)

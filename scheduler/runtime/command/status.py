@@ -23,7 +23,7 @@ def status(argv: Sequence[str]) -> int:
     parser = channel_parser(
         "status", "Shows every job, what it does now and what it waits for.", "rose sched status --json"
     )
-    parser.add_argument("job", nargs="?", help="show this job alone")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="show only this job")
     parser.add_argument("--json", action="store_true", help="print everything that is known, as JSON")
     arguments = parser.parse_args(argv)
     with connect(arguments.channel) as client:
