@@ -161,14 +161,18 @@ class HarmedServing:
         if self._control is None or not self._has_rollouts or now - self._looked_s < CONTROL_EVERY_S:
             return
         self._looked_s = now
-        report = HarmReport.nothing()
+        report, since_s = HarmReport.nothing(), now
         for since_s in self._control.window_starts(now):
-            first = slice_number(since_s + self._shift_s)
-            recent = [one for one in self._books.ended[-4000:] if one.at_s >= since_s]
-            slices = [one for number, one in list(self._slices.items())[-4000:] if number >= first]
-            report = estimate_harm(recent, StepHarm.of(slices))
+            report = self._report(since_s)
             if report.latencies:
                 break
-        self._control.update(report, now)
+        latest = self._report(self._control.latest_start(now))
+        self._control.update(report, now, latest, now - since_s)
         self._share = self._control.closed_share
         self._shares.append((now, self._share))
+
+    def _report(self, since_s: float) -> HarmReport:
+        first = slice_number(since_s + self._shift_s)
+        recent = [one for one in self._books.ended[-4000:] if one.at_s >= since_s]
+        slices = [one for number, one in list(self._slices.items())[-4000:] if number >= first]
+        return estimate_harm(recent, StepHarm.of(slices))

@@ -18,7 +18,7 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from rose.admission.slices import GROUP_SLICES, SLICE_S
+from rose.admission.slices import GROUP_SLICES
 
 RESAMPLES = 100
 CONFIDENCE = 0.95
@@ -45,8 +45,14 @@ CONTROL_EVERY_S = 10.0
 """How often the control looks at the estimate and decides."""
 CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
 """The control uses the first window in which anything is known. Light traffic needs a longer one."""
+LATEST_S = 30.0
+"""A window of this length shows a sudden harm sooner, because it has less of the time before in it. It is too
+short to tell a small harm from noise, so it counts only with a lower bound above what is allowed."""
 BACKOFF = 0.5
 """The least part of the open time that one decision leaves."""
+HELD_BACK_OPEN = 0.75
+"""The most open time that a retreat leaves. It has ten times as many closed slices as measuring takes, so
+half a minute later the size of the harm is known, and not only that it is there."""
 RETURN = 1.15
 """The factor by which the open time grows again."""
 LEAST_OPEN = 1 / GROUP_SLICES
@@ -54,10 +60,6 @@ LEAST_OPEN = 1 / GROUP_SLICES
 DAY_S = 86400.0
 STUDENT_Z = 2.2414
 """The two-sided normal quantile at PART_CONFIDENCE."""
-LEAST_NOISE = 0.005
-"""The least difference between the steps of two slices. Real ones differ by more."""
-LEAST_BOUND = 1e-4
-"""The smallest bound that a day of the steadiest traffic can show, rounded up."""
 UNBOUNDED = 10.0
 """The highest bound that is reported, 1000%. It says that the effect may have any size."""
 
@@ -234,26 +236,6 @@ def estimate_harm(requests: Sequence[RequestDelay], steps: StepHarm, *, seed: in
     )
 
 
-def bound_problem(allowed: float) -> str | None:
-    """Says why no traffic can show within a day whether a P99 differs by more than ``allowed``, and which
-    bound can be shown. None if some traffic can show it."""
-    slices_a_day = DAY_S / SLICE_S * MEASURING_SHARE
-    shown = STUDENT_Z * LEAST_NOISE / math.sqrt(slices_a_day)
-    if allowed >= shown:
-        return None
-    return (
-        f"allow_harm is {allowed:g}, and no traffic can show so small a difference: the {slices_a_day:,.0f} "
-        f"slices of a day without rollouts tell {shown:.3%} at best, and this bound would take "
-        f"{(shown / allowed) ** 2:,.0f} days; set allow_harm to at least {LEAST_BOUND:g}"
-    )
-
-
-def least_seconds_to_know(allowed: float) -> float:
-    """Returns the least seconds of continuous traffic that can show a difference of ``allowed``."""
-    num_slices = max(MIN_GROUPS, (STUDENT_Z * LEAST_NOISE / allowed) ** 2)
-    return num_slices * SLICE_S / MEASURING_SHARE
-
-
 def _waiting(
     values: npt.NDArray[np.float64], waited: npt.NDArray[np.float64], rng: np.random.Generator
 ) -> list[Estimate]:
@@ -328,7 +310,7 @@ def _student_t(freedom: int) -> float:
 
 
 def _product(one: Estimate, other: Estimate) -> Estimate:
-    """Combines two effects. The bounds hold if the bounds of both parts hold."""
+    """Combines two effects; the bounds hold if those of both do."""
     return Estimate(
         value=(1 + one.value) * (1 + other.value) - 1,
         low=(1 + one.low) * (1 + other.low) - 1,
@@ -339,8 +321,8 @@ def _product(one: Estimate, other: Estimate) -> Estimate:
 class HarmControl:
     """Chooses the share of the time for which rollouts are shut out. Pure: it holds only that choice.
 
-    A few slices are always closed, to measure. Above the bound more of them are, until the harm over all
-    requests is within it; below the bound they open again step by step.
+    Some slices are always closed, to measure: more above the bound, until the harm over all requests is
+    within it.
     """
 
     def __init__(self, allowed: float) -> None:
@@ -348,6 +330,8 @@ class HarmControl:
         self.allowed = allowed
         self._open = 1.0
         self._changed_s = -math.inf
+        self._took_s = CONTROL_WINDOWS_S[0]
+        """How long it took to know the harm of the last retreat."""
 
     @property
     def is_retreating(self) -> bool:
@@ -364,19 +348,38 @@ class HarmControl:
         choice."""
         return sorted({max(self._changed_s, now - window_s) for window_s in CONTROL_WINDOWS_S}, reverse=True)
 
+    def latest_start(self, now: float) -> float:
+        """Returns the start of the window of LATEST_S, which does not lie before the last choice either."""
+        return max(self._changed_s, now - LATEST_S)
+
     def let_in(self, now: float) -> None:
         """Lets rollouts in again, for all but the measuring share."""
         self._open, self._changed_s = 1.0, now
 
-    def update(self, report: HarmReport, now: float) -> None:
-        """Adapts the choice to a report. Without known harm, rollouts are let in again step by step."""
+    def update(
+        self, report: HarmReport, now: float, latest: HarmReport | None = None, seconds: float = 0.0
+    ) -> None:
+        """Adapts the choice to a report on so many seconds, and to the ``latest`` one, from latest_start().
+
+        Rollouts are let in again step by step when the harm has been unknown for as long as it took to know
+        it, or without requests for a minute.
+        """
         tails, before = report.tails, self._open
-        worst = max((one.value for one in tails if one.low > 0), default=0.0)
-        if worst > self.allowed:
-            self._open = max(LEAST_OPEN, self._open * max(BACKOFF, self.allowed / worst))
+        recent = latest.tails if latest is not None else []
+        worst = _worst(tails)
+        if worst > self.allowed or any(one.low > self.allowed for one in recent):
+            worst = max(worst, _worst(recent))
+            left = min(HELD_BACK_OPEN, self._open * max(BACKOFF, self.allowed / worst))
+            self._open = max(LEAST_OPEN, left)
+            self._took_s = max(CONTROL_WINDOWS_S[0], seconds)
         elif all(one.value <= self.allowed for one in tails) and (
-            tails or now - self._changed_s >= CONTROL_WINDOWS_S[0]
+            tails or now - self._changed_s >= (self._took_s if report.num_requests else CONTROL_WINDOWS_S[0])
         ):
             self._open = min(1.0, self._open * RETURN)
         if self._open != before:
             self._changed_s = now
+
+
+def _worst(tails: Sequence[Estimate]) -> float:
+    """Returns the greatest difference that is more than noise; 0 without any."""
+    return max((one.value for one in tails if one.low > 0), default=0.0)

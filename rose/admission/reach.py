@@ -1,4 +1,4 @@
-"""Which SLOs an engine can reach at all, by its own step times.
+"""Which SLOs an engine can reach at all, by its own step times, and which bounds of harm can be shown.
 
 An SLO that can't be reached is an operator's mistake and is refused: with it the gate would refuse every
 rollout step without saying why. An SLO that serving misses at its load is told, so that rollouts are not
@@ -8,8 +8,15 @@ blamed for it.
 import math
 from collections.abc import Mapping
 
+from rose.admission.harm import DAY_S, MEASURING_SHARE, MIN_GROUPS, STUDENT_Z
+from rose.admission.slices import SLICE_S
 from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, Deployment
+
+LEAST_NOISE = 0.005
+"""The least difference between the steps of two slices. Real ones differ by more."""
+LEAST_BOUND = 1e-4
+"""The smallest bound that a day of the steadiest traffic can show, rounded up."""
 
 
 def floors_s(model: StepTimeModel, tokens_per_step: int = 1) -> tuple[float, float]:
@@ -58,6 +65,26 @@ def is_kept(latency: str, deployment: Deployment) -> bool:
     """Whether an engine has this latency to keep, "ttft" or "tpot"."""
     elsewhere = {"ttft": Deployment.DECODE, "tpot": Deployment.PREFILL}
     return deployment is not elsewhere[latency]
+
+
+def bound_problem(allowed: float) -> str | None:
+    """Says why no traffic can show within a day whether a P99 differs by more than ``allowed``, and which
+    bound can be shown. None if some traffic can show it."""
+    slices_a_day = DAY_S / SLICE_S * MEASURING_SHARE
+    shown = STUDENT_Z * LEAST_NOISE / math.sqrt(slices_a_day)
+    if allowed >= shown:
+        return None
+    return (
+        f"allow_harm is {allowed:g}, and no traffic can show so small a difference: the {slices_a_day:,.0f} "
+        f"slices of a day without rollouts tell {shown:.3%} at best, and this bound would take "
+        f"{(shown / allowed) ** 2:,.0f} days; set allow_harm to at least {LEAST_BOUND:g}"
+    )
+
+
+def least_seconds_to_know(allowed: float) -> float:
+    """Returns the least seconds of continuous traffic that can show a difference of ``allowed``."""
+    num_slices = max(MIN_GROUPS, (STUDENT_Z * LEAST_NOISE / allowed) ** 2)
+    return num_slices * SLICE_S / MEASURING_SHARE
 
 
 def _objectives(slo: SLO) -> tuple[tuple[str, float], ...]:

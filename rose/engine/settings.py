@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rose.admission.gate import GateSettings, mode_problem
-from rose.admission.harm import bound_problem
+from rose.admission.reach import bound_problem
 from rose.errors import ConfigError
 from rose.memory.policy.budget import BudgetPolicy
 from rose.memory.pool.pool import PoolClient

@@ -7,7 +7,6 @@ from sim.harm import HarmedServing, Traffic
 
 from rose.admission.harm import (
     DAY_S,
-    LEAST_BOUND,
     LEAST_OPEN,
     MEASURING_SHARE,
     MIN_GROUPS,
@@ -18,10 +17,9 @@ from rose.admission.harm import (
     RequestDelay,
     SliceTime,
     StepHarm,
-    bound_problem,
     estimate_harm,
-    least_seconds_to_know,
 )
+from rose.admission.reach import LEAST_BOUND, bound_problem, least_seconds_to_know
 from rose.admission.slices import GROUP_SLICES, SLICE_S, ClosedSlices
 
 
@@ -164,6 +162,43 @@ def test_what_may_be_noise_or_is_unknown_changes_nothing() -> None:
     control = HarmControl(0.02)
     control.update(report_of(0.10, -0.01), 0.0)
     control.update(HarmReport.nothing(), 0.0)
+    assert control.closed_share == MEASURING_SHARE
+
+
+def test_the_latest_time_shows_a_sudden_harm_sooner_and_says_how_much_to_close() -> None:
+    # Half of the long window lies before the harm began.
+    control = HarmControl(0.05)
+    control.update(report_of(0.051, 0.02), 0.0, report_of(0.10, 0.04))
+    assert control.closed_share == pytest.approx(0.5)
+    control = HarmControl(0.05)
+    control.update(report_of(0.04, 0.01), 0.0, report_of(0.10, 0.06))
+    assert control.closed_share == pytest.approx(0.5)
+
+
+def test_a_retreat_closes_enough_to_measure_how_large_the_harm_is() -> None:
+    control = HarmControl(0.05)
+    control.update(report_of(0.051, 0.001), 0.0)
+    assert control.closed_share == pytest.approx(0.25)
+
+
+def test_light_traffic_is_held_back_for_as_long_as_it_takes_to_know_its_harm() -> None:
+    control = HarmControl(0.02)
+    control.update(report_of(0.04, 0.01), 0.0, seconds=600.0)
+    few = replace(HarmReport.nothing(), num_requests=5)
+    control.update(few, 599.0)
+    assert control.closed_share == pytest.approx(0.5)
+    control.update(few, 601.0)
+    assert control.closed_share < 0.45
+    # Nobody is harmed without requests.
+    before = control.closed_share
+    control.update(HarmReport.nothing(), 662.0)
+    assert control.closed_share < before
+
+
+def test_what_the_latest_time_shows_may_be_noise_up_to_the_bound() -> None:
+    control = HarmControl(0.05)
+    control.update(report_of(0.04, 0.01), 0.0, report_of(0.10, 0.04))
+    control.update(HarmReport.nothing(), 0.0, report_of(0.10, 0.04))
     assert control.closed_share == MEASURING_SHARE
 
 

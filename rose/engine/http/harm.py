@@ -26,9 +26,8 @@ from rose.admission.harm import (
     SliceTime,
     StepHarm,
     estimate_harm,
-    least_seconds_to_know,
 )
-from rose.admission.reach import is_kept, missed_slo, unreachable_slo
+from rose.admission.reach import is_kept, least_seconds_to_know, missed_slo, unreachable_slo
 from rose.admission.slices import SLICE_S
 from rose.engine.harm_records import HarmRecords
 from rose.engine.http.harvest import HarvestLog
@@ -117,12 +116,13 @@ class HarmWatch:
             self._oldest_slice_s = slices[0].number * SLICE_S
         report, began_s = HarmReport.nothing(), now
         for began_s in self._control.window_starts(now):
-            report = estimate_harm(_since(requests, began_s), _steps_since(slices, began_s))
+            report = _estimate_since(began_s, requests, slices)
             if report.latencies:
                 break
+        latest = _estimate_since(self._control.latest_start(now), requests, slices)
         recent = self._window(report, began_s, oldest_s, now)
         self._recent = recent.model_copy(update={"harvest": self._harvest.since(began_s)})
-        self._adjust(report, mode, now)
+        self._adjust(report, latest, mode, now, now - began_s)
         if self._num_looks % LOOKS_PER_HOURLY == 0 or not self._hour.latencies:
             self._look_at_hour(requests, slices, oldest_s, now)
         self._num_looks += 1
@@ -139,12 +139,15 @@ class HarmWatch:
         self._hour_began_s, self._num_looks = now, 0
         self._hour = self._window(HarmReport.nothing(), now, -math.inf, now)
 
-    def _adjust(self, report: HarmReport, mode: GateMode, now: float) -> None:
+    def _adjust(
+        self, report: HarmReport, latest: HarmReport, mode: GateMode, now: float, seconds: float
+    ) -> None:
         control, before = self._control, self._control.closed_share
         if mode in BOUNDED_MODES:
-            control.update(report, now)
+            control.update(report, now, latest, seconds)
         if control.closed_share != before:
-            found = ", ".join(f"{name} {one}" for name, one in report.latencies.items())
+            shown = latest if any(one.low > control.allowed for one in latest.tails) else report
+            found = ", ".join(f"{name} {one}" for name, one in shown.latencies.items())
             level, what = logging.INFO, "rollouts are let in again"
             if control.closed_share > before:
                 level, what = logging.WARNING, "rollouts are held back: their harm is above its bound"
@@ -279,6 +282,12 @@ def _since(requests: Sequence[RequestDelay], since_s: float) -> list[RequestDela
 def _steps_since(slices: Sequence[SliceTime], since_s: float) -> StepHarm:
     first = since_s / SLICE_S
     return StepHarm.of([each for each in slices if each.number >= first])
+
+
+def _estimate_since(
+    since_s: float, requests: Sequence[RequestDelay], slices: Sequence[SliceTime]
+) -> HarmReport:
+    return estimate_harm(_since(requests, since_s), _steps_since(slices, since_s))
 
 
 def _worst_tenant(window: HarmWindow) -> TenantHarm | None:

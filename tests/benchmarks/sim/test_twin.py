@@ -12,6 +12,7 @@ from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
 from sim.twin.serving import Arrival, for_decoder, for_prefiller
 
 from rose.admission.gate import GateReason, GateSettings
+from rose.admission.step_time import StepTimeModel
 from rose.types import SLO, Deployment, GateMode
 
 HORIZON_S = 6.0
@@ -99,6 +100,32 @@ def test_idle_mode_never_steps_while_serving_has_work() -> None:
     outcome = twin(GateMode.IDLE).run()
     assert set(outcome.refusals) <= {GateReason.SERVING_HAS_WORK}
     assert outcome.num_late_starts == 0
+
+
+def test_default_mode_takes_the_idle_time_around_bursts_with_steps_longer_than_servings() -> None:
+    """Step times of two engines on one CPU (benchmarks/results/sharing_cpu2_202611.md)."""
+    serving, rollout = (
+        replace(
+            model,
+            costs=StepTimeModel(base_s=base_s, per_prefill_token_s=token_s, per_decode_s=decode_s),
+            num_layers=num_layers,
+        )
+        for model, base_s, token_s, decode_s, num_layers in (
+            (PAIR_8B.serving, 0.008, 0.00032, 0.0004, None),
+            (replace(PAIR_8B.rollout, max_batched_tokens=512, max_seqs=8), 0.013, 0.0009, 0.00125, 12),
+        )
+    )
+    pair = replace(PAIR_8B, serving=serving, rollout=rollout)
+    arrivals = [
+        Arrival(at_s=burst_s, prompt_tokens=60 + 10 * place, output_tokens=4 + 2 * place)
+        for burst_s in (0.5, 2.0, 3.5, 5.0)
+        for place in range(12)
+    ]
+    alone, shared = (
+        twin(GateMode.IDLE, pair=pair, arrivals=arrivals, has_rollouts=has).run() for has in (False, True)
+    )
+    assert shared.rollout_busy_s >= 0.98 * (HORIZON_S - alone.serving_busy_s) > 0.3 * HORIZON_S
+    assert set(shared.refusals) <= {GateReason.SERVING_HAS_WORK}
 
 
 def test_default_mode_meets_the_slo_where_the_printed_equations_do_not() -> None:

@@ -119,7 +119,8 @@ def test_the_log_warns_when_rollouts_are_held_back_and_tells_when_they_are_let_i
         watch.look(GateMode.IDLE)
         now = time.monotonic()
         for minute in range(1, 20):
-            watch._adjust(HarmReport.nothing(), GateMode.IDLE, now + minute * CONTROL_WINDOWS_S[0] + 1)
+            at_s = now + minute * CONTROL_WINDOWS_S[0] + 1
+            watch._adjust(HarmReport.nothing(), HarmReport.nothing(), GateMode.IDLE, at_s, 60.0)
     held_back, *let_in = caplog.records
     assert held_back.levelno == logging.WARNING and "tpot_p99 +4.5%" in held_back.getMessage()
     assert {record.levelno for record in let_in} == {logging.INFO}
