@@ -22,10 +22,11 @@ from rose.jobs.on_ray.attempt import RayAttempt
 from rose.jobs.on_ray.cluster import NAMESPACE, RayNodes, channel_root, describe_self
 from rose.jobs.on_ray.ending import AttemptSetup, AttemptThread, Remains
 from rose.jobs.on_ray.groups import GroupNodes, Seat
+from rose.jobs.on_ray.measured import RayRecording
 from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
 from rose.scheduler.group.model import Phase
-from rose.scheduler.runtime.channel.messages import Call, Nodes, Placed, Start
+from rose.scheduler.runtime.channel.messages import Awaiting, Call, Nodes, Placed, Start
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 logger = logging.getLogger(__name__)
@@ -42,18 +43,25 @@ class RayEngine:
     host = "ray"
     outlives = True
 
-    def __init__(self, cluster: ServeSpec, channel: str, folder: Path) -> None:
-        """Begins to join the cluster; `waits_for` says how far it is."""
+    def __init__(
+        self, cluster: ServeSpec, channel: str, folder: Path, recording: RayRecording | None = None
+    ) -> None:
+        """Begins to join the cluster; `waits_for` says how far it is.
+
+        recording: jobs are run for their profile.
+        """
         assert cluster.ray is not None
         self.log_folder = folder / "logs"
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._cluster, self._spec = cluster, cluster.ray
-        self._channel = channel
+        self._channel, self._recording = channel, recording
         self._attempts: dict[str, AttemptThread] = {}
         """The latest of each job that has nodes."""
         self._adopted: dict[str, tuple[int, Attempt]] = {}
         self._said: queue.SimpleQueue[Callable[[int], Call]] = queue.SimpleQueue()
         self._told: tuple[dict[Phase, int], dict[str, int]] | None = None
+        self._late: str | None = None
+        """What the scheduler was told while the head does not answer."""
         self._waits_for: str | None = "Ray"
         self._waits_since_s, self._waits_most_s = time.monotonic(), JOIN_S
         self._failed: Exception | None = None
@@ -77,6 +85,7 @@ class RayEngine:
                 channel=self._channel,
                 root=root,
                 hung_s=self._spec.hung_s,
+                recording=self._recording,
             )
             self._adopt()
         except Exception as error:
@@ -158,6 +167,13 @@ class RayEngine:
         news: list[Callable[[int], Call]] = []
         while not self._said.empty():
             news.append(self._said.get())
+        if (late := self._nodes.late()) != self._late:
+            self._late, self._told = late, None
+            if late is not None:
+                logger.warning("waits for %s", late)
+                news.append(lambda seq: Awaiting(seq=seq, what=late))
+        if late is not None:
+            return news
         leaving = {
             job: running[job]
             for job in self._setup.groups.view(self._nodes.draining).leaving
