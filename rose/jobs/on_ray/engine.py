@@ -1,7 +1,8 @@
 """The engine of a runner whose jobs run on a Ray cluster.
 
 Owns the jobs' logs on this host, to which all nodes' output is copied, and what the scheduler is told of the
-cluster's nodes. Jobs go on when this process ends, and the next one adopts them.
+cluster's nodes. Jobs go on when this process ends, and the next one adopts them. Profiled
+jobs end with it.
 """
 
 import io
@@ -41,7 +42,6 @@ class RayEngine:
     """Runs jobs on the Ray cluster of the cluster's file. A thread joins it."""
 
     host = "ray"
-    outlives = True
 
     def __init__(
         self, cluster: ServeSpec, channel: str, folder: Path, recording: RayRecording | None = None
@@ -51,6 +51,7 @@ class RayEngine:
         recording: jobs are run for their profile.
         """
         assert cluster.ray is not None
+        self.outlives = recording is None
         self.log_folder = folder / "logs"
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._cluster, self._spec = cluster, cluster.ray
@@ -188,6 +189,8 @@ class RayEngine:
 
     def close(self) -> None:
         for attempt in self._attempts.values():
+            if not self.outlives:
+                attempt.leave_group()
             attempt.let_go()
         deadline = time.monotonic() + LET_GO_S
         for attempt in self._attempts.values():
