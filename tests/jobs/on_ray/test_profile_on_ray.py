@@ -108,7 +108,7 @@ def test_what_hosts_record_is_put_on_one_clock(tmp_path: Path) -> None:
         lines = Path(own.path).read_bytes()
         answers.append(Measured(lines=lines, end=len(lines), now_s=clock_s, resident_bytes=3))
     recording.take(["rollout-0", "train-0"], answers, 10.0, 10.2)
-    assert [run.begin_s for run in read_recording(tmp_path / "all.jsonl").runs] == [8.1, 8.1]
+    assert [run.begin_s for run in read_recording(tmp_path / "all.jsonl").runs] == pytest.approx([8.1, 8.1])
     assert recording.kept("train-0") == answers[1].end and recording.samples[0].resident_bytes == 6
 
 
