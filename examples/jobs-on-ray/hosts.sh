@@ -14,7 +14,10 @@ printf 'requirepass %s\n' "$password" |
 export ROSE_CHANNEL="redis://:$password@$head:6380/0"
 (umask 077 && echo "export ROSE_CHANNEL=$ROSE_CHANNEL" > rose-channel.sh)
 export RAY_health_check_period_ms=500  # a dead node is noticed within 3 s
-ray start --head --node-ip-address "$head" --port 6379 --num-gpus 0
+# Jobs go on for an hour while the head is away: start it again with this command.
+RAY_REDIS_ADDRESS="$head:6380" ray start --head --redis-password "$password" \
+  --system-config '{"gcs_rpc_server_reconnect_timeout_s": 3600}' \
+  --node-ip-address "$head" --port 6379 --num-gpus 0
 for host in $ROLLOUT_HOSTS; do
   ssh "$host" "ray start --address $head:6379 --num-gpus 8 --resources '{\"h20\": 1}'"
 done

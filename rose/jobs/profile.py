@@ -7,6 +7,7 @@ overwritten. solo_run.py runs the job, and rose.scheduler.runtime.job.profile co
 import json
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.arguments import CommandParser, positive_seconds
-from rose.config import Settings
-from rose.errors import ConfigError
+from rose.config import Settings, load_yaml
+from rose.errors import ConfigError, install_hint
 from rose.jobs.solo_run import measure
 from rose.node.signals import StopOnSignals
+from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.command.connection import add_channel_flag
 from rose.scheduler.runtime.job.profile import NUM_WARM_UP, JobProfile, filled
-from rose.scheduler.runtime.job.spec import RunSpec, read_job
+from rose.scheduler.runtime.job.spec import RayClusterSpec, RunSpec, ServeSpec, read_job
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +35,18 @@ def main(argv: Sequence[str]) -> int:
     content, spec = read_job(arguments.job)
     spec = spec.model_copy(update={"folder": str((arguments.job.parent / spec.folder).resolve())})
     output = _output(arguments.output, arguments.job)
+    ray, redis = _ray(arguments.cluster, arguments.channel)
     if arguments.dry_run:
         print(json.dumps(_plan(spec, arguments.iterations, output)))
         return 0
     with StopOnSignals():
         profile = measure(
-            spec, arguments.iterations, timeout_s=arguments.timeout_s, settings=Settings.from_environment()
+            spec,
+            arguments.iterations,
+            timeout_s=arguments.timeout_s,
+            settings=Settings.from_environment(),
+            ray=ray,
+            redis=redis,
         )
         written = filled(content, spec, profile)
         if output.resolve().parent != arguments.job.resolve().parent:
@@ -63,6 +72,18 @@ def _output(given: Path | None, job: Path) -> Path:
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: no such folder; create {output.absolute().parent} first")
     return output
+
+
+def _ray(cluster: Path | None, channel: str) -> tuple[RayClusterSpec | None, str | None]:
+    """Returns the Ray cluster to run on, and the Redis of its channel. Raises: ConfigError."""
+    if cluster is None:
+        return None, None
+    ray = load_yaml(cluster, ServeSpec).ray
+    if ray is None:
+        raise ConfigError(f"--cluster {cluster}: has no `ray`; leave --cluster out to run on this machine")
+    if find_spec("ray") is None:
+        raise ConfigError(f"--cluster {cluster}: has `ray`, which is not installed; {install_hint('ray')}")
+    return ray, None if channel.startswith("unix:") else ChannelUrl.parse(channel).url
 
 
 def _plan(spec: RunSpec, num_iterations: int, output: Path) -> dict[str, Any]:
@@ -116,8 +137,8 @@ def _table(profile: JobProfile) -> Table:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose sched profile",
-        "Runs a job alone on this machine, with every response at the token limit, and writes its file with "
-        "the phases' times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
+        "Runs a job alone, with every response at the token limit, and writes its file with the phases' times. "
+        "The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
         "rose sched profile job.yaml --output profiled.yaml && rose sched submit profiled.yaml",
     )
     parser.add_argument(
@@ -126,6 +147,13 @@ def _parser() -> CommandParser:
         metavar="JOB.yaml",
         help="the job's file, as for rose sched submit; its phases need no seconds",
     )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="CLUSTER.yaml",
+        help="run the job on the Ray cluster of this file, on which no scheduler runs (default: here)",
+    )
+    add_channel_flag(parser, "with --cluster on several hosts: a Redis that all reach, redis://HOST:PORT/DB")
     parser.add_argument(
         "--output",
         type=Path,

@@ -6,6 +6,7 @@ them runs any more. If one fails, the others are ended.
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from rose.node.processes import ServerProcess
+from rose.node.watcher import group_members
 from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.job import JobFile, JobNode
 from rose.scheduler.runtime.job.recording import Recording
@@ -131,6 +133,17 @@ class LocalAttempt:
         """Returns when nothing of the attempt runs any more."""
         for process in self._processes:
             process.stop(0.0)
+
+
+def resident_bytes(leader_pid: int) -> int:
+    """Returns the resident memory of all processes of a group; shared pages count in each of them."""
+    num_pages = 0
+    for pid in group_members(leader_pid):
+        try:
+            num_pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):  # it ended while we looked
+            continue
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def start_here(

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -19,9 +20,20 @@ import ray
 
 from rose.config import Settings, forget_variables, parse_config, search_path
 from rose.jobs.on_ray.leftovers import VARIABLE, end_leftovers, identity, is_alive
-from rose.jobs.ranks import Ended, HostPart, LocalAttempt, argv_of, remove, start_here, write_job_file
+from rose.jobs.on_ray.measured import FILE, Measured, measured
+from rose.jobs.ranks import (
+    Ended,
+    HostPart,
+    LocalAttempt,
+    argv_of,
+    remove,
+    resident_bytes,
+    start_here,
+    write_job_file,
+)
 from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Start
+from rose.scheduler.runtime.job.recording import Recording
 from rose.scheduler.runtime.job.spec import RunSpec
 
 MAX_OUTPUT_BYTES = 1 << 20
@@ -159,14 +171,33 @@ class Part:
                 archive.extractall(self._folder / "code")
         return Prepared(identity=identity(os.getpid()), free_port=free_port())
 
-    def start(self, order: Start, part: HostPart, ray_nodes: tuple[str, ...], channel: str) -> None:
-        """Starts the processes. ray_nodes: those of the attempt's nodes. Raises: ConfigError."""
+    def start(
+        self,
+        order: Start,
+        part: HostPart,
+        ray_nodes: tuple[str, ...],
+        channel: str,
+        forced_tokens: int | None = None,
+    ) -> None:
+        """Starts the processes. ray_nodes: those of the attempt's nodes. Raises: ConfigError.
+
+        forced_tokens: the length of every response of a job that is run for its profile.
+        """
         spec = parse_config(order.spec, RunSpec, f"job {order.job}")
         if spec.runtime_env.get("working_dir") is not None:
             sent = self._folder / "code"
             spec = spec.model_copy(update={"folder": str(sent if sent.exists() else Path.cwd())})
+        recording = None
+        if forced_tokens is not None:
+            recording = Recording(forced_tokens=forced_tokens, path=str(self._folder / FILE))
         file = write_job_file(
-            self._folder / "job.json", spec, order, channel=channel, cache=self._cache, nodes=part.nodes
+            self._folder / "job.json",
+            spec,
+            order,
+            channel=channel,
+            cache=self._cache,
+            nodes=part.nodes,
+            recording=recording,
         )
         # Ray's own Python may be that of a `pip` environment; `python` in the command is the same.
         path = search_path(Path(sys.executable).parent)
@@ -207,6 +238,11 @@ class Part:
             if is_all and ended is None:  # a line's end comes with the next poll
                 output = output[: output.rfind(b"\n") + 1]
         return Polled(ended=ended if is_all else None, output=output, end=self._kept + len(output))
+
+    def measured(self, kept: int) -> Measured:
+        """Returns what a profiled job has recorded here behind ``kept``."""
+        pids = self._attempt.pids if self._attempt is not None else []
+        return measured(self._folder, kept, sum(map(resident_bytes, pids)), time.monotonic())
 
     def end(self, grace_s: float) -> None:
         """Tells the processes to end."""

@@ -130,10 +130,12 @@ class RayAttempt(AttemptThread):
         for part, each in zip(self._parts, prepared, strict=True):
             part.identity = each.identity
         all_nodes, ray_nodes = tuple(seat.node for seat in seats), tuple(seat.ray_node for seat in seats)
+        recording = self._setup.recording
+        tokens = recording.recording.forced_tokens if recording is not None else None
         starts = []
         for index, part in enumerate(self._parts):
             its_part = HostPart(nodes=all_nodes, index=index, master_port=prepared[0].free_port)
-            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._setup.channel)
+            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._setup.channel, tokens)
             starts.append((part, order))
         self._ask(starts, "to start its processes", self._setup.hung_s)
         return True
@@ -174,6 +176,7 @@ class RayAttempt(AttemptThread):
             for part, each in zip(self._parts, polled, strict=True):
                 self._write(part.node, each.output)
                 part.kept = each.end
+            self._measure()
             found = [each.ended for each in polled]
             failed = next((each for each in found if each is not None and each.exit_status), None)
             if None not in found:
@@ -187,6 +190,15 @@ class RayAttempt(AttemptThread):
                 ends = [(part, part.actor.end.remote(grace_s)) for part in self._parts]
                 self._ask(ends, "to end its processes", self._setup.hung_s)
             time.sleep(POLL_S)
+
+    def _measure(self) -> None:
+        """Fetches what the parts of a profiled job have recorded."""
+        if (recording := self._setup.recording) is None:
+            return
+        asked_s, nodes = time.monotonic(), [part.node for part in self._parts]
+        asked = [(part, part.actor.measured.remote(recording.kept(part.node))) for part in self._parts]
+        found = self._ask(asked, "for what it has recorded", self._setup.hung_s)
+        recording.take(nodes, found, asked_s, time.monotonic())
 
     def _ask(self, questions: Sequence[tuple[PartRef, Any]], what: str, limit_s: float) -> list[Any]:
         """Raises: RayError of the first part that has ended, Hung, LetGo."""

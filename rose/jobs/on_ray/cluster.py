@@ -33,8 +33,10 @@ OWNER_S = 20.0
 OTHER_S = 5.0
 LOOK_S = 1.0
 CONNECT_S = 10.0
-HEAD_GONE_S = 30.0
-"""Ray ends its own nodes and this process a minute after the head was last heard."""
+HEAD_LATE_S = 5.0
+"""People are told that the head is away when it has not answered for so long."""
+LIMIT_SETTING, LIMIT_S = "gcs_rpc_server_reconnect_timeout_s", 60.0
+"""How long Ray's processes, this one included, do without the head before they end, and its default."""
 STILL_S = 5.0
 """A process that looks at the clock again only after so long stood still meanwhile."""
 
@@ -95,6 +97,7 @@ class RayNodes:
         _join(spec.address, namespace)
         try:
             self._head = str(ray.get_runtime_context().gcs_address)
+            self._limit_s = float(ray_state.get_system_config().get(LIMIT_SETTING, LIMIT_S))
             self._look()
             self._check_bundles()
             self._owner = _own(who, say)
@@ -104,17 +107,24 @@ class RayNodes:
         threading.Thread(target=self._watch, name="rose-ray-nodes", daemon=True).start()
 
     def check(self) -> None:
-        """Raises: WorkerError when the head has been gone for long."""
+        """Raises: WorkerError when the head has been away for half of the time after which Ray ends."""
         if not self.is_there():
             silent_s = self._silence.seconds(time.monotonic())
             raise WorkerError(
-                f"the Ray head at {self._head} has not answered for {silent_s:.0f} s, and its nodes end "
-                "without it; start Ray and then this command again: jobs go on behind their last iterations"
+                f"the Ray head at {self._head} has not answered for {silent_s:.0f} s, and Ray's nodes end "
+                f"after {self._limit_s:.0f} s ({LIMIT_SETTING}) without it; start Ray and then this command "
+                "again: jobs go on, or start again behind their last iterations if their nodes have ended"
             )
 
     def is_there(self) -> bool:
-        """Whether the head answers, as far as is known."""
-        return self._silence.seconds(time.monotonic()) <= HEAD_GONE_S
+        """Whether the head may still come back, as far as is known."""
+        return self._silence.seconds(time.monotonic()) <= self._limit_s / 2
+
+    def late(self) -> str | None:
+        """Returns what to wait for while the head does not answer; None if it does."""
+        if self._silence.seconds(time.monotonic()) <= HEAD_LATE_S:
+            return None
+        return f"the Ray head at {self._head} to answer; jobs that run go on meanwhile"
 
     def addresses(self) -> list[str]:
         """Returns the addresses of the living nodes' hosts."""

@@ -17,6 +17,7 @@ from typing import TypeVar
 from rose.jobs.on_ray.cluster import RayNodes
 from rose.jobs.on_ray.failures import reason
 from rose.jobs.on_ray.groups import GroupNodes
+from rose.jobs.on_ray.measured import RayRecording
 from rose.jobs.on_ray.parts import PartRef, confirm_end
 from rose.jobs.ranks import Ended
 
@@ -43,6 +44,8 @@ class AttemptSetup:
     root: str
     """Names the channel on the hosts."""
     hung_s: float
+    recording: RayRecording | None = None
+    """Jobs are run for their profile."""
 
 
 class AttemptThread(ABC):

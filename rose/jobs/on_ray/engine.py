@@ -1,7 +1,8 @@
 """The engine of a runner whose jobs run on a Ray cluster.
 
 Owns the jobs' logs on this host, to which all nodes' output is copied, and what the scheduler is told of the
-cluster's nodes. Jobs go on when this process ends, and the next one adopts them.
+cluster's nodes. Jobs go on when this process ends, and the next one adopts them. Profiled
+jobs end with it.
 """
 
 import io
@@ -22,10 +23,11 @@ from rose.jobs.on_ray.attempt import RayAttempt
 from rose.jobs.on_ray.cluster import NAMESPACE, RayNodes, channel_root, describe_self
 from rose.jobs.on_ray.ending import AttemptSetup, AttemptThread, Remains
 from rose.jobs.on_ray.groups import GroupNodes, Seat
+from rose.jobs.on_ray.measured import RayRecording
 from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
 from rose.scheduler.group.model import Phase
-from rose.scheduler.runtime.channel.messages import Call, Nodes, Placed, Start
+from rose.scheduler.runtime.channel.messages import Awaiting, Call, Nodes, Placed, Start
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 logger = logging.getLogger(__name__)
@@ -40,20 +42,27 @@ class RayEngine:
     """Runs jobs on the Ray cluster of the cluster's file. A thread joins it."""
 
     host = "ray"
-    outlives = True
 
-    def __init__(self, cluster: ServeSpec, channel: str, folder: Path) -> None:
-        """Begins to join the cluster; `waits_for` says how far it is."""
+    def __init__(
+        self, cluster: ServeSpec, channel: str, folder: Path, recording: RayRecording | None = None
+    ) -> None:
+        """Begins to join the cluster; `waits_for` says how far it is.
+
+        recording: jobs are run for their profile.
+        """
         assert cluster.ray is not None
+        self.outlives = recording is None
         self.log_folder = folder / "logs"
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._cluster, self._spec = cluster, cluster.ray
-        self._channel = channel
+        self._channel, self._recording = channel, recording
         self._attempts: dict[str, AttemptThread] = {}
         """The latest of each job that has nodes."""
         self._adopted: dict[str, tuple[int, Attempt]] = {}
         self._said: queue.SimpleQueue[Callable[[int], Call]] = queue.SimpleQueue()
         self._told: tuple[dict[Phase, int], dict[str, int]] | None = None
+        self._late: str | None = None
+        """What the scheduler was told while the head does not answer."""
         self._waits_for: str | None = "Ray"
         self._waits_since_s, self._waits_most_s = time.monotonic(), JOIN_S
         self._failed: Exception | None = None
@@ -77,6 +86,7 @@ class RayEngine:
                 channel=self._channel,
                 root=root,
                 hung_s=self._spec.hung_s,
+                recording=self._recording,
             )
             self._adopt()
         except Exception as error:
@@ -158,6 +168,13 @@ class RayEngine:
         news: list[Callable[[int], Call]] = []
         while not self._said.empty():
             news.append(self._said.get())
+        if (late := self._nodes.late()) != self._late:
+            self._late, self._told = late, None
+            if late is not None:
+                logger.warning("waits for %s", late)
+                news.append(lambda seq: Awaiting(seq=seq, what=late))
+        if late is not None:
+            return news
         leaving = {
             job: running[job]
             for job in self._setup.groups.view(self._nodes.draining).leaving
@@ -172,6 +189,8 @@ class RayEngine:
 
     def close(self) -> None:
         for attempt in self._attempts.values():
+            if not self.outlives:
+                attempt.leave_group()
             attempt.let_go()
         deadline = time.monotonic() + LET_GO_S
         for attempt in self._attempts.values():

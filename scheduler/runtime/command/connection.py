@@ -22,12 +22,13 @@ def channel_parser(name: str, description: str, example: str) -> CommandParser:
     return parser
 
 
-def add_channel_flag(parser: CommandParser) -> None:
+def add_channel_flag(
+    parser: CommandParser, use: str = "where the scheduler listens: unix:FOLDER or redis://HOST:PORT/DB"
+) -> None:
     parser.add_argument(
         "--channel",
         default=Settings.from_environment().channel_url,
-        help="where the scheduler listens: unix:FOLDER or redis://HOST:PORT/DB "
-        "(default: $ROSE_CHANNEL, else %(default)s)",
+        help=f"{use} (default: $ROSE_CHANNEL, else %(default)s)",
     )
 
 

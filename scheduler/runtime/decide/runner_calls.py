@@ -67,6 +67,8 @@ class RunnerCalls:
         self._state.answer(client, call.seq)
         runner = self._state.runner
         if runner is not None and runner.client == client:
+            self._state.runner_waits_for = None
+            self._state.has_new_room = True
             self._state.set_runner(replace(runner, leaving=dict(call.leaving)), call.num_nodes)
 
     def placed(self, client: str, call: Placed, now: float) -> None:

@@ -18,7 +18,7 @@ from rose.errors import ProfileError
 from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
-from rose.scheduler.runtime.job.spec import RunSpec
+from rose.scheduler.runtime.job.spec import RayClusterSpec, RunSpec
 
 NUM_WARM_UP = 1
 """Iterations that are not measured: the first one starts cold and compiles."""
@@ -108,12 +108,15 @@ def to_be_profiled(spec: RunSpec, num_iterations: int, group: str) -> dict[str, 
         "iterations": NUM_WARM_UP + num_iterations,
         "group": group,
         "num_ranks": spec.num_ranks,
+        "launch": spec.launch.value,
+        "placement": spec.placement.value,
+        "runtime_env": spec.runtime_env,
         "max_restarts": 0,
         "ray": spec.ray.model_dump() if spec.ray is not None else None,
     }
 
 
-def cluster_of(spec: RunSpec, group: str) -> dict[str, Any]:
+def cluster_of(spec: RunSpec, group: str, ray: RayClusterSpec | None = None) -> dict[str, Any]:
     """Returns a cluster with one group that has as many nodes as the job asks for."""
     memory = {"dollars_per_gpu_hour": 0.0, "host_gb": 1e7}
     return {
@@ -124,6 +127,7 @@ def cluster_of(spec: RunSpec, group: str) -> dict[str, Any]:
                 "num_train_nodes": spec.phases["train"].nodes,
             }
         },
+        "ray": ray.model_dump() if ray is not None else None,
     }
 
 

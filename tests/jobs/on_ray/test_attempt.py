@@ -76,7 +76,7 @@ def test_packages_that_do_not_exist_end_a_job_and_passing_faults_do_not(
 
 def test_time_in_which_nobody_asks_the_head_is_no_silence() -> None:
     silence = cluster.Silence()
-    assert silence.seconds(cluster.HEAD_GONE_S * 9) == 0, "as when joining takes long, or this host stops"
+    assert silence.seconds(cluster.LIMIT_S * 9) == 0, "as when joining takes long, or this host stops"
     silence.ask(10.0)
     silence.ask(15.0)
     assert [silence.seconds(float(now)) for now in range(11, 31)][-1] == 20.0
@@ -88,7 +88,7 @@ def test_a_head_is_not_silent_while_its_scheduler_stands_still() -> None:
     silence = cluster.Silence()
     silence.ask(10.0)
     assert silence.seconds(12.0) == 2.0
-    assert silence.seconds(12.0 + 9 * cluster.HEAD_GONE_S) == 2.0 + cluster.STILL_S
+    assert silence.seconds(12.0 + 9 * cluster.LIMIT_S) == 2.0 + cluster.STILL_S
 
 
 @pytest.mark.parametrize(("num_looks", "is_ours"), [(3, True), (10**6, False)])

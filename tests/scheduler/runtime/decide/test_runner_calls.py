@@ -110,6 +110,17 @@ def test_a_job_is_queued_until_the_runner_has_joined_ray_and_says_what_is_waited
     assert not [each for each in hello(scheduler, 1, a=1) if isinstance(each, Start | Stop)]
 
 
+def test_a_job_that_comes_while_the_head_is_away_starts_once_nodes_are_seen_again() -> None:
+    scheduler = two_jobs()
+    scheduler.call(Awaiting, what="the Ray head at h:1 to answer", client="ray")
+    scheduler.submit("c", **{**spec_of("c"), "group": None})
+    assert scheduler.job("c")["why"] == "the scheduler waits for the Ray head at h:1 to answer"
+    nodes = {"rollout": 3, "train": 3}
+    assert only(Start, scheduler.call(Nodes, num_nodes=nodes, leaving={}, client="ray")).job == "c"
+    assert only(Answer, scheduler.call(Status)).body["waits_for"] is None
+    assert [scheduler.job(name)["attempt"] for name in "ab"] == [1, 1]
+
+
 def test_a_job_that_ended_while_its_runner_was_away_gives_its_nodes_back() -> None:
     scheduler = two_jobs()
     scheduler.restart(scheduler.now, "clock 1")
