@@ -184,8 +184,8 @@ class RoutingStatus(BaseModel):
     follows_loans: bool = False
     """Whether a subscriber beside the engine gives it the weights of the run that a loan names."""
     has_subscriber: bool = False
-    """Whether a subscriber gives it the weights of runs, even one that has not been heard yet or has gone. Its
-    base weights then say nothing of what a run has published."""
+    """Whether a subscriber gives it the weights of runs, even one that has not been heard yet or has gone.
+    Its base weights then say nothing of what a run has published."""
     run_problems: dict[str, str] = {}
     """The runs whose weights the engine could not get lately, with the reasons."""
 

@@ -291,13 +291,9 @@ class Worker(AnsweringWorker):
         """Takes in what the worker reports at `now`."""
         self._change()
         for run in status.run_problems.keys() - self.refused_runs:
-            found = status.run_problems[run]
-            if found == NOTHING_PUBLISHED:
-                logger.info("base weights will do: worker=%s run=%s: %s", self.id, run, found)
-            else:
-                logger.warning(
-                    "GPU goes back: worker=%s can't get weights of run=%s: %s", self.id, run, found
-                )
+            if (found := status.run_problems[run]) != NOTHING_PUBLISHED:
+                text = "GPU goes back: worker=%s can't get weights of run=%s: %s"
+                logger.warning(text, self.id, run, found)
         self._take_weights(status, now)
         self._take_adapters(status)
         before, gate = self.status.gate if self.status is not None else None, status.gate
