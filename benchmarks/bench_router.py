@@ -29,7 +29,11 @@ in between (lib/router/bare_passthrough.py): "aiohttp floor".
   jain_mixed                    the same, where the larger job asks for chats with tools and the other for
                                 completions
 
+With --tls the router serves HTTPS, stub and pass-through stay plain, and the figures that TLS changes are
+reported without targets. A round of the CPU figures opens 8 connections, whose handshakes count.
+
     python benchmarks/bench_router.py --json router.json
+    python benchmarks/bench_router.py --tls --json router_tls.json
 """
 
 import argparse
@@ -38,6 +42,7 @@ import random
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 
 import psutil
@@ -77,7 +82,14 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         os.sched_setaffinity(0, cpus)
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_peers(parser)
+    parser.add_argument("--tls", action="store_true", help="only what TLS changes, behind HTTPS")
+
+
 def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
+    if args.tls:
+        return _tls_figures(args, cpu)
     num_decisions = 2_000 if args.quick else 20_000
     figures = [decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
     figures += decisions(num_decisions)
@@ -88,7 +100,17 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     return [*figures, fairness(args.quick), fairness(args.quick, is_mixed=True)]
 
 
-def _cpu_figures(cpu: int, rng: random.Random, peers: Sequence[str], is_quick: bool) -> list[Figure]:
+def _tls_figures(args: argparse.Namespace, cpu: int) -> list[Figure]:
+    rng = random.Random(args.seed)
+    figures = latencies(cpu, rng, args.quick, has_tls=True)
+    figures += _cpu_figures(cpu, rng, args.peer, args.quick, has_tls=True)
+    figures += streams(cpu, args.quick, has_tls=True)
+    return [replace(each, name=f"{each.name}, TLS", target=None) for each in figures]
+
+
+def _cpu_figures(
+    cpu: int, rng: random.Random, peers: Sequence[str], is_quick: bool, *, has_tls: bool = False
+) -> list[Figure]:
     """Every way is open all the time and has its rounds in turn: no host is equally fast in every minute."""
     found: dict[str, dict[str, list[float]]] = {body: {} for body in BODIES}
     with ExitStack() as ways:
@@ -96,7 +118,7 @@ def _cpu_figures(cpu: int, rng: random.Random, peers: Sequence[str], is_quick: b
         stock, _ = ways.enter_context(stub(num_chunks=4, stock=True))
         targets = {}
         for name, behind in ((_OURS, worker), (_ECHOED, stock)):
-            url, process = ways.enter_context(router(behind, cpu))
+            url, process = ways.enter_context(router(behind, cpu, has_tls=has_tls))
             targets[name] = (Target(url=url), process)
         for spec in (FLOOR_COMMAND, *peers):
             url, process = ways.enter_context(other_router(spec, [worker], cpu))
@@ -135,4 +157,4 @@ def _cpu_figure(body: str, found: dict[str, list[float]]) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure, add_peers))
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

@@ -43,6 +43,8 @@ class Settings:
     (ROSE_PUBLIC_KEY)."""
     admin_key: str | None = None
     """The bearer key of the router's admin routes (ROSE_ROUTER_ADMIN_KEY)."""
+    member_key: str | None = None
+    """The bearer key of the router's /workers alone (ROSE_ROUTER_MEMBER_KEY)."""
     router_api_key: str | None = None
     """The bearer key that clients of the router need on /v1 (ROSE_ROUTER_API_KEY)."""
     worker_api_key: str | None = None
@@ -70,6 +72,7 @@ class Settings:
             signing_key=variables.get("ROSE_SIGNING_KEY") or None,
             public_key=variables.get("ROSE_PUBLIC_KEY") or None,
             admin_key=variables.get("ROSE_ROUTER_ADMIN_KEY") or None,
+            member_key=variables.get("ROSE_ROUTER_MEMBER_KEY") or None,
             router_api_key=variables.get("ROSE_ROUTER_API_KEY") or None,
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
             tls_ca=Path(variables["ROSE_TLS_CA"]) if variables.get("ROSE_TLS_CA") else None,
@@ -86,6 +89,7 @@ class Settings:
             "ROSE_READ_KEY": self.read_key,
             "ROSE_PUBLIC_KEY": self.public_key,
             "ROSE_ROUTER_ADMIN_KEY": self.admin_key,
+            "ROSE_ROUTER_MEMBER_KEY": self.member_key,
             "ROSE_ROUTER_API_KEY": self.router_api_key,
             "ROSE_WORKER_API_KEY": self.worker_api_key,
             "ROSE_TLS_CA": str(self.tls_ca) if self.tls_ca is not None else None,

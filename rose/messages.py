@@ -183,6 +183,9 @@ class RoutingStatus(BaseModel):
     """The lease of the router that asks; None if the router does not say its cap."""
     follows_loans: bool = False
     """Whether a subscriber beside the engine gives it the weights of the run that a loan names."""
+    has_subscriber: bool = False
+    """Whether a subscriber gives it the weights of runs, even one that has not been heard yet or has gone.
+    Its base weights then say nothing of what a run has published."""
     run_problems: dict[str, str] = {}
     """The runs whose weights the engine could not get lately, with the reasons."""
 

@@ -70,6 +70,9 @@ class EngineSettings(BaseModel):
     """Share of the headroom that serving may use before it cuts rollouts' budget."""
     takes_weights: bool = False
     """Whether a serving engine takes new weights while it runs, as a rollout engine always does."""
+    has_subscriber: bool = False
+    """Whether a subscriber beside the engine gives it the weights of runs. Until it has, base weights answer
+    no job of a declared run that may have published others."""
     insecure: bool = False
     """Whether the engine may listen beyond this machine without keys."""
     poison_slabs: bool = False

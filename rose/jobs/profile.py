@@ -137,8 +137,8 @@ def _table(profile: JobProfile) -> Table:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose sched profile",
-        "Runs a job alone, with every response at the token limit, and writes its file with the phases' times. "
-        "The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
+        "Runs a job alone, with every response at the token limit, and writes its file with the phases' "
+        "times. The job reads `progress.forced_tokens`; let nothing else run meanwhile.",
         "rose sched profile job.yaml --output profiled.yaml && rose sched submit profiled.yaml",
     )
     parser.add_argument(

@@ -42,7 +42,8 @@ def engine_process(
 ) -> ServerProcess:
     """Describes vLLM's own API server with the plugin; ``extra_env`` is added to its environment."""
     vllm_args, additional_config = _split_additional_config(engine.vllm_args)
-    rose = {**engine.plugin_settings(), **additional_config.pop("rose", {})}
+    follows = {"has_subscriber": True} if engine.follows_run else {}
+    rose = {**follows, **engine.plugin_settings(), **additional_config.pop("rose", {})}
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", engine.model, "--host", engine.host, "--port", str(engine.port)),
@@ -104,7 +105,7 @@ def subscriber_processes(
     for engine in engines:
         if not engine.is_updated or engine.relay is None:
             continue
-        if engine.run is not None or not engine.adapters:
+        if engine.follows_run:
             same = (engine.relay, engine.run, engine.model, engine.staging)
             followers.setdefault(same, []).append(engine)
         if engine.adapters:

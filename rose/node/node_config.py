@@ -101,6 +101,12 @@ class EngineConfig(EngineSettings):
         return int(given) if given is not None and given.isdigit() and int(given) > 0 else 1
 
     @property
+    def follows_run(self) -> bool:
+        """Whether a subscriber gives it the whole weights of a run, and not adapters alone."""
+        is_fed = self.is_updated and self.relay is not None
+        return is_fed and (self.run is not None or not self.adapters)
+
+    @property
     def num_gpus(self) -> int:
         """How many GPUs the engine computes on, where there are any."""
         return (

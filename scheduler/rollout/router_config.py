@@ -227,6 +227,11 @@ class RouterConfig(_Settings):
         min_length=1,
         description="key that /admin and /workers require; needed to change anything there if any key is set",
     )
+    member_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="key that allows /workers alone, beside the admin key: for what adds and removes workers",
+    )
     worker_api_key: str | None = Field(
         default=None, min_length=1, description="key sent to workers on /v1 (their --api-key)"
     )
@@ -241,7 +246,7 @@ class RouterConfig(_Settings):
     def has_keys(self) -> bool:
         """Whether any key but the admin's is set here."""
         of_jobs = any(job.key is not None for job in self.jobs.values())
-        return of_jobs or any((self.api_key, self.worker_api_key, self.rose_key))
+        return of_jobs or any((self.api_key, self.member_key, self.worker_api_key, self.rose_key))
 
     def check_exposure(self, given: str, host: str, *, is_insecure: bool) -> None:
         """Raises: ConfigError if others than this machine would reach the router without keys."""
@@ -277,6 +282,7 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
     found = {
         "api_key": settings.router_api_key,
         "admin_key": settings.admin_key,
+        "member_key": settings.member_key,
         "worker_api_key": settings.worker_api_key,
         "rose_key": settings.key,
         "tls_ca": settings.tls_ca,

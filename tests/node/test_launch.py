@@ -52,6 +52,8 @@ def test_engines_that_take_weights_over_a_relay_get_a_subscriber(tmp_path: Path)
     for takes in ({}, {"role": Role.SERVING, "takes_weights": True}):
         (subscriber,) = launch.subscriber_processes([engine(run="r", **takes, **relay)], settings, None)
         assert subscriber.argv[-2:] == ["--run", "r"]
+        argv = launch.engine_process(engine(run="r", **takes, **relay), log_path=None).argv
+        assert additional_config(argv)["rose"]["has_subscriber"] is True
     with pytest.raises(ValueError, match="a serving engine follows one only with takes_weights true"):
         engine(role=Role.SERVING, **relay)
     assert (tmp_path / "staging").is_dir()

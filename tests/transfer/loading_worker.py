@@ -28,6 +28,7 @@ class LoadingWorker:
         self.version: str | None = None
         self.waits_s: list[float] = []
         """The waits that were asked for at that route."""
+        self._is_restarting = threading.Event()
         self.loan: LoanedRun | None = None
         """The run that it is to follow; None: it has no such route."""
         app = web.Application()
@@ -61,6 +62,9 @@ class LoadingWorker:
     async def _asked(self, request: web.Request) -> web.Response:
         if self.loan is None:
             return web.Response(status=404)
+        if self._is_restarting.is_set():
+            self._is_restarting.clear()
+            return web.Response(status=503)
         asked = request.query
         wait_s = float(asked["wait_s"])
         self.waits_s.append(wait_s)
@@ -72,6 +76,11 @@ class LoadingWorker:
         """Lends it to a job of this run."""
         assert self.loan is not None
         self._loop.call_soon_threadsafe(self.loan.name, run)
+
+    def restart(self) -> None:
+        """Loses its weights, and does not answer the next question for its run."""
+        self.version = None
+        self._is_restarting.set()
 
     async def _load(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer secret":

@@ -84,7 +84,7 @@ class Follower:
         self.is_empty = False
         """Whether the run had published nothing at the last look."""
         self.is_fetching = False
-        """Whether a snapshot is being fetched."""
+        """Whether a snapshot is being fetched, or is to be, once its layout was accepted."""
         self._writer: str | None = None
         self._choice = RunChoice(relay) if run_id == AUTO_RUN else None
         self._followed: str | None = run_id if run_id != AUTO_RUN else None
@@ -281,10 +281,10 @@ class Follower:
         self._refuse_older(run_id, number)
         body = self._body(keys.layout_key(run_id), LayoutBody)
         self._require_kind(run_id, body.adapter)
-        if self._accept is not None:
-            self._accept(body)
         self.is_fetching = True
         try:
+            if self._accept is not None:
+                self._accept(body)
             self._fetch_snapshot(run_id, number, body.to_layout())
         finally:
             self.is_fetching = False

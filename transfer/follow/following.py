@@ -7,6 +7,7 @@ pauses.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -53,8 +54,6 @@ class Subscriber:
         self._retry_at_s = 0.0
         self._retry_s = FIRST_RETRY_S
         self._stepping = threading.Lock()
-        self._has_asked = False
-        """Whether a worker has come to want the weights, and that was not looked at yet."""
         self._is_due = False
         """Whether a worker has come to want the weights, and the run was not looked at since."""
         self.error: RoseError | OSError | None = None
@@ -63,10 +62,7 @@ class Subscriber:
     def step(self, now_s: float) -> None:
         """Looks once. A failure is logged and delays the next look."""
         with self._stepping:
-            self._has_asked = False
             self._look(now_s)
-        if self._has_asked:
-            self._deliver_now(now_s)
 
     def want(self, name: str, is_wanted: bool) -> None:
         """Says whether a worker is to run these weights; delivers what there is at once. Any thread may call
@@ -79,7 +75,6 @@ class Subscriber:
                 self._is_due = True
                 self._ended.notify_all()
         if is_wanted:
-            self._has_asked = True
             self._deliver_now(time.monotonic())
 
     def problem(self, name: str) -> str | None:
@@ -100,6 +95,10 @@ class Subscriber:
         """When a worker last took these weights, whether or not it runs them still."""
         return self._of(name).taken_at_s
 
+    def restarted(self, name: str) -> None:
+        """Notes that a worker started again, and holds no weights of this mirror."""
+        self._of(name).taken_at_s = -math.inf
+
     def _of(self, name: str) -> Delivery:
         return next(each for each in self._deliveries if each.name == name)
 
@@ -117,11 +116,13 @@ class Subscriber:
         was_due = self._is_due
         try:
             is_read = any(delivery.reads_mirror(now_s) for delivery in self._deliveries)
-            if self._is_followed and (was_due or now_s >= self._retry_at_s):
-                self._follower.advance(may_move=not is_read)
-                self._retry_s, self.error = FIRST_RETRY_S, None
-            for delivery in self._deliveries:
-                self._deliver(delivery, now_s)
+            try:
+                if self._is_followed and (was_due or now_s >= self._retry_at_s):
+                    self._follower.advance(may_move=not is_read)
+                    self._retry_s, self.error = FIRST_RETRY_S, None
+            finally:  # what the mirror has is delivered while the relay does not answer, too
+                for delivery in self._deliveries:
+                    self._deliver(delivery, now_s)
             self._store.forget(set().union(*(each.versions for each in self._deliveries if each.is_wanted)))
             self._acknowledge(now_s)
         except (RoseError, OSError) as error:
@@ -137,11 +138,11 @@ class Subscriber:
         return self.is_wanted or self._follower.mirror.version is not None
 
     def _deliver_now(self, now_s: float) -> None:
-        """Begins the deliveries that are due, unless a look is on its way, which does it in the end."""
+        """Begins the deliveries that are due, unless a look is on its way: the next one, which follows at
+        once for a worker that has come to want the weights, does it."""
         if not self._stepping.acquire(blocking=False):
             return
         try:
-            self._has_asked = False
             for delivery in self._deliveries:
                 self._deliver(delivery, now_s)
         finally:

@@ -68,16 +68,20 @@ class LentRun:
             self.mirror = WeightMirror(tuple(plans), store)
 
             def accept_anew(body: LayoutBody) -> None:
+                self.granted_bytes = 0
                 store.drop_coming()  # its memory counts as free
                 accept(self, body)
 
             follower = Follower(link, run_id, self.mirror, base, public_key, accept=accept_anew)
             self.subscriber = Subscriber(link, follower, store, list(workers.items()))
+            self._store, self._follower = store, follower
             self._opened = opened.pop_all()
         for name in workers:
             self.subscriber.want(name, is_wanted=False)
         self.run_id = run_id
         self.used_at_s = time.monotonic()
+        self.granted_bytes = 0
+        """The memory that the last fetch may take."""
         self._is_ending = threading.Event()
         # A daemon: a relay that hangs does not keep the process from stopping.
         self.thread = threading.Thread(target=self._run, name=run_id, daemon=True)
@@ -96,6 +100,11 @@ class LentRun:
     @property
     def has_ended(self) -> bool:
         return not self.thread.is_alive()
+
+    @property
+    def awaited_bytes(self) -> int:
+        """The memory that a fetch may take and has not taken yet."""
+        return self.granted_bytes if self._follower.is_fetching and not self._store.has_coming else 0
 
     def end(self, *, waits: bool) -> None:
         """Has the thread end and remove the mirror. waits: until it has, for a while at most."""
@@ -149,13 +158,18 @@ class Loans:
         failed_at_s: float | None = None
         problem: str | None = None
         retry_s = FIRST_RETRY_S
+        is_lost = False
         wait_s = 0.0  # what the worker is to follow is not known yet
         while not self._is_ending.is_set():
             try:
                 said = self._workers[name].loaned_run(run, problem, wait_s)
+                if is_lost and self._workers[name].weight_version() is None:
+                    self._note_restart(name)
+                is_lost = False
             except WorkerError as error:
                 # The deliveries say so as well, and notice when the worker comes back.
                 logger.debug("no answer: worker=%s error=%s", name, error)
+                is_lost = True
                 self._point(name, run)
                 self._is_ending.wait(retry_s)
                 retry_s = next_pause(retry_s)
@@ -178,6 +192,15 @@ class Loans:
         with self._changing:
             return self._of(run).has_delivered(name)
 
+    def _note_restart(self, name: str) -> None:
+        with self._changing:
+            for each in self._every:
+                each.restarted(name)
+
+    @property
+    def _every(self) -> list[Subscriber]:
+        return [self._home, *(lent.subscriber for lent in self._lent.values())]
+
     def _of(self, run: str | None) -> Subscriber:
         """Returns what follows a run that was opened; for None, or the run of home, that is home."""
         return self._lent[run].subscriber if run in self._lent else self._home
@@ -194,7 +217,7 @@ class Loans:
             except (RoseError, ValueError, OSError) as error:
                 return str(error)
             target = self._of(run)
-            for each in (self._home, *(lent.subscriber for lent in self._lent.values())):
+            for each in self._every:
                 if each is not target:
                     each.want(name, is_wanted=False)
             target.want(name, is_wanted=True)
@@ -240,8 +263,7 @@ class Loans:
     def _held(self) -> set[Subscriber]:
         """Returns the one for each worker whose mirror it holds, because it took that last. Removing it frees
         no memory."""
-        every = [self._home, *(lent.subscriber for lent in self._lent.values())]
-        return {max(every, key=lambda each: each.taken_at_s(name)) for name in self._workers}
+        return {max(self._every, key=lambda each: each.taken_at_s(name)) for name in self._workers}
 
     def _accept(self, run: LentRun, body: LayoutBody) -> None:
         """Raises: RelayError for weights of another architecture, or for which the host has no memory."""
@@ -251,10 +273,14 @@ class Loans:
         if architecture is not None:
             architecture.require(run.run_id, body)
         needed = round(KEPT_FREE * body.to_layout().num_bytes)
-        while (free := available_bytes()) < needed:
+        while True:
             with self._changing:
                 held = self._held()
                 others = [each for each in self._lent.values() if each is not run]
+                free = available_bytes() - sum(each.awaited_bytes for each in others)
+                if free >= needed:
+                    run.granted_bytes = needed
+                    return
                 unused = [
                     each for each in others if not each.subscriber.is_wanted and each.subscriber not in held
                 ]

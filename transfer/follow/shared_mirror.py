@@ -75,6 +75,11 @@ class SharedMirror:
         self._coming = SharedPlanes(self._folder / "weights.partial", layout, held)
         return self._coming
 
+    @property
+    def has_coming(self) -> bool:
+        """Whether planes of a snapshot that is being fetched have their memory."""
+        return self._coming is not None
+
     def drop_coming(self) -> None:
         """Gives back the memory of a snapshot that was not fetched to its end."""
         if self._coming is not None:

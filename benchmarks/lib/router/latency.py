@@ -40,13 +40,13 @@ _CALM_S = 0.0005
 TARGETS = {"48KB": "<= 3", "190KB": "<= 5"}
 
 
-def latencies(cpu: int, rng: random.Random, is_quick: bool) -> list[Figure]:
-    """Router and pass-through on this CPU, client and stub on the others."""
+def latencies(cpu: int, rng: random.Random, is_quick: bool, *, has_tls: bool = False) -> list[Figure]:
+    """Router and pass-through on this CPU, client and stub on the others. `has_tls`: only the router's."""
     count = 600 if is_quick else 3_000
     with (
         stub(num_chunks=4) as (worker, stub_process),
         other_router(FLOOR_COMMAND, [worker], cpu) as (bare, bare_process),
-        router(worker, cpu) as (ours, process),
+        router(worker, cpu, has_tls=has_tls) as (ours, process),
     ):
         pids = (process.pid, stub_process.pid, os.getpid(), bare_process.pid)
         clocks = [Clock(pid) for pid in pids]

@@ -74,8 +74,8 @@ def stub(**flags: object) -> Iterator[tuple[str, psutil.Process]]:
 
 
 @contextmanager
-def router(worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
-    """Our router before one worker, ready."""
+def router(worker: str, cpu: int, *, has_tls: bool = False) -> Iterator[tuple[str, psutil.Process]]:
+    """Our router before one worker, ready. `has_tls`: whether it serves HTTPS alone."""
     port = free_port()
     argv = [
         sys.executable,
@@ -86,8 +86,22 @@ def router(worker: str, cpu: int) -> Iterator[tuple[str, psutil.Process]]:
         "--worker",
         worker,
     ]
-    with _listening(argv, port, cpu) as ready:
-        yield ready
+    with TemporaryDirectory(prefix="rose-bench-") as folder:
+        if has_tls:
+            argv += _certificate_flags(Path(folder))
+        with _listening(argv, port, cpu, "https" if has_tls else "http") as ready:
+            yield ready
+
+
+def _certificate_flags(folder: Path) -> list[str]:
+    """Makes a certificate for loopback, and returns the router's flags that name it."""
+    certificate, key = folder / "shown.pem", folder / "shown.key"
+    made = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=rose"
+        f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    )
+    subprocess.run(shlex.split(made), check=True, capture_output=True)
+    return ["--tls-certificate", str(certificate), "--tls-key", str(key)]
 
 
 @contextmanager
@@ -119,8 +133,10 @@ def _started(
 
 
 @contextmanager
-def _listening(argv: Sequence[str], port: int, cpu: int | None) -> Iterator[tuple[str, psutil.Process]]:
-    url = f"http://127.0.0.1:{port}"
+def _listening(
+    argv: Sequence[str], port: int, cpu: int | None, scheme: str = "http"
+) -> Iterator[tuple[str, psutil.Process]]:
+    url = f"{scheme}://127.0.0.1:{port}"
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with (
         TemporaryDirectory(prefix="rose-bench-") as state,
@@ -136,7 +152,7 @@ def _listening(argv: Sequence[str], port: int, cpu: int | None) -> Iterator[tupl
 
 def _is_healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", trust_env=False, timeout=1.0).status_code == 200
+        return httpx.get(f"{url}/health", trust_env=False, timeout=1.0, verify=False).status_code == 200
     except httpx.HTTPError:
         return False
 

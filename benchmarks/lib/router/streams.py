@@ -20,11 +20,11 @@ from rose.scheduler.rollout.placing.fairness import jain
 NUM_STREAMS = 384
 
 
-def streams(cpu: int, is_quick: bool) -> list[Figure]:
+def streams(cpu: int, is_quick: bool, *, has_tls: bool = False) -> list[Figure]:
     """CPU per chunk and while the streams are read at an engine's pace."""
     rng = random.Random(0)
     num_chunks = 100 if is_quick else 300
-    with stub(num_chunks=num_chunks) as (worker, _), router(worker, cpu) as (url, process):
+    with stub(num_chunks=num_chunks) as (worker, _), router(worker, cpu, has_tls=has_tls) as (url, process):
         _widen(url, worker)
         per_chunk = []
         for _ in range(3):
@@ -32,7 +32,7 @@ def streams(cpu: int, is_quick: bool) -> list[Figure]:
             per_chunk.append(1e6 * used_s / (NUM_STREAMS * num_chunks))
     with (
         stub(num_chunks=10 if is_quick else 40, delay_ms=500) as (worker, _),
-        router(worker, cpu) as (url, process),
+        router(worker, cpu, has_tls=has_tls) as (url, process),
     ):
         _widen(url, worker)
         used_s, wall_s = _stream_all(url, process, rng)
@@ -51,8 +51,9 @@ def streams(cpu: int, is_quick: bool) -> list[Figure]:
 def _widen(url: str, worker: str) -> None:
     """Room for all streams on the one worker; the cap of 16 a GPU would queue them."""
     worker_id, gpus = worker.removeprefix("http://"), NUM_STREAMS // 16
-    httpx.delete(f"{url}/workers/{worker_id}", trust_env=False).raise_for_status()
-    httpx.post(f"{url}/workers", json={"url": worker, "gpus": gpus}, trust_env=False).raise_for_status()
+    httpx.delete(f"{url}/workers/{worker_id}", trust_env=False, verify=False).raise_for_status()
+    body = {"url": worker, "gpus": gpus}
+    httpx.post(f"{url}/workers", json=body, trust_env=False, verify=False).raise_for_status()
 
 
 def _stream_all(url: str, process: psutil.Process, rng: random.Random) -> tuple[float, float]:

@@ -74,7 +74,7 @@ class ServedEngine:
         self.followers = Followers()
         self.leases: Leases | None = Leases(first_fence=time.time_ns() // 1_000_000)
         """None where several API servers share the engine."""
-        self.loan = LoanedRun()
+        self.loan = LoanedRun(has_subscriber=settings.has_subscriber)
         self.adapters: EngineAdapters | None = None
         """None on an engine without --enable-lora, under pipeline parallelism, and where several API servers
         share the engine."""
@@ -140,6 +140,7 @@ class ServedEngine:
             "is_updating": self._is_updating,
             "adapters": adapters.versions() if adapters is not None else None,
             "follows_loans": self.leases is not None and self.loan.is_followed,
+            "has_subscriber": self.loan.has_subscriber,
             "run_problems": self.loan.problems,
             "adapter_problems": list(adapters.problems.values()) if adapters is not None else [],
             "activated_at_s": activation.activated_at_s,

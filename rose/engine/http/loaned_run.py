@@ -21,10 +21,15 @@ GONE_AFTER_S = 4.0
 
 
 class LoanedRun:
-    """What the subscriber of one engine is told, and says."""
+    """What the subscriber of one engine is told, and says.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    ``has_subscriber``: whether the engine was started with one, which may not have asked yet.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, has_subscriber: bool = False) -> None:
         self.run: str | None = None
+        self.has_subscriber = has_subscriber
+        """Whether there is or has been a subscriber."""
         self._clock = clock
         self._changed = asyncio.Event()
         self._heard_until_s = float("-inf")
@@ -53,6 +58,7 @@ class LoanedRun:
 
         ``problem``: why the engine can't get the weights of the run that it knows.
         """
+        self.has_subscriber = True
         if problem is not None and knows is not None:
             self._problems[knows] = (problem, self._clock() + LASTING_S)
         self._heard_until_s = max(self._heard_until_s, self._clock() + wait_s + GONE_AFTER_S)

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import math
 import resource
 import signal
 import socket
@@ -45,6 +46,10 @@ _MAPPED_BYTES = 2**25
 _KEPT_BYTES = 2**28
 _SPARE_FILES = 256
 """Open files that are kept for all but clients and turns."""
+_FOR_ADMINS = 32
+"""The connections beyond `max_connections` on which admins and peers alone are served."""
+_ADMINS_IDLE_S = 2.0
+"""Such a connection is closed after this time without a whole request head: clients that wait hold none."""
 _HANDSHAKE_S = 10.0
 """The most time for a client's TLS handshake, and for its end."""
 
@@ -120,13 +125,14 @@ class RunningRouter:
         return str(own_host), int(own_port)
 
     def _accepted(self) -> ClientConnection | Handshake | RefusedConnection:
-        if len(self._connections) + len(self._handshakes) >= self._config.max_connections:
+        num_over = len(self._connections) + len(self._handshakes) - self._config.max_connections
+        if num_over >= _FOR_ADMINS:
             return RefusedConnection(self._config.max_connections)
-        connection = self._connection(self._connections)
+        connection = self._connection(self._connections, is_for_admins=num_over >= 0)
         has_tls = self._config.tls_certificate is not None
         return Handshake(self._handshakes, connection) if has_tls else connection
 
-    def _connection(self, is_open: set[ClientConnection]) -> ClientConnection:
+    def _connection(self, is_open: set[ClientConnection], *, is_for_admins: bool = False) -> ClientConnection:
         assert self._runner.server is not None
         return ClientConnection(
             is_open,
@@ -135,7 +141,8 @@ class RunningRouter:
             **_NO_LOG,
             read_bufsize=_READ_BYTES,  # a long prompt arrives at once, without stopping the connection
             # Counts from the opening or the last answer, so that a slow request head can't hold a connection.
-            keepalive_timeout=self._config.idle_s,
+            keepalive_timeout=min(self._config.idle_s, _ADMINS_IDLE_S if is_for_admins else math.inf),
+            is_for_admins=is_for_admins,
         )
 
     async def __aexit__(self, *exc_info: object) -> None:

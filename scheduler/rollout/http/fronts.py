@@ -32,7 +32,13 @@ logger = logging.getLogger(__name__)
 
 _LATER_S = 5.0
 """How long after a chat's deadline its front may still say that it has passed."""
-_OTHERS_KEYS = ("VLLM_API_KEY", "ROSE_KEY", "ROSE_ROUTER_ADMIN_KEY", "ROSE_WORKER_API_KEY")
+_OTHERS_KEYS = (
+    "VLLM_API_KEY",
+    "ROSE_KEY",
+    "ROSE_ROUTER_ADMIN_KEY",
+    "ROSE_ROUTER_MEMBER_KEY",
+    "ROSE_WORKER_API_KEY",
+)
 """Variables that fronts must not have: with the first one a front would want that key from the router, and
 none of them is for asking a router."""
 

@@ -1,7 +1,8 @@
 """What stands before every route: keys, draining, and errors as answers.
 
 Owns: the middleware, and the answers to requests that are not valid HTTP.
-Promises: where any key is set, only the holder of the admin key changes anything under /admin and /workers.
+Promises: where any key is set, only the holder of the admin key changes anything under /admin and /workers,
+and the holder of the members' key what is under /workers. What came over `max_connections` is for them alone.
 Every refusal and every error has OpenAI's shape; a bug in the router is logged with its traceback and
 answered 500.
 No answer names a library or its version.
@@ -35,8 +36,10 @@ _NO_ROOM = (
     b"HTTP/1.1 503 Service Unavailable\r\nServer: rose-router\r\nContent-Type: application/json\r\n"
     b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
 )
+_NO_ROOM_TEXT = "this router has %d connections open, which is its limit (max_connections); try later"
 _OPEN_PATHS = ("/health", "/metrics")
-_ADMIN_PATHS = ("/admin", "/workers")
+_MEMBER_PATH = "/workers"
+_ADMIN_PATHS = ("/admin", _MEMBER_PATH)
 _NO_ADMIN_KEY = (
     "this router has keys but no admin key, without which /admin and /workers only show: set admin_key"
     " (ROSE_ROUTER_ADMIN_KEY) at the router, and send that key; trainers take it from the same variable"
@@ -55,6 +58,8 @@ class Guard:
         """Checks the key, refuses work while draining, and turns errors into HTTP answers."""
         if not _are_text(request.raw_headers):
             return error_response(400, "a header is not text in UTF-8")
+        if self._is_over(request):
+            return _no_room(self._config.max_connections)
         if not self._is_allowed(request):
             return error_response(401, "the key in the Authorization header is missing or wrong")
         if self._is_closed(request):
@@ -84,8 +89,17 @@ class Guard:
             return True
         if not request.path.startswith(_ADMIN_PATHS):
             return self._callers.are_known(request)
-        key = self._config.admin_key
-        return key is None or hmac.compare_digest(bearer(request).encode(), key.encode())
+        keys = [self._config.admin_key]
+        if request.path.startswith(_MEMBER_PATH):
+            keys.append(self._config.member_key)
+        known, given = [key.encode() for key in keys if key is not None], bearer(request).encode()
+        return not known or any([hmac.compare_digest(given, key) for key in known])
+
+    def _is_over(self, request: web.Request) -> bool:
+        """Whether the connection is one that is kept for admins, and the request is none of theirs."""
+        protocol = request.protocol
+        is_kept = isinstance(protocol, ClientConnection) and protocol.is_for_admins
+        return is_kept and not (request.path.startswith(_ADMIN_PATHS) and self._is_allowed(request))
 
     def _is_too_late(self, request: web.Request) -> bool:
         """Whether the request is new work while draining; a front's turn is part of what was accepted."""
@@ -97,9 +111,10 @@ class Guard:
         """Whether a stranger could add a worker, to which the router would send its keys and turns, or give a
         job another key, announce weights, end turns."""
         config = self._config
-        has_keys = self._callers.have_keys or config.worker_api_key is not None or config.rose_key is not None
         is_change = request.path.startswith(_ADMIN_PATHS) and request.method != "GET"
-        return is_change and has_keys and config.admin_key is None
+        has_own_key = request.path.startswith(_MEMBER_PATH) and config.member_key is not None
+        has_keys = self._callers.have_keys or config.has_keys
+        return is_change and has_keys and config.admin_key is None and not has_own_key
 
     async def drain(self) -> None:
         """Refuses new work and waits for the requests in flight, at most `drain_s`."""
@@ -113,10 +128,14 @@ class Guard:
 class ClientConnection(web.RequestHandler):
     """A client's connection, on which a request that is not valid HTTP is answered like any other error."""
 
-    def __init__(self, is_open: set["ClientConnection"], *args: Any, **settings: Any) -> None:
-        """is_open: the open connections, which it joins and leaves."""
+    def __init__(
+        self, is_open: set["ClientConnection"], *args: Any, is_for_admins: bool = False, **settings: Any
+    ) -> None:
+        """is_open: the open connections, which it joins and leaves. is_for_admins: whether it came when there
+        was no room for clients."""
         super().__init__(*args, **settings)
         self._open = is_open
+        self.is_for_admins = is_for_admins
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._open.add(self)
@@ -173,14 +192,20 @@ class RefusedConnection(asyncio.Protocol):
     """A connection for which there is no room. It is answered at once, whatever it asks."""
 
     def __init__(self, most: int) -> None:
-        message = f"this router has {most} connections open, which is its limit (max_connections); try later"
-        self._body = encode(error_body(503, message))
+        self._body = encode(error_body(503, _NO_ROOM_TEXT % most))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # It can write, although uvloop's classes for TLS derive from none of asyncio's.
         writable = cast(asyncio.WriteTransport, transport)
         writable.write(_NO_ROOM % (len(self._body), self._body))
         writable.close()
+
+
+def _no_room(most: int) -> web.Response:
+    response = error_response(503, _NO_ROOM_TEXT % most)
+    response.headers["Retry-After"] = "1"
+    response.force_close()
+    return response
 
 
 def _are_text(headers: RawHeaders) -> bool:

@@ -64,8 +64,9 @@ class Worker(AnsweringWorker):
         self.switch_s = 0.0
         """About how long it takes until it has the weights of another run."""
         self._switching_since: float | None = None
-        self._has_followed = False
-        """Whether it has ever followed loans; base weights then say nothing of what a run has published."""
+        self._has_subscriber = False
+        """Whether it or an engine before it said so; base weights then say nothing of what a run has
+        published."""
         self.run_since = -math.inf
         """When it came to its run."""
         self.lease: Lease | None = None
@@ -260,7 +261,7 @@ class Worker(AnsweringWorker):
     @property
     def base_for(self) -> frozenset[str] | None:
         """The runs for whose jobs base weights will do, because they have published nothing; None: all."""
-        if self._is_dedicated or not self._has_followed or self.status is None:
+        if self._is_dedicated or not self._has_subscriber or self.status is None:
             return None
         problems = self.status.run_problems
         return frozenset(run for run, found in problems.items() if found == NOTHING_PUBLISHED)
@@ -290,12 +291,9 @@ class Worker(AnsweringWorker):
         """Takes in what the worker reports at `now`."""
         self._change()
         for run in status.run_problems.keys() - self.refused_runs:
-            logger.warning(
-                "GPU goes back: worker=%s can't get weights of run=%s: %s",
-                self.id,
-                run,
-                status.run_problems[run],
-            )
+            if (found := status.run_problems[run]) != NOTHING_PUBLISHED:
+                text = "GPU goes back: worker=%s can't get weights of run=%s: %s"
+                logger.warning(text, self.id, run, found)
         self._take_weights(status, now)
         self._take_adapters(status)
         before, gate = self.status.gate if self.status is not None else None, status.gate
@@ -313,7 +311,7 @@ class Worker(AnsweringWorker):
         if status.serving_kv_usage is not None:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
-        self._has_followed = self._has_followed or status.follows_loans
+        self._has_subscriber = self._has_subscriber or status.has_subscriber
         self._note_switch(now)
 
     def _note_switch(self, now: float) -> None:

@@ -135,3 +135,16 @@ async def test_only_followers_that_still_ask_are_waited_for() -> None:
     await followers.until_told("run/1")
     followers.asked("knows", ("other/7", "run/1"), 3600)
     await followers.until_told("run/1")
+
+
+async def test_a_subscriber_is_known_from_the_start_or_from_its_first_question(
+    served: tuple[str, Engine, ServedEngine],
+) -> None:
+    _, engine, control = served
+    told = EngineSettings(role=Role.ROLLOUT, engine_id="e", has_subscriber=True)
+    client: Any = engine
+    status = ServedEngine(client, told, "m").status()
+    assert (status.has_subscriber, status.follows_loans) == (True, False)
+    assert not control.status().has_subscriber
+    await control.loan.asked(None, None, 0.0)
+    assert control.status().has_subscriber and control.status().follows_loans

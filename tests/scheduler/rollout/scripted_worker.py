@@ -83,6 +83,7 @@ class ScriptedWorker:
     unfinished: frozenset[int] = frozenset()
     """Tokens that are part of a character, which is finished by the next other one."""
     follows_loans: bool = False
+    has_subscriber: bool = False
     run_problems: dict[str, str] = field(default_factory=dict)
     leases: Leases | None = None
     """What routers may have, as ROSE's engines divide it; None: everything."""
@@ -187,7 +188,12 @@ class ScriptedWorker:
         serving = {"serving_busy_s": self.serving_busy_s, "serving_kv_usage": self.serving_kv_usage}
         weights = {"is_active": self.is_active, "is_updating": self.is_updating}
         grammars = {"continues_state": self.continues_state, "adapters": self.adapters}
-        runs = {"follows_loans": self.follows_loans, "run_problems": self.run_problems}
+        self.has_subscriber = self.has_subscriber or self.follows_loans
+        runs = {
+            "follows_loans": self.follows_loans,
+            "has_subscriber": self.has_subscriber,
+            "run_problems": self.run_problems,
+        }
         lease = self._lease(request.query)
         return web.json_response({**status, **serving, **weights, **grammars, **runs, **lease})
 

@@ -176,6 +176,22 @@ async def test_a_connection_over_the_limit_is_answered_503_and_one_that_ends_mak
         held[1][1].close()
 
 
+async def test_an_admin_is_heard_while_clients_hold_every_connection(start_router: StartRouter) -> None:
+    keys = {"api_key": "cli", "admin_key": "adm"}
+    async with ScriptedWorker() as worker, start_router(worker, max_connections=2, **keys) as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for key in ("cli", "adm"):
+            status, answer = await client.post("/v1/completions", BODY, Authorization=f"Bearer {key}")
+            assert_error(status, answer, 503, "2 connections", "max_connections")
+        for key, expected in (("cli", 503), ("adm", 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.http.get(f"{client.router.url}/admin/status", headers=headers) as response:
+                assert response.status == expected
+        for _, writer in held:
+            writer.close()
+
+
 @asynccontextmanager
 async def two_tls_connections(
     folder: Path, **settings: Any

@@ -72,11 +72,14 @@ async def test_a_gpu_that_can_not_get_its_jobs_weights_goes_back_with_one_line_o
         ]
 
 
-async def test_a_job_whose_run_has_published_nothing_gets_base_weights(start_router: StartRouter) -> None:
+async def test_a_job_whose_run_has_published_nothing_gets_base_weights(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
     async with lent_worker(None) as worker, start_router((worker, "serving"), jobs=JOBS) as client:
         turn = await lend_to_b(client, worker)
         worker.run_problems = {"run-b": NOTHING_PUBLISHED}
         assert versions(await turn) == [None]
+        assert "GPU goes back" not in caplog.text
 
 
 async def test_base_weights_answer_no_turn_of_a_job_whose_run_the_gpu_can_not_get(
@@ -104,6 +107,26 @@ async def test_base_weights_answer_no_turn_of_a_job_with_a_run_once_the_subscrib
         worker.follows_loans = False
         assert (await turn)[0] == 503
         assert not worker.requests
+
+
+async def test_base_weights_answer_no_turn_of_a_job_with_a_run_before_the_subscriber_has_asked(
+    start_router: StartRouter,
+) -> None:
+    worker = ScriptedWorker(leases=Leases(), has_subscriber=True)
+    async with worker, start_router((worker, "serving"), jobs=JOBS) as client:
+        turn = asyncio.create_task(ask(client, "b"))
+        await asyncio.sleep(0.3)
+        assert not worker.requests
+        worker.follows_loans = True
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.version = "run-b/0"
+        assert versions(await turn) == ["run-b/0"]
+
+
+async def test_an_engine_without_a_subscriber_answers_a_job_with_a_run(start_router: StartRouter) -> None:
+    worker = ScriptedWorker(leases=Leases())
+    async with worker, start_router((worker, "serving"), jobs=JOBS) as client:
+        assert versions(await ask(client, "b")) == [None]
 
 
 async def test_a_gpu_whose_subscriber_has_gone_serves_the_jobs_of_its_own_weights(

@@ -5,9 +5,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
@@ -151,20 +152,25 @@ TIED = "tie_word_embeddings"
 
 @contextmanager
 def loans_of(
-    url: str, worker: LoadingWorker, folder: Path, architecture: Callable[[], Architecture | None]
+    url: str, worker: LoadingWorker, folder: Path, architecture: Callable[[], Architecture | None], *more: str
 ) -> Iterator[None]:
-    """The loans of a worker without a run of its own, in this process."""
+    """The loans of a worker without a run of its own, and of those at the URLs of `more`, in this process."""
     link = partial(open_relay, url)
     with ExitStack() as opened:
-        client = opened.enter_context(closing(delivery.WorkerClient(worker.url, "secret")))
+        clients = {
+            f"w{number}": opened.enter_context(closing(delivery.WorkerClient(each, "secret")))
+            for number, each in enumerate((worker.url, *more))
+        }
         store = opened.enter_context(closing(SharedMirror(folder)))
         relay = opened.enter_context(closing(link()))
-        home = Subscriber(relay, Follower(relay, "home", WeightMirror(store=store)), store, [("w", client)])
+        home = Subscriber(
+            relay, Follower(relay, "home", WeightMirror(store=store)), store, list(clients.items())
+        )
 
         def open_run(run: str, accept: Callable[[loans.LentRun, LayoutBody], None]) -> loans.LentRun:
-            return loans.LentRun(run, folder / run, link, {"w": client}, (), None, None, accept)
+            return loans.LentRun(run, folder / run, link, clients, (), None, None, accept)
 
-        opened.enter_context(closing(loans.Loans(home, {"w": client}, open_run, architecture)))
+        opened.enter_context(closing(loans.Loans(home, clients, open_run, architecture)))
         yield
 
 
@@ -188,6 +194,55 @@ def test_a_mirror_that_a_worker_holds_stays_where_there_is_no_memory_for_another
         assert "beside those that engines hold, 0 are free" in str(problem_of(worker, "b"))
         assert (tmp_path / "a" / "weights.safetensors").exists()
         assert worker.waits_s[0] == 0, "the first answer is waited for"
+
+
+def test_two_runs_that_come_at_once_do_not_take_the_same_memory(
+    embedded_url: str,
+    worker: LoadingWorker,
+    runs: list[tuple[WeightPublisher, Weights]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = runs[0][0].relay.get(layout_key("a"))
+    assert data is not None
+    size = unpack_body(data, LayoutBody, "LAYOUT").to_layout().num_bytes
+    both_look = Barrier(2)
+
+    def free() -> int:
+        made = sum(path.stat().st_size for path in tmp_path.glob("*/weights*"))
+        with suppress(BrokenBarrierError):
+            both_look.wait(1.0)
+        return round(1.5 * size) - made
+
+    monkeypatch.setattr(loans, "available_bytes", free)
+    other = LoadingWorker()
+    other.loan = LoanedRun()
+    try:
+        with loans_of(embedded_url, worker, tmp_path, lambda: None, other.url):
+            worker.lend("a")
+            other.lend("b")
+            wait_for(lambda: problem_of(worker, "a") or problem_of(other, "b"))
+            assert len(list(tmp_path.glob("[ab]/weights*"))) == 1
+    finally:
+        other.stop()
+
+
+def test_a_worker_that_started_again_holds_no_mirror(
+    embedded_url: str,
+    worker: LoadingWorker,
+    runs: list[tuple[WeightPublisher, Weights]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = tmp_path / "a" / "weights.safetensors"
+    with loans_of(embedded_url, worker, tmp_path, lambda: None):
+        worker.lend("a")
+        wait_for(lambda: worker.version == "a/0")
+        monkeypatch.setattr(loans, "available_bytes", lambda: 0 if held.exists() else 10**9)
+        worker.restart()
+        worker.lend("b")
+        wait_for(lambda: worker.version == "b/0")
+        assert not held.exists()
 
 
 def test_the_memory_of_a_fetch_that_broke_off_is_free_for_the_next_try(

@@ -255,6 +255,26 @@ async def test_nobody_without_the_admin_key_adds_a_worker_to_a_router_that_has_k
             assert worker.steps == [1]
 
 
+@pytest.mark.parametrize("admin", [{}, {"admin_key": "adm"}])
+async def test_the_members_key_changes_workers_and_nothing_else(
+    start_router: StartRouter, admin: dict[str, str]
+) -> None:
+    async with (
+        ScriptedWorker() as worker,
+        ScriptedWorker() as other,
+        start_router(worker, member_key="mem", api_key="cli", **admin) as client,
+    ):
+        body = {"url": other.url}
+        for key, expected in (("cli", 401), ("no", 401), ("mem", 201)):
+            assert (await client.post("/workers", body, Authorization=f"Bearer {key}"))[0] == expected
+        step = await client.post("/admin/rl_step", {"step": 1}, Authorization="Bearer mem")
+        assert step[0] == (401 if admin else 403)
+        assert (await client.post("/v1/completions", BODY, Authorization="Bearer mem"))[0] == 401
+        if admin:
+            drained = await client.post(f"/workers/{other.id}/drain", {}, Authorization="Bearer adm")
+            assert drained[0] == 200
+
+
 async def test_a_router_on_an_ipv6_address_answers_at_its_own_url(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker, host="::1") as client:
         assert client.router.url.startswith("http://[::1]:")
