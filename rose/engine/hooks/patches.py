@@ -215,6 +215,8 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
     # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
+    if settings.role is Role.ROLLOUT and backend is BackendKind.CUDA:
+        engine_args.enable_sleep_mode = True  # weights get an allocator that can free them
     if settings.is_updated:
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
