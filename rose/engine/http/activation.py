@@ -16,6 +16,7 @@ from pathlib import Path
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.platforms import current_platform
 
 from rose.engine.hooks.vllm_version import has_sleep_backends
 from rose.engine.http.cores import EngineCores
@@ -112,6 +113,8 @@ def _why_not(config: VllmConfig, *, is_updated: bool) -> str | None:
     """Returns why the weights could not be restored from the host's copy, or None if they can be."""
     if not has_sleep_backends():
         return "this vLLM has no sleep-mode backends"
+    if not current_platform.is_cpu() and not config.model_config.enable_sleep_mode:
+        return "vLLM has no allocator for its sleep mode on this platform"
     method = config.model_config.quantization
     if method not in (None, *RESTORED):
         return f"weights quantized with {method} may not all be in the checkpoint"
