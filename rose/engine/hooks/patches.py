@@ -192,18 +192,12 @@ def _wrap(
 
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
-    from rose.engine.hooks.vllm_version import (
-        has_sleep_backends,
-        is_supported,
-        supported_range,
-        vllm_version,
-    )
+    from rose.engine.hooks.vllm_version import is_supported, supported_range, vllm_version
 
     if not is_supported(vllm_version()):
         raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
 
     from vllm.config import WeightTransferConfig
-    from vllm.platforms import current_platform
     from vllm.v1.executor import UniProcExecutor
 
     from rose.engine.hooks.executor import RanksExecutor
@@ -221,9 +215,8 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
     # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
-    if settings.role is Role.ROLLOUT and backend is BackendKind.CUDA and has_sleep_backends():
-        # Weights get an allocator that can free them; without it the engine can't be deactivated.
-        engine_args.enable_sleep_mode = current_platform.is_sleep_mode_available()
+    if settings.role is Role.ROLLOUT and backend is BackendKind.CUDA:
+        engine_args.enable_sleep_mode = _can_free_weights()
     if settings.is_updated:
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
@@ -270,6 +263,15 @@ def _scheduler(role: Role, *, is_async: bool) -> str:
     """Returns the qualified name of the scheduler class for engines with this role."""
     name = f"{'Async' if is_async else ''}{role.title()}Scheduler"
     return f"rose.engine.scheduling.{role}_scheduler.{name}"
+
+
+def _can_free_weights() -> bool:
+    """Whether vLLM has its allocator whose memory on a GPU can be freed, which deactivation needs."""
+    from vllm.device_allocator.cumem import cumem_available
+
+    from rose.engine.hooks.vllm_version import has_sleep_backends
+
+    return has_sleep_backends() and cumem_available
 
 
 def _platform() -> tuple[str, BackendKind]:
