@@ -32,6 +32,8 @@ the KV memory, and the engine is told its KV size in bytes."""
 class RoseGPUWorker(RoseWorker):
     """A rank of a ROSE engine on a CUDA GPU."""
 
+    _sleep_mode_backend: Any  # vLLM's own: a backend once one is needed
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._rose.settings.pool is not None:

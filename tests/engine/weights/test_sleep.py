@@ -82,12 +82,11 @@ def test_weights_of_a_gpu_come_back_from_host_memory_or_newer_ones_from_the_mirr
             raise FrameError("the mirror holds half a version")
 
         def come_back() -> list[str]:
-            backend.suspend()
-            backend.suspend()
-            assert not engine.is_resident
-            backend.resume()
-            backend.resume()
-            assert engine.is_resident
+            residency = []
+            for change in (backend.suspend, backend.suspend, backend.resume, backend.resume):
+                change()
+                residency.append(engine.is_resident)
+            assert residency == [False, False, True, True]
             return differing(model, loaded_model(config, now, is_processed=True))
 
         monkeypatch.setattr(engine, "load", must_not_load)

@@ -65,7 +65,7 @@ def test_a_pool_whose_processes_cannot_see_each_other_says_which_flag_mends_it(
         try:
             done = subprocess.run(client, env=environment, check=False, capture_output=True, text=True)
         finally:
-            process.terminate()
+            process.kill()  # unshare hands no other signal on
     assert "start their containers with --pid=host" in done.stderr
 
 
