@@ -267,7 +267,7 @@ def test_command_line_exits_with_status_2_and_one_line(pool: DaemonHandle, runti
             b'{"engine_id": "x", "kind": "worker", "pid": 1, "protocol": 9, "new": 1}\n',
             "protocol 9, the pool's daemon 3",
         ),
-        (b'{"engine_id": "x", "kind": "worker", "pid": 1, "rank": 1, "world_size": 1}\n', "rank 1 of 1"),
+        (b'{"engine_id": "x", "kind": "worker", "pid": PID, "rank": 1, "world_size": 1}\n', "rank 1 of 1"),
         (b"[" * 10_000 + b"\n", "bad ClientHello line"),
     ],
 )
@@ -277,7 +277,7 @@ def test_strangers_are_answered_and_hung_up(
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(PATIENCE_S)
         stranger.connect(str(runtime_dir / "pool-p.sock"))
-        stranger.sendall(line)
+        stranger.sendall(line.replace(b"PID", str(os.getpid()).encode()))
         answer = b""
         while more := stranger.recv(4096):
             answer += more
