@@ -12,6 +12,7 @@ from async_runs import PATIENT_S, SLO
 from engine_runs import Moves, Prompts, _cut, _wait_for_tokens, num_changes, tenant_of
 from forked_engines import Driver, Reply, make_engine
 from late_device import use_late_device
+from mended_states import mend_states
 
 from rose.admission.board import BoardWord
 from rose.engine.status import Field, ProfileCommand
@@ -51,13 +52,15 @@ def draft_over_cuts(
     *,
     is_late: bool = False,
     is_gated: bool = False,
+    **args: Any,
 ) -> Drafted:
     """A rollout engine with draft tokens loses half its slabs in the midst of decoding, round after round."""
+    mend_states()
     device = use_late_device() if is_late else None
     settings = {"role": "rollout", "pool": pool, "stall_s": PATIENT_S, **SLO}
     if is_gated:
         settings["gate"] = str(GateMode.DUAL)
-    llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False)
+    llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False, **args)
     driver = Driver(llm)
     before, replies = num_changes(tenant_of(driver)), list[list[Reply]]()
     for step in range(1, num_rounds + 1):

@@ -9,6 +9,7 @@ from typing import Any
 import async_runs
 import engine_runs
 import pytest
+import speculative_runs
 from forked_engines import Fork, forks
 from preloaded import FORKS
 from probes import prompt
@@ -131,6 +132,24 @@ def test_gated_delta_nets_answer_as_stock_while_slabs_leave(
         **{**given, **alone, **CACHED, "num_rounds": NUM_ROUNDS, "pool": new_pool(DELTA_NET_SLAB)},
     ).result()
     assert_greedy(moves, run(engine_runs.stock_answers, **given, **alone).result())
+
+
+@pytest.mark.parametrize("kind", ["mamba", "states_alone"])
+def test_states_with_draft_tokens_answer_as_stock_without_while_slabs_leave(
+    run: Run, new_pool: NewPool, hybrids: Models, kind: str
+) -> None:
+    """Rejected drafts leave no trace in a state, wherever its blocks lie."""
+    given = {"model": getattr(hybrids, kind), "prompts": PROMPTS, "max_tokens": TOKENS}
+    drafted: speculative_runs.Drafted = run(
+        speculative_runs.draft_over_cuts,
+        **{**given, **UNCACHED, "num_rounds": NUM_ROUNDS, "is_gated": kind == "mamba"},
+        speculative=speculative_runs.speculation("ngram"),
+        pool=new_pool(SMALL_SLAB if kind == "mamba" else STATE_SLAB),
+    ).result()
+    assert_greedy(drafted.moves, run(engine_runs.stock_answers, **given).result())
+    assert drafted.num_drafts > drafted.num_accepted
+    assert drafted.num_accepted > 0 or kind == "states_alone", "that model repeats nothing of its prompts"
+    assert (drafted.num_granted > 0) == (kind == "mamba")
 
 
 def test_two_hybrids_share_a_pool(

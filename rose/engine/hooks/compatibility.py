@@ -156,12 +156,6 @@ def _check_states(config: VllmConfig) -> None:
             f"--model {model.model} with --kv-transfer-config: its layers keep states, and a slab pool gives "
             f"connectors attention's KV alone: leave --kv-transfer-config out, or serve without --pool"
         )
-    if config.speculative_config is not None:
-        raise ConfigError(
-            f"--model {model.model} with --speculative-config: its layers keep states, and on a CPU drafts "
-            f"change stock vLLM's own answers with such a model, so rose could not be tested with one: leave "
-            f"--speculative-config out"
-        )
 
 
 def _check_speculation(config: VllmConfig) -> None:

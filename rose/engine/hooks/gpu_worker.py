@@ -18,8 +18,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import set_current_vllm_config
+
 from rose.engine.hooks.rank import RoseWorker
 from rose.engine.weights.device_weights import device_bytes
+from rose.types import Role
 
 _ANY_FREE_MEMORY = 0.001
 """Share of the GPU that vLLM wants to find free at start. It is tiny because the pool's daemon already holds
@@ -29,11 +32,27 @@ the KV memory, and the engine is told its KV size in bytes."""
 class RoseGPUWorker(RoseWorker):
     """A rank of a ROSE engine on a CUDA GPU."""
 
+    _sleep_mode_backend: Any  # vLLM's own: a backend once one is needed
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._rose.settings.pool is not None:
             self.cache_config.gpu_memory_utilization = _ANY_FREE_MEMORY
 
+    def sleep(self, level: int = 1) -> None:
+        """Takes a rollout engine's weights off the GPU (pinned.py)."""
+        if self._rose.settings.role is Role.ROLLOUT and self._sleep_mode_backend is None:
+            # Not every supported vLLM has its base class.
+            from rose.engine.weights.pinned import PinnedWeightsBackend
+
+            self._sleep_mode_backend = PinnedWeightsBackend(self._staged_weights())
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            super().wake_up(tags)
+
     def device_use(self) -> tuple[None, int]:
         """Like RoseCPUWorker's, but without a process whose other device memory could be measured."""
-        return None, device_bytes(self.get_model())
+        is_away = self._rose.settings.role is Role.ROLLOUT and not self._staged_weights().is_resident
+        return None, 0 if is_away else device_bytes(self.get_model())

@@ -215,6 +215,8 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     # The CPU platform turns "uni" into "mp", whose message queues spin for a second after every step on the
     # CPUs that compute. It leaves a class alone, and one rank needs no queues.
     engine_args.distributed_executor_backend = UniProcExecutor if num_ranks == 1 else RanksExecutor
+    if settings.role is Role.ROLLOUT and backend is BackendKind.CUDA:
+        engine_args.enable_sleep_mode = _can_free_weights()
     if settings.is_updated:
         engine_args.weight_transfer_config = WeightTransferConfig(backend="rose")
     if settings.pool is not None:
@@ -261,6 +263,15 @@ def _scheduler(role: Role, *, is_async: bool) -> str:
     """Returns the qualified name of the scheduler class for engines with this role."""
     name = f"{'Async' if is_async else ''}{role.title()}Scheduler"
     return f"rose.engine.scheduling.{role}_scheduler.{name}"
+
+
+def _can_free_weights() -> bool:
+    """Whether vLLM has its allocator whose memory on a GPU can be freed, which deactivation needs."""
+    from vllm.device_allocator.cumem import cumem_available
+
+    from rose.engine.hooks.vllm_version import has_sleep_backends
+
+    return has_sleep_backends() and cumem_available
 
 
 def _platform() -> tuple[str, BackendKind]:

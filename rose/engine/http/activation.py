@@ -113,11 +113,8 @@ def _why_not(config: VllmConfig, *, is_updated: bool) -> str | None:
     """Returns why the weights could not be restored from the host's copy, or None if they can be."""
     if not has_sleep_backends():
         return "this vLLM has no sleep-mode backends"
-    if not current_platform.is_cpu():
-        return (
-            f"weights can be dropped and restored on vLLM's CPU platform only so far, not on "
-            f"{current_platform.device_type}"
-        )
+    if not current_platform.is_cpu() and not config.model_config.enable_sleep_mode:
+        return "vLLM has no allocator for its sleep mode on this platform"
     method = config.model_config.quantization
     if method not in (None, *RESTORED):
         return f"weights quantized with {method} may not all be in the checkpoint"

@@ -206,6 +206,22 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
                 raise
             _on_all_ranks(load)  # the mirror has moved on: the old weights are nowhere any more
 
+    def is_behind(self, state_hash: str | None) -> bool:
+        """Whether load() would load other weights than those of this hash on any rank. None is the hash of
+        the model's own files. All ranks call it at the same time.
+
+        Raises: FrameError where the mirror holds half a version.
+        """
+        newest: list[str | None] = []
+        _on_all_ranks(lambda: newest.append(self._newest_hash()))
+        return any(_gather("behind" if newest != [state_hash] else None))
+
+    def _newest_hash(self) -> str | None:
+        if self._staged is None:
+            return None
+        with self._staged.reading() as state:
+            return state[1] if state is not None else self.state_hash
+
     def load(self) -> None:
         """Loads the weights again: the mirror's newest, the last update's, or the model's own files.
 

@@ -23,7 +23,7 @@ from rose.memory.daemon.pool_lock import PoolLock
 from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, write_state
 from rose.memory.daemon.roster import AttachRefused, Roster
 from rose.memory.pool.pool_memory import PoolMemory, PoolSize
-from rose.memory.pool.processes import find_process
+from rose.memory.pool.processes import SHARE_PIDS, find_process
 from rose.memory.pool.wire import Bye, ClientHello, Kind, Welcome, socket_path
 from rose.memory.slabs.fd_limit import ensure_fd_limit
 
@@ -210,6 +210,11 @@ class PoolOwner:
 
     def _greet(self, connection: Connection, hello: ClientHello) -> None:
         fds: tuple[int, ...] = ()
+        if hello.pid != connection.pid:
+            raise AttachRefused(
+                f"you are process {hello.pid} to yourself and {connection.pid} to the daemon of pool "
+                f"{self._name}: {SHARE_PIDS}"
+            )
         if not hello.slot and (former := self._roster.find_lost(hello, connection.pid)) is not None:
             # It left, or got no welcome, while its daemon died: nothing else would ever bury it.
             self._bury(self._connections[former])

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from rose.errors import PoolError
 
+SHARE_PIDS = (
+    "a pool's processes watch each other by pid, so they must share a pid namespace: start their containers "
+    "with --pid=host, or in Kubernetes with shareProcessNamespace: true in one pod"
+)
 _START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1 as in proc(5)
 
 
@@ -18,7 +22,7 @@ def open_pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except (OSError, ValueError) as error:
         raise PoolError(
-            f"can't watch process {pid} ({error}): it must be alive and in the daemon's pid namespace"
+            f"can't watch process {pid} ({error}): it has ended, or is out of sight: {SHARE_PIDS}"
         ) from error
 
 

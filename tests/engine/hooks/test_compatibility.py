@@ -160,7 +160,7 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
     cases.append(engine_args(hybrid, "serving", {"enable_prefix_caching": True}))
     cases.append(engine_args(hybrid, "rollout", drafts))
     cases.append(engine_args(hybrid, "serving", connector("ExampleConnector")))
-    expected += ["", "leave --speculative-config out", "leave --kv-transfer-config out"]
+    expected += ["", "", "leave --kv-transfer-config out"]
     fork = Fork(folder, engine_runs.refusals, cases=cases)
     other = Fork(folder, engine_runs.refusals_by_another_version, version="0.34.0", cases=cases[:1])
     try:
