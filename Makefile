@@ -20,7 +20,7 @@ SCHEDULER_TESTS := tests/scheduler/cluster:tests/scheduler/dashboard:tests/sched
 help:
 	@echo "make demo       run the main job on this machine (rose demo)"
 	@echo "make test       run the tests"
-	@echo "make test-fast  run the tests without vLLM engines and Mooncake that take less than ten seconds"
+	@echo "make test-fast  run the tests without vLLM engines and Mooncake that take less than a second"
 	@echo "make lint       style, formatting, types, import contracts, names in prose, the site's links"
 	@echo "make format     rewrite the files as lint wants them"
 	@echo "make docs       build the documentation into site/ (strict, offline)"

@@ -11,6 +11,7 @@ PROGRAM = Path(__file__).with_name("board_faults.py")
 
 @pytest.mark.parametrize("fatal", ["KILL", "STOP"])
 @pytest.mark.parametrize("part", ["guest", "serving"])
+@pytest.mark.slow
 def test_the_others_go_on_when_a_party_fails_at_any_access(page: Path, part: str, fatal: str) -> None:
     command = [sys.executable, str(PROGRAM), str(page), part, fatal]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

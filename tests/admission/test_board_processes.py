@@ -30,6 +30,7 @@ from rose.errors import BoardError
 from rose.types import MAX_ENGINES, Role
 
 
+@pytest.mark.slow
 def test_two_processes_never_step_at_once(words: Words, players: Players) -> None:
     rollout = players.start("roll-out")
     serving = players.start("serve", "3000", "100")
@@ -174,6 +175,7 @@ def test_serving_goes_on_at_once_after_a_rollout_that_waited_for_its_grant_is_ki
     assert serving.offer_grant(NEVER, FAR_S) == 0.0
 
 
+@pytest.mark.slow
 def test_two_serving_engines_and_two_guests_never_compute_at_once_though_they_are_killed_and_stopped(
     words: Words, players: Players
 ) -> None:

@@ -18,6 +18,7 @@ def found() -> dict[State, list[State]]:
     return states
 
 
+@pytest.mark.slow
 def test_no_order_of_steps_deaths_and_stops_lets_two_compute_at_once_or_passes_a_guest_twice(
     found: dict[State, list[State]],
 ) -> None:
@@ -25,6 +26,7 @@ def test_no_order_of_steps_deaths_and_stops_lets_two_compute_at_once_or_passes_a
     assert any(At.STEP in state.servings for state in found)
 
 
+@pytest.mark.slow
 def test_from_every_state_each_process_that_lives_gets_to_compute(found: dict[State, list[State]]) -> None:
     before = defaultdict(list)
     for state, nexts in found.items():
@@ -81,6 +83,7 @@ def test_the_search_finds_a_protocol_with_a_fault(model: Model, fault: str) -> N
     st.integers(0, MAX_GUESTS - 1),
     st.integers(0, (1 << 47) - 9),
 )
+@pytest.mark.slow
 def test_the_word_keeps_what_each_engine_published(
     states: list[ServingState], guest: int, count: int
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_drift_of_the_machine_is_no_harm() -> None:
 
 @pytest.mark.parametrize("share", [MEASURING_SHARE, 0.5, 0.9])
 @pytest.mark.parametrize(("noise", "count"), [(0.03, 2400), (0.2, 12_000)])
+@pytest.mark.slow
 def test_bounds_hold_whatever_share_is_closed(share: float, noise: float, count: int) -> None:
     closed, rng, missed = ClosedSlices(share), np.random.default_rng(1), 0
     places = [closed.is_closed((number + 0.5) * SLICE_S) for number in range(count)]

@@ -88,6 +88,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         Tree(tmp_path)
 
 
+@pytest.mark.slow
 def test_this_house_keeps_its_limits() -> None:
     figures = {figure.name: figure for figure in tree_figures(Tree(ROOT))}
     for name in ("files_a_room", "mutual_imports", "longest_function", "max_file", "readme_words"):

@@ -190,6 +190,7 @@ def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
     assert not (tmp_path / "training.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_relay_ends_up_with_the_last_steps_weights(
     server: ScriptedServer, relay_url: str, model_dir: Path, tmp_path: Path
 ) -> None:

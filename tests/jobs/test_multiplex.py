@@ -70,6 +70,7 @@ def test_a_shared_run_gives_the_same_rewards_and_weights_as_a_serial_one(
         assert load_yaml(table, SlowdownFile).to_table().entries
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_crashes_leaves_the_cores_to_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def assert_gone(pid: int) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} gone")
 
 
+@pytest.mark.slow
 def test_a_profiled_job_is_submitted_as_it_was_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_profiled_job_is_submitted_as_it_was_written(
     assert [each["num_tokens"] for each in notes(tmp_path)[3:]] == [10, 10], "no run of its own is forced"
 
 
+@pytest.mark.slow
 def test_what_a_job_does_outside_of_phases_is_measured_and_certified(tmp_path: Path) -> None:
     phases = {"rollout": {}, "train": {"after": ["rollout"]}, "checkpoint": {"nodes": 0, "after": ["train"]}}
     job = write_job(tmp_path, "saves", phases=phases)
@@ -111,6 +113,7 @@ def test_a_job_that_forgets_its_tokens_is_told_so_and_so_is_who_reads_its_file(
         ("syncs", "enters phase sync, its file has rollout, train; add it"),
     ],
 )
+@pytest.mark.slow
 def test_a_job_that_cannot_be_profiled_says_why_and_nothing_is_written(
     tmp_path: Path, mistake: str, problem: str
 ) -> None:
@@ -122,6 +125,7 @@ def test_a_job_that_cannot_be_profiled_says_why_and_nothing_is_written(
     assert not (tmp_path / "job.profiled.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_ended_at_the_time_limit(tmp_path: Path) -> None:
     job = write_job(tmp_path, "hangs")
     with pytest.raises(ProfileError, match=r"not done after 2 s, 0 of 4 iterations.*larger --timeout-s"):
@@ -130,6 +134,7 @@ def test_a_job_that_hangs_is_ended_at_the_time_limit(tmp_path: Path) -> None:
         assert_gone(pid)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_job_as_well(tmp_path: Path) -> None:
     job = write_job(tmp_path, "hangs")
     command = [sys.executable, "-m", "rose.cli", "sched", "profile", str(job)]

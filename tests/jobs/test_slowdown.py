@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can't be split")
+@pytest.mark.slow
 def test_pairs_are_measured_and_the_file_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "slowdown.json"
     assert main(["-o", str(path), "--seconds", "0.05", "--kinds", SubStageKind.ROLLOUT_SMALL.value]) == 0

@@ -305,6 +305,7 @@ async def test_rollout_load_outlives_an_absent_server() -> None:
     assert result.first_errors
 
 
+@pytest.mark.slow
 async def test_replay_runs_as_its_own_process(tmp_path: Path) -> None:
     out = tmp_path / "serving.jsonl"
     async with server(count_up) as (url, bodies):

@@ -79,6 +79,7 @@ def fail_every_call(stand_in: StandIn, range_: SlabRange, work: Callable[[], Non
 
 
 @pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.slow
 def test_a_failure_at_any_call_of_a_batch_leaves_it_undone(stand_in: StandIn, guard: bool) -> None:
     range_ = stand_in.backend.create(6, stand_in.slab_bytes, "test").reserve(9, guard=guard)
     range_.map(0, 5)
@@ -117,6 +118,7 @@ def test_a_failure_while_making_things_holds_nothing_back(stand_in: StandIn, err
     assert skip > 20
 
 
+@pytest.mark.slow
 def test_the_message_names_call_slab_and_sizes(stand_in: StandIn) -> None:
     slabs = stand_in.backend.create(3, stand_in.slab_bytes, "test")
     range_ = slabs.reserve(4)
@@ -155,6 +157,7 @@ def test_a_failed_undo_is_told_and_the_account_stays_true(stand_in: StandIn) -> 
     assert range_.mapped() == []
 
 
+@pytest.mark.slow
 def test_slabs_are_unmapped_only_after_the_device_is_idle(stand_in: StandIn) -> None:
     range_ = stand_in.backend.create(3, stand_in.slab_bytes, "test").reserve(4)
     range_.map_many([0, 1, 2], [0, 1, 2])

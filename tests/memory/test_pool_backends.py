@@ -51,6 +51,7 @@ def start_any_pool(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterato
         yield start
 
 
+@pytest.mark.slow
 def test_slabs_move_between_engines_zeroed(start_any_pool: StartPool, start_engine: StartEngine) -> None:
     start_any_pool()
     serving = start_engine("serving", "s0", "scheduler")
@@ -67,6 +68,7 @@ def test_slabs_move_between_engines_zeroed(start_any_pool: StartPool, start_engi
     assert rollout.ask("read", 5) == [0xFF]
 
 
+@pytest.mark.slow
 def test_two_busy_engines_never_share_a_slab(
     start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_two_busy_engines_never_share_a_slab(
         assert watcher.ledger.num_free == NUM_SLABS
 
 
+@pytest.mark.slow
 def test_killed_engine_gives_its_slabs_back_and_the_other_keeps_its_own(
     start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -107,6 +110,7 @@ def test_killed_engine_gives_its_slabs_back_and_the_other_keeps_its_own(
     assert heir.ask("acquire", NUM_SLABS) == sorted(set(range(NUM_SLABS)) - set(mine))
 
 
+@pytest.mark.slow
 def test_killed_in_mid_churn_leaves_a_whole_ledger(
     pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -123,6 +127,7 @@ def test_killed_in_mid_churn_leaves_a_whole_ledger(
             assert watcher.ledger.num_free == NUM_SLABS
 
 
+@pytest.mark.slow
 def test_ranks_have_slabs_of_their_own_that_move_on_together(
     start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -149,6 +154,7 @@ def test_ranks_have_slabs_of_their_own_that_move_on_together(
         assert [heir.ask("map", [3]) for heir in heirs] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_restarted_daemon_takes_all_shards_over_and_buries_engines_as_before(
     start_any_pool: StartPool, start_engine: StartEngine, runtime_dir: Path
 ) -> None:

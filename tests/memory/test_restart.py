@@ -56,6 +56,7 @@ def sharded(runtime_dir: Path) -> Iterator[Daemons]:
         yield Daemons(runtime_dir, stack, num_shards=2)
 
 
+@pytest.mark.slow
 def test_a_restarted_daemon_takes_the_memory_over_and_engines_never_notice(
     sharded: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_restarted_daemon_takes_the_memory_over_and_engines_never_notice(
     assert not [path for path in runtime_dir.iterdir() if path.suffix == ".new"]
 
 
+@pytest.mark.slow
 def test_an_engine_killed_after_the_restart_gives_its_slabs_back_and_a_new_one_joins(
     daemons: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -105,6 +107,7 @@ def test_an_engine_killed_after_the_restart_gives_its_slabs_back_and_a_new_one_j
         assert watcher.ledger.owned(serving.slot) == mine
 
 
+@pytest.mark.slow
 def test_an_engine_that_died_without_a_daemon_is_buried_by_the_next_one(
     daemons: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -125,6 +128,7 @@ def test_an_engine_that_died_without_a_daemon_is_buried_by_the_next_one(
     assert start_engine("serving", "s1", "scheduler").slot == serving.slot
 
 
+@pytest.mark.slow
 def test_an_engine_that_lost_a_rank_stays_in_quarantine_across_restarts(
     sharded: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -164,6 +168,7 @@ def test_without_survivors_the_pool_is_made_anew_in_any_size(
     assert not (runtime_dir / "pool-p.state").exists()
 
 
+@pytest.mark.slow
 def test_a_pool_of_another_size_than_the_surviving_one_is_refused(
     daemons: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
@@ -194,6 +199,7 @@ def test_a_stopped_daemon_leaves_living_engines_to_the_next_one(
         assert watcher.ledger.owned(engine.slot) == slabs
 
 
+@pytest.mark.slow
 def test_two_daemons_on_one_pool_are_refused_after_a_restart_as_well(
     daemons: Daemons, start_engine: StartEngine, runtime_dir: Path
 ) -> None:

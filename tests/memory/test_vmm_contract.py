@@ -269,6 +269,7 @@ class RangeMachine(RuleBasedStateMachine):
             assert self.world.accesses(range_) == expected
 
 
+@pytest.mark.slow
 def test_random_calls_agree_with_a_model(world: World) -> None:
     class Machine(RangeMachine):
         def __init__(self) -> None:

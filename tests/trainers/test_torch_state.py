@@ -112,6 +112,7 @@ def test_a_model_larger_than_the_host_cache_stays_on_its_device(tmp_path: Path) 
         state.load(cache_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_transformers_trainer_goes_on_after_each_suspension_as_without(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
     pytest.importorskip("accelerate", reason="needs the extra `train`")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsdp_ranks
 import numpy as np
+import pytest
 import torch
 
 from rose.transfer.follow.follower import Follower
@@ -18,6 +19,7 @@ from rose.transfer.relay.opening import open_relay
 PATIENCE_S = 600.0
 
 
+@pytest.mark.slow
 def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url: str, tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, fsdp_ranks.__file__, "2", str(tmp_path / "rendezvous"), embedded_url]

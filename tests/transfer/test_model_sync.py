@@ -122,6 +122,7 @@ def check_hold(receivers: list[ModelReceiver], weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec.DENSE, None])
+@pytest.mark.slow
 def test_every_rank_gets_all_bits_and_each_bucket_crosses_once(
     relays: list[RelayProcess],
     weights: Weights,
@@ -258,6 +259,7 @@ def test_bad_arguments_are_refused(
         receivers[0].load_into({})
 
 
+@pytest.mark.slow
 def test_ranks_spread_evenly_over_the_nodes_relays() -> None:
     order = [peer_first(["a", "b"], rank, 4) for rank in range(4)]
     assert order == ["a,b", "a,b", "b,a", "b,a"]

@@ -231,6 +231,7 @@ def test_every_bucket_has_one_publisher_and_no_rank_gathers(trainer: Trainer, re
     assert max(loads) < 1.3 * min(loads)
 
 
+@pytest.mark.slow
 def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer: Trainer, relay: Relay) -> None:
     followers = [Follower(relay, "run", WeightMirror([plan])) for plan in PLANS]
     whole = Follower(relay, "run", WeightMirror())
@@ -252,6 +253,7 @@ def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer: Trainer, 
         assert follower.fetched_bytes < 0.4 * whole.fetched_bytes
 
 
+@pytest.mark.slow
 def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(
     trainer: Trainer, relay: Relay
 ) -> None:
@@ -319,6 +321,7 @@ def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer: T
     assert follower.advance()
 
 
+@pytest.mark.slow
 def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(
     trainer: Trainer, relay: Relay
 ) -> None:

@@ -87,6 +87,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("codec", [None, Codec.EXPONENT])
+@pytest.mark.slow
 def test_no_bit_is_wrong_over_random_versions_skips_rollbacks_and_late_joins(
     embedded_url: str, codec: Codec | None
 ) -> None:

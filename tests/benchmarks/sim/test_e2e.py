@@ -243,6 +243,7 @@ def test_the_same_seed_gives_the_same_job_and_another_one_another() -> None:
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_every_system_trains_on_the_same_trajectories() -> None:
     plan = JobPlan(system=System.FIXED, num_steps=2, seed=1, is_dapo=True, sampling=1.5)
     jobs = [run_job(even_world(), replace(plan, system=system)) for system in System]

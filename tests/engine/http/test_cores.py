@@ -162,6 +162,7 @@ async def test_ranks_with_weights_of_two_versions_compute_no_step(
 
 
 @pytest.mark.parametrize("newest", ["b", "c"])
+@pytest.mark.slow
 async def test_ranks_that_woke_up_with_two_versions_take_no_turns_until_they_have_one(
     schedulers: list[Any], newest: str
 ) -> None:

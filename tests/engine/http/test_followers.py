@@ -110,6 +110,7 @@ class Adapters:
         return WeightUpdated(version=update.version, state_hash=update.state_hash)
 
 
+@pytest.mark.slow
 async def test_a_new_version_of_an_adapter_is_acknowledged_only_when_the_router_sends_turns_to_it(
     served: tuple[str, Engine, ServedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_rank_ends_up_with_the_bits_that_its_loader_would_have_loaded(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_model_that_is_ready_to_compute_ends_up_as_one_that_was_loaded_anew(
     kind: str, mirrored: Mirrored, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_rank_that_took_an_update_which_failed_on_another_one_takes_the_next(f
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.slow
 def test_changes_that_an_update_does_not_take_leave_the_memory(
     mirrored: Mirrored, tmp_path: Path, is_tied: bool
 ) -> None:

@@ -33,6 +33,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), GRIDS)
+@pytest.mark.slow
 def test_a_plan_fills_every_parameter_as_the_loader_does(
     checkpoint: Checkpoint, tp_size: int, pp_size: int
 ) -> None:

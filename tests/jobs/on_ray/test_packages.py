@@ -76,6 +76,7 @@ def job(served: OnRay, version: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_each_rank_imports_a_package_that_its_job_alone_has_installed(served: OnRay) -> None:
     for name, version in (("a", "1.0.7"), ("b", "2.1")):
         wheel(served.folder / "wheels", version)
@@ -87,6 +88,7 @@ def test_each_rank_imports_a_package_that_its_job_alone_has_installed(served: On
         assert all("/runtime_resources/pip/" in line for line in found), "Ray's copy of the environment"
 
 
+@pytest.mark.slow
 def test_a_job_whose_package_is_in_no_folder_fails_with_pips_words(served: OnRay) -> None:
     wheel(served.folder / "wheels", "1.0.7")
     assert served.submit("missing", **job(served, "9.9")).error is None

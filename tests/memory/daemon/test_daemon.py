@@ -77,6 +77,7 @@ def test_usage_of_a_serving_engine_is_forgotten_with_it(pool: DaemonHandle, runt
         assert (watcher.ledger.serving_used_slabs, watcher.ledger.serving_reserve_slabs) == (0, 0)
 
 
+@pytest.mark.slow
 def test_several_engines_of_a_role_share_a_pool_but_no_two_of_one_name(
     pool: DaemonHandle, start_engine: StartEngine, runtime_dir: Path
 ) -> None:

@@ -42,6 +42,7 @@ def wait_up(*started: ServerProcess) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_processes_that_a_stop_finds_healthy_end_by_themselves_and_the_first_one_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

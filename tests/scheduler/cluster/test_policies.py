@@ -111,6 +111,7 @@ def test_a_full_pool_refuses_with_the_numbers_and_loses_nothing() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(jobs(max_size=10, max_nodes=3))
+@pytest.mark.slow
 def test_no_certified_policy_breaks_a_limit_or_a_hosts_memory(arriving: list[Job]) -> None:
     for make in CERTIFIED:
         policy: ClusterPolicy = make()

@@ -60,6 +60,7 @@ def test_the_page_follows_jobs_and_says_when_the_scheduler_is_gone(tmp_path: Pat
             browser.wait_for("#alert", "own server can't be reached since")
 
 
+@pytest.mark.slow
 def test_the_page_says_who_takes_whose_place(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     pools = {

@@ -44,6 +44,7 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
     return found
 
 
+@pytest.mark.slow
 def test_state_and_metrics_tell_of_a_job_to_its_end(cluster: ServedCluster, address: str) -> None:
     assert cluster.submit("a").error is None
     cluster.wait_state("a", "done")
@@ -67,6 +68,7 @@ def test_state_and_metrics_tell_of_a_job_to_its_end(cluster: ServedCluster, addr
     assert found["rose_sched_nodes", "rollout", "empty"] == 1
 
 
+@pytest.mark.slow
 def test_a_killed_dashboard_comes_back_and_no_job_notices(cluster: ServedCluster, address: str) -> None:
     cluster.submit("b", rollout_s=3600.0)
     wait_until(lambda: cluster.job("b")["holds"] == "rollout", "its rollout")
@@ -91,6 +93,7 @@ def test_browsers_keep_no_page_and_no_state(address: str) -> None:
     assert found == ["no-store"] * 2
 
 
+@pytest.mark.slow
 def test_without_a_scheduler_it_says_so_and_since_when(tmp_path: Path) -> None:
     base = f"http://127.0.0.1:{free_port()}"
     argv = [sys.executable, "-m", "rose.cli", "sched", "dashboard", "--http", base.removeprefix("http://")]

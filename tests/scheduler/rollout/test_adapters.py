@@ -151,6 +151,7 @@ async def test_a_turn_whose_version_stays_unloaded_ends_with_an_error_that_names
         assert versions(await client.complete(MATH)) == ["math/3"]
 
 
+@pytest.mark.slow
 async def test_a_turn_for_an_adapter_that_all_workers_have_lost_ends_with_an_error_that_names_the_flag(
     start_router: StartRouter,
 ) -> None:

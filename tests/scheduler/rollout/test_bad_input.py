@@ -222,6 +222,7 @@ async def test_connections_whose_tls_handshake_fails_make_room_at_once(tmp_path:
                 assert response.status == 200
 
 
+@pytest.mark.slow
 async def test_connections_that_begin_no_tls_handshake_count_and_are_closed(tmp_path: Path) -> None:
     async with two_tls_connections(tmp_path, idle_s=5) as (port, http):
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
@@ -260,6 +261,7 @@ async def test_jobs_over_the_limit_get_no_account_and_no_metrics(start_router: S
             assert "stranger" not in await response.text()
 
 
+@pytest.mark.slow
 async def test_a_head_that_never_ends_holds_no_connection(start_router: StartRouter) -> None:
     # Long enough for an honest client of this very process, should the machine stall for a moment.
     async with ScriptedWorker() as worker, start_router(worker, idle_s=4) as client:

@@ -42,6 +42,7 @@ def assert_whole(choice: dict[str, Any], num_tokens: int = 9, prompt: list[int] 
         ("status", "failed"),
     ],
 )
+@pytest.mark.slow
 async def test_a_cut_turn_is_finished_on_the_other_worker(
     start_router: StartRouter, kind: str, cause: str, after: int
 ) -> None:

@@ -53,6 +53,7 @@ async def test_a_lent_gpu_gets_no_turn_of_its_job_before_it_has_the_jobs_weights
         assert client.known(worker).switch_s > 0
 
 
+@pytest.mark.slow
 async def test_a_gpu_that_can_not_get_its_jobs_weights_goes_back_with_one_line_of_log(
     start_router: StartRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +83,7 @@ async def test_a_job_whose_run_has_published_nothing_gets_base_weights(
         assert "GPU goes back" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_base_weights_answer_no_turn_of_a_job_whose_run_the_gpu_can_not_get(
     start_router: StartRouter,
 ) -> None:
@@ -96,6 +98,7 @@ async def test_base_weights_answer_no_turn_of_a_job_whose_run_the_gpu_can_not_ge
         assert not worker.requests
 
 
+@pytest.mark.slow
 async def test_base_weights_answer_no_turn_of_a_job_with_a_run_once_the_subscriber_has_gone(
     start_router: StartRouter,
 ) -> None:

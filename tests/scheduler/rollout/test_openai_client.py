@@ -93,6 +93,7 @@ async def test_an_idempotency_key_in_flight_is_refused_with_another_body(start_r
     assert len(worker.requests) == 1
 
 
+@pytest.mark.slow
 async def test_the_clients_own_retries_wait_out_a_full_queue(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker() as worker,

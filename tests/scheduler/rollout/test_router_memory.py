@@ -10,6 +10,7 @@ from rose.ports import free_port
 from tests.scheduler.rollout.conftest import router_process
 
 
+@pytest.mark.slow
 async def test_a_router_keeps_what_an_admin_sets_by_default_where_it_has_an_address_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,6 +283,7 @@ def patient(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 async def test_turns_of_a_killed_router_go_on_at_the_other_and_the_cap_holds(patient: str) -> None:
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -308,6 +309,7 @@ async def test_turns_of_a_killed_router_go_on_at_the_other_and_the_cap_holds(pat
             assert worker.most_in_flight <= 16
 
 
+@pytest.mark.slow
 async def test_a_turn_waits_for_a_router_that_starts_again() -> None:
     port = free_port()
     async with ScriptedWorker() as worker:

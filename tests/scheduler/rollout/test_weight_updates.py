@@ -41,6 +41,7 @@ async def test_the_stall_clock_stands_still_while_weights_change() -> None:
         await asyncio.sleep(5 * MOMENT_S)
 
 
+@pytest.mark.slow
 async def test_a_delay_of_the_router_itself_extends_the_stall_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

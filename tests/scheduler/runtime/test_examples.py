@@ -16,6 +16,7 @@ from rose.scheduler.runtime.job.spec import EXAMPLE, LEAST, RunSpec, ServeSpec, 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+@pytest.mark.slow
 def test_the_example_job_runs_on_the_example_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The job's command is `python`: as in an activated environment, that is ours.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -41,6 +41,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_two_jobs_take_turns_on_every_node_and_finish(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as cluster:
         for name in ("a", "b"):
@@ -61,6 +62,7 @@ def test_jobs_on_other_nodes_run_at_the_same_time(shared: ServedCluster) -> None
     wait_until(lambda: shared.status()["groups"]["wide"]["holders"] == holders, "both rollouts")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_ahead_is_held_back_also_by_the_next_scheduler(tmp_path: Path) -> None:
     """Two nodes, one training pool, no slack: a's rollout now, and its next one would take b's time twice."""
     with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
@@ -84,6 +86,7 @@ def test_a_job_that_is_ahead_is_held_back_also_by_the_next_scheduler(tmp_path: P
         wait_until(lambda: cluster.job("a")["iterations"][0] > done, "a to go on without b")
 
 
+@pytest.mark.slow
 def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
         with cluster.held(4, "a"):
@@ -102,6 +105,7 @@ def test_a_killed_holder_starts_again_behind_its_last_iteration(tmp_path: Path) 
         assert overlap(cluster.phases()) == []
 
 
+@pytest.mark.slow
 def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as cluster:
         with cluster.held(4, "a"):
@@ -118,6 +122,7 @@ def test_jobs_outlive_a_killed_scheduler(tmp_path: Path, channel_url: str) -> No
         assert overlap(cluster.phases()) == []
 
 
+@pytest.mark.slow
 def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) -> None:
     with ServedCluster(tmp_path, redis_server.url) as cluster:
         with cluster.held(4, "a"):
@@ -132,6 +137,7 @@ def test_jobs_outlive_a_killed_redis(tmp_path: Path, redis_server: RedisServer) 
         assert overlap(cluster.phases()) == []
 
 
+@pytest.mark.slow
 def test_another_serve_goes_on_with_the_jobs_of_a_killed_one(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as first, first.held(4, "a"):
         first.submit("a", iterations=8)
@@ -178,6 +184,7 @@ def test_cancelling_ends_the_process_group_and_frees_the_nodes(shared: ServedClu
     assert shared.job("long")["state"] == "cancelled"
 
 
+@pytest.mark.slow
 def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> None:
     # Longer than the machine may stall: b must keep its own.
     with ServedCluster(tmp_path, lease_s=6.0) as cluster:
@@ -193,6 +200,7 @@ def test_a_stopped_holder_loses_its_permit_after_the_lease(tmp_path: Path) -> No
         assert overlap(cluster.phases()) == []
 
 
+@pytest.mark.slow
 def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url: str) -> None:
     with ServedCluster(tmp_path, channel_url) as first:
         pid = first.status()["scheduler_pid"]
@@ -248,6 +256,7 @@ def test_the_commands_speak_json_and_refuse_in_one_line(shared: ServedCluster, t
     ]
 
 
+@pytest.mark.slow
 def test_a_user_watches_and_orders_the_queue(tmp_path: Path) -> None:
     pools = {
         kind: {"name": kind, "dollars_per_gpu_hour": 1.0, "num_nodes": 1} for kind in ("rollout", "train")

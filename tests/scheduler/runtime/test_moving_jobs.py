@@ -59,6 +59,7 @@ def check(cluster: ServedCluster, mover: str, num_done: int) -> list[dict[str, A
 
 
 @pytest.mark.parametrize("killed", ["nobody", "scheduler", "job"])
+@pytest.mark.slow
 def test_a_running_job_is_moved_between_two_iterations(tmp_path: Path, killed: str) -> None:
     with ServedCluster(tmp_path, groups={}, policy="lifetime", move_pause_s=1.0) as cluster:
         mover = to_be_moved(cluster)

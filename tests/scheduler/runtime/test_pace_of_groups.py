@@ -152,6 +152,7 @@ def of_first(group: Group, num: int) -> Group:
 
 @given(st.integers(0, 10**9), st.booleans())
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_no_iteration_that_begins_after_a_job_was_let_in_is_longer_than_certified(
     seed: int, is_multi_rate: bool
 ) -> None:
@@ -177,6 +178,7 @@ def test_no_iteration_that_begins_after_a_job_was_let_in_is_longer_than_certifie
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_no_iteration_is_longer_than_certified(seed: int) -> None:
     group, certificate, rng = tight(seed)
     run = Run(group, certificate, rng)

@@ -30,6 +30,7 @@ def trained(cluster: ServedCluster, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("killed", ["nobody", "scheduler"])
+@pytest.mark.slow
 def test_a_preempted_job_goes_on_after_the_other_and_runs_each_iteration_once(
     tmp_path: Path, killed: str
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_preempted_job_goes_on_after_the_other_and_runs_each_iteration_once(
         assert all(f'"event": "{kind}"' in events for kind in ("preemption_decided", "preempted"))
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_if_the_other_is_cancelled_while_it_waits(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, **ONE_NODE) as cluster:
         with cluster.held(1, "low"):

@@ -87,6 +87,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_do_what_its_file_says_is_refused(tmp_path: Path) -> None:
     with ServedCluster(tmp_path) as cluster:
         for name, (program, _) in PROGRAMS.items():

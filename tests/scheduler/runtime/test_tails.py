@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lone_scheduler import Scheduler, error_of, only
 from served_cluster import JOB, ServedCluster
 
@@ -105,6 +106,7 @@ def test_a_tail_moves_as_soon_as_somebody_can_use_its_nodes() -> None:
     assert report(scheduler, 18, num_tokens=50) == [0]
 
 
+@pytest.mark.slow
 def test_another_job_runs_on_the_node_that_a_real_tail_has_left(tmp_path: Path) -> None:
     with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
         command = [sys.executable, str(Path(__file__).with_name("tail_job.py")), str(tmp_path)]

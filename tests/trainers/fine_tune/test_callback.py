@@ -89,6 +89,7 @@ def grpo_trainer(model: Any, folder: Path, callbacks: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("make_trainer", [transformers_trainer, trl_trainer, dpo_trainer, grpo_trainer])
+@pytest.mark.slow
 def test_a_stock_trainer_trains_as_a_guest_what_it_trains_alone(
     model: Any, runtime_dir: Path, tmp_path: Path, make_trainer: Any
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_stock_trainer_trains_as_a_guest_what_it_trains_alone(
     assert left.num_steps == slack.guest.num_grants and left.state is EngineState.DETACHED
 
 
+@pytest.mark.slow
 def test_a_pool_without_a_daemon_is_refused_before_the_first_step(
     model: Any, runtime_dir: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def trained(model: Any, folder: Path, slack: SlackCallback) -> tuple[Parts, dict
     return trainer, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_split_microbatch_trains_as_the_whole_one(model: Any, words: Words, tmp_path: Path) -> None:
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     slack = SlackCallback("none")
@@ -93,6 +94,7 @@ def test_a_split_microbatch_trains_as_the_whole_one(model: Any, words: Words, tm
     assert any(not torch.equal(tensor, start[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_a_microbatch_that_never_fits_is_left_out_at_once(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_microbatch_that_never_fits_is_left_out_at_once(
     assert "a microbatch of [4, 8] is left out" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_microbatch_that_waits_for_memory_holds_no_grant(
     model: Any,
     words: Words,

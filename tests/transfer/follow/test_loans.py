@@ -82,6 +82,7 @@ def runs(embedded_url: str) -> Iterator[list[tuple[WeightPublisher, Weights]]]:
         publisher.close()
 
 
+@pytest.mark.slow
 def test_a_lent_worker_gets_its_jobs_weights_and_follows_that_run_alone(
     worker: LoadingWorker, subscribed: Subscribed, runs: list[tuple[WeightPublisher, Weights]]
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_lent_worker_gets_its_jobs_weights_and_follows_that_run_alone(
     assert whole[:2] == ["a/0", "b/0"] and whole[2] in ("a/1", "a/2"), "b/1 came as changes"
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_is_killed_during_a_switch_is_missed_and_the_next_one_ends_the_switch(
     worker: LoadingWorker, subscribed: Subscribed, runs: list[tuple[WeightPublisher, Weights]]
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_subscriber_that_is_killed_during_a_switch_is_missed_and_the_next_one_
     wait_for(lambda: worker.version == "b/0" and worker.loan is not None and worker.loan.is_followed)
 
 
+@pytest.mark.slow
 def test_what_a_worker_can_not_follow_is_told_with_the_reason(
     embedded_url: str,
     worker: LoadingWorker,
@@ -178,6 +181,7 @@ def problem_of(worker: LoadingWorker, run: str) -> str | None:
     return worker.loan.problems.get(run) if worker.loan is not None else None
 
 
+@pytest.mark.slow
 def test_a_mirror_that_a_worker_holds_stays_where_there_is_no_memory_for_another(
     embedded_url: str,
     worker: LoadingWorker,
@@ -245,6 +249,7 @@ def test_a_worker_that_started_again_holds_no_mirror(
         assert not held.exists()
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_fetch_that_broke_off_is_free_for_the_next_try(
     embedded_url: str,
     worker: LoadingWorker,
@@ -266,6 +271,7 @@ def test_the_memory_of_a_fetch_that_broke_off_is_free_for_the_next_try(
         wait_for(lambda: worker.version == "a/0")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_a_way_that_nobody_foresaw_is_told(
     embedded_url: str, worker: LoadingWorker, runs: list[tuple[WeightPublisher, Weights]], tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_auto_with_two_live_runs_is_refused_with_both_names(
     assert named.advance() and str(named.mirror.version) == "second/0"
 
 
+@pytest.mark.slow
 def test_a_run_whose_trainer_died_does_not_block_auto(
     publish: Publish, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_run_whose_trainer_died_does_not_block_auto(
     assert str(follower.mirror.version) == "alive/0"
 
 
+@pytest.mark.slow
 def test_a_follower_of_a_run_that_is_silent_for_long_moves_to_the_live_one(
     publish: Publish, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

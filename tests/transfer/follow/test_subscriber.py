@@ -91,6 +91,7 @@ def test_a_worker_follows_the_trainer_and_acknowledges_each_version(
     publisher.close()
 
 
+@pytest.mark.slow
 def test_a_refusing_worker_keeps_its_version_and_then_gets_only_the_newest(
     embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_refusing_worker_keeps_its_version_and_then_gets_only_the_newest(
     publisher.close()
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_and_a_restarted_subscriber_are_followed(
     embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_restarted_trainer_and_a_restarted_subscriber_are_followed(
     second.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_lost_its_weights_gets_them_again(
     embedded_url: str, worker: LoadingWorker, subscribe: Subscribe, weights: Weights
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_worker_that_lost_its_weights_gets_them_again(
     publisher.close()
 
 
+@pytest.mark.slow
 def test_a_worker_gets_a_signed_run_and_one_with_another_public_key_gets_nothing(
     embedded_url: str,
     worker: LoadingWorker,
@@ -339,6 +343,7 @@ def test_a_worker_slower_than_its_trainer_moves_on_by_changes_alone(
     publisher.close()
 
 
+@pytest.mark.slow
 def test_a_subscriber_renews_its_acknowledgement_while_its_worker_stays(
     embedded_url: str, worker: LoadingWorker, subscribed: Subscriber, weights: Weights
 ) -> None:

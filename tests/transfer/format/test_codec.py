@@ -115,6 +115,7 @@ def test_one_ulp_changes_survive_at_every_density(instructions: str, codec: Code
     size=st.integers(0, 300),
     first_index=st.integers(0, 2**40),
 )
+@pytest.mark.slow
 def test_any_pair_of_vectors_survives(
     data: st.DataObject, codec: Codec, width: Width, size: int, first_index: int
 ) -> None:

@@ -86,6 +86,7 @@ def test_an_architecture_that_nvrtc_does_not_know_is_named() -> None:
         compile_kernels("sm_1")
 
 
+@pytest.mark.slow
 def test_the_driver_gets_the_kernels_arguments_from_cuda_python(tmp_path: Path) -> None:
     """In a process of its own, as everything there finds the stand-in for the driver."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")

@@ -269,6 +269,7 @@ def test_a_failed_publish_changes_nothing_and_can_be_repeated(
     relay.close()
 
 
+@pytest.mark.slow
 def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(
     start_relay: StartRelay, model: TiedModel
 ) -> None:

@@ -148,6 +148,7 @@ def test_the_trainer_sends_a_snapshot_that_the_relay_can_not_fold(
     relay.close()
 
 
+@pytest.mark.slow
 def test_a_full_relay_folds_when_it_has_room_again(start_relay: StartRelay) -> None:
     url = start_relay("embedded").url
     relay = open_relay(url)
@@ -172,6 +173,7 @@ def test_a_full_relay_folds_when_it_has_room_again(start_relay: StartRelay) -> N
     relay.close()
 
 
+@pytest.mark.slow
 def test_every_copy_of_a_relay_folds_before_followers_are_sent_to_the_snapshot(
     start_relay: StartRelay, weights: Weights
 ) -> None:
@@ -272,6 +274,7 @@ def test_a_host_without_memory_for_one_snapshot_makes_the_others(
     assert folder.step(None) == 1 and is_folded(store)
 
 
+@pytest.mark.slow
 def test_an_unexpected_failure_does_not_end_the_thread(
     store: StoreClient, caplog: pytest.LogCaptureFixture
 ) -> None:

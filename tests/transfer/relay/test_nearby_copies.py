@@ -27,6 +27,7 @@ def two(start_relay: StartRelay) -> Iterator[tuple[Relay, Relay]]:
     target.close()
 
 
+@pytest.mark.slow
 def test_only_frames_are_copied_because_they_are_never_replaced(two: tuple[Relay, Relay]) -> None:
     source, target = two
     copies = NearbyCopies(source, target)
@@ -44,6 +45,7 @@ def test_only_frames_are_copied_because_they_are_never_replaced(two: tuple[Relay
     assert copies.step() == 1 and target.get("rose/run/1-0/2") == b"another"
 
 
+@pytest.mark.slow
 def test_copying_continues_when_a_full_target_has_room_again(start_relay: StartRelay) -> None:
     source, target = (open_relay(start_relay("embedded", "--capacity-bytes", "10000").url) for _ in range(2))
     target.put("filler", bytes(9000))

@@ -262,6 +262,7 @@ def test_a_wait_ends_only_for_its_own_keys_since_its_own_look() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_not_taken_for_a_hung_relay(
     embedded_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

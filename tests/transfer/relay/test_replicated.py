@@ -63,6 +63,7 @@ def check_holds(mirror: WeightMirror, weights: Weights, report: SyncReport) -> N
         assert np.array_equal(held[name], bits), name
 
 
+@pytest.mark.slow
 def test_both_hold_every_object_and_the_writer_sends_it_once(
     pair: Pair,
 ) -> None:
@@ -102,6 +103,7 @@ def test_objects_survive_the_death_of_either_relay(pair: Pair, victim: int) -> N
     late.close()
 
 
+@pytest.mark.slow
 def test_a_put_whose_relay_died_after_handing_it_on_is_no_second_put(
     pair: Pair,
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_put_whose_relay_died_after_handing_it_on_is_no_second_put(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_a_relay_killed_while_versions_flow_loses_nothing(pair: Pair, weights: Weights, victim: int) -> None:
     publisher = WeightPublisher(weights, pair[2], "run", bucket_bytes=2000)
     relay = open_relay(pair[2])
@@ -142,6 +145,7 @@ def test_a_relay_killed_while_versions_flow_loses_nothing(pair: Pair, weights: W
         each.close()
 
 
+@pytest.mark.slow
 def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(pair: Pair, weights: Weights) -> None:
     first, second, both = pair
     publisher = WeightPublisher(weights, both, "run", snapshot_every=3)
@@ -165,6 +169,7 @@ def test_a_copy_that_missed_versions_is_repaired_by_the_next_publish(pair: Pair,
     alone.close()
 
 
+@pytest.mark.slow
 def test_a_copy_that_did_not_answer_is_repaired_although_it_has_the_newest_objects(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +195,7 @@ def test_a_copy_that_did_not_answer_is_repaired_although_it_has_the_newest_objec
     relay.close()
 
 
+@pytest.mark.slow
 def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair: Pair, weights: Weights) -> None:
     first, second, both = pair
     relay = open_relay(both)
@@ -214,6 +220,7 @@ def test_a_follower_never_goes_back_with_a_copy_that_is_behind(pair: Pair, weigh
         each.close()
 
 
+@pytest.mark.slow
 def test_a_wait_goes_on_at_the_other_copy_when_one_dies(pair: Pair) -> None:
     first, _, both = pair
     relay, writer = open_relay(both), open_relay(both)
@@ -260,6 +267,7 @@ def test_a_relay_that_hangs_is_given_up_and_nothing_is_lost(pair: Pair, victim: 
     relay.close()
 
 
+@pytest.mark.slow
 def test_a_copy_gets_the_wish_for_a_snapshot_after_the_frames(
     pair: Pair,
 ) -> None:

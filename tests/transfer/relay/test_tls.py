@@ -23,6 +23,7 @@ def start_tls(start_relay: StartRelay, certificate: tuple[Path, Path]) -> RelayP
     return start_relay("embedded", *options)
 
 
+@pytest.mark.slow
 def test_who_trusts_the_certificate_reads_and_writes(
     start_relay: StartRelay, certificate: tuple[Path, Path]
 ) -> None:
@@ -45,6 +46,7 @@ def test_who_trusts_the_certificate_reads_and_writes(
     copies.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_trust_it_or_speaks_plain_http_is_refused(
     start_relay: StartRelay, certificate: tuple[Path, Path]
 ) -> None:

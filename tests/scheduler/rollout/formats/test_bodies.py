@@ -23,6 +23,7 @@ def plain(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(st.dictionaries(st.sampled_from(["prompt", "model", "x", '"prompt":']), VALUES), SEPARATORS)
+@pytest.mark.slow
 def test_a_body_is_read_as_any_json_reader_would(body: dict[str, Any], separators: tuple[str, str]) -> None:
     text = json.dumps(body, separators=separators).encode()
     assert plain(parse(text)) == body

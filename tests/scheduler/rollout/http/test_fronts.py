@@ -183,6 +183,7 @@ async def test_a_front_is_ended_by_its_input_and_shares_no_session(tmp_path: Pat
     assert Path(f"{stand_in.socket}.ended").exists()
 
 
+@pytest.mark.slow
 async def test_a_front_that_hangs_is_ended_and_started_again_for_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ async def test_idle_connections_to_a_front_are_closed_before_the_front_does(
 
 
 @pytest.mark.parametrize("takes_over", [False, True])
+@pytest.mark.slow
 async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_begins(
     start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: bool
 ) -> None:

@@ -68,6 +68,7 @@ async def test_a_job_that_names_no_run_gets_base_weights_or_an_error_but_no_othe
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.slow
 async def test_a_job_whose_run_no_worker_has_is_told_so_and_keeps_no_gpu_from_others(
     start_router: StartRouter, path: str
 ) -> None:

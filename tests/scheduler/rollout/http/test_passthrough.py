@@ -60,6 +60,7 @@ async def test_a_tool_chat_on_a_hung_engine_is_rerouted(start_router: StartRoute
         await until(lambda: hung.num_cancelled >= 1)
 
 
+@pytest.mark.slow
 async def test_a_slow_answer_of_an_engine_that_makes_tokens_is_waited_for(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker, first_token_s=0.3) as client:
         worker.faults.append(Fault(kind="slow"))

@@ -108,6 +108,7 @@ def test_fingerprints_stay_bounded_and_consistent(records: list[list[int]], boun
     st.lists(st.lists(st.integers(0, 2), min_size=300, max_size=1500), min_size=1, max_size=6),
     st.integers(0, 1500),
 )
+@pytest.mark.slow
 def test_the_longest_filed_prefix_is_found_at_any_length(records: list[list[int]], cut: int) -> None:
     prints = Fingerprints(100)
     for index, tokens in enumerate(records):

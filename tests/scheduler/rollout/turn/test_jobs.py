@@ -34,6 +34,7 @@ async def keep_asking(client: Client, job: str, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("weight", "lengths"), [(1.0, (5, 5)), (3.0, (5, 5)), (1.0, (40, 5))])
+@pytest.mark.slow
 async def test_two_jobs_offering_ten_to_one_get_their_entitled_shares(
     start_router: StartRouter, weight: float, lengths: tuple[int, int]
 ) -> None:

@@ -78,6 +78,7 @@ async def test_a_rerouted_turn_is_one_span_with_an_attempt_on_each_worker(
     assert {attributes(attempt)["rose.worker"] for attempt in attempts} >= set(told["rose.workers"])
 
 
+@pytest.mark.slow
 async def test_a_turn_that_fails_is_an_error_and_leaves_no_attempt_open(
     start_router: StartRouter, collector: Collector
 ) -> None:

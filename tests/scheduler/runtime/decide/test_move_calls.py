@@ -315,6 +315,7 @@ class RandomDay:
         return [each for each in messages if isinstance(each, Answer)]
 
 
+@pytest.mark.slow
 def test_no_iteration_is_lost_or_run_twice_whoever_is_killed() -> None:
     num_moves = 0
     for seed in range(12):
