@@ -10,6 +10,7 @@ expose, and ends with the first dead worker.
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from rose.errors import WorkerError
 from rose.http import http_client, urls_of
 from rose.trainers.publishing import PublishWeights
 from rose.trainers.router import Announce
-from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 from rose.types import WeightVersion
 
 __all__ = ["PublishWeights", "RelayWeights", "RouterRollouts"]
@@ -159,6 +160,7 @@ class RelayWeights:
         self._settings = publisher
         self._weights: dict[str, torch.Tensor] = {}
         self._publisher: WeightPublisher | None = None
+        self._sent: Future[SyncReport] | None = None
 
     @property
     def version(self) -> WeightVersion | None:
@@ -172,7 +174,9 @@ class RelayWeights:
         """Does nothing: nothing has to stop."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publishes what TRL streams. Raises: RelayError."""
+        """Publishes what TRL streams, and sends it behind the next step. Raises: RelayError, also for the
+        version before.
+        """
         for name, tensor in iterator:
             kept = self._weights.get(name)
             if kept is None:
@@ -181,7 +185,9 @@ class RelayWeights:
                 kept.copy_(tensor.detach())
         if self._publisher is None:
             self._publisher = WeightPublisher(self._weights, self._relay_url, self._run_id, **self._settings)
-        self._publisher.publish()
+        if self._sent is not None:
+            self._sent.result()  # a relay that is lost ends the training
+        self._sent = self._publisher.publish_async()
 
     def resume(self) -> None:
         """Does nothing: nothing was stopped."""

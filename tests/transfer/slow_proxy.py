@@ -11,10 +11,13 @@ CHUNK_BYTES = 128 << 10
 
 
 class SlowProxy:
-    """Stands before a relay of this host and passes at most CHUNK_BYTES per ``pause_s`` in each direction."""
+    """Stands before a relay of this host and passes at most CHUNK_BYTES per ``pause_s`` in each direction.
+
+    ``pause_s`` may change.
+    """
 
     def __init__(self, relay_url: str, pause_s: float = 0.01) -> None:
-        self._pause_s = pause_s
+        self.pause_s = pause_s
         self._target = ("127.0.0.1", parse_relay_url(relay_url)[2])
         self._listener = socket.create_server(("127.0.0.1", 0))
         # The buffers are small, so that the sender notices the slow link.
@@ -40,7 +43,7 @@ class SlowProxy:
     def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while chunk := source.recv(CHUNK_BYTES):
-                time.sleep(self._pause_s)
+                time.sleep(self.pause_s)
                 sink.sendall(chunk)
             sink.shutdown(socket.SHUT_WR)
         except OSError:

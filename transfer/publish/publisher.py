@@ -3,7 +3,8 @@
 Owns the copy of what was published last, and the run's version numbers. A version is announced only when all
 its objects are in the relay. The kept copy is updated in the same pass that compares it with the weights; if
 that publish fails, the next one takes the copy back to the last committed version and starts from there.
-Deltas are exact. Never waits for engines, except in wait_acked(). One thread at a time. Source: ROSE §4.2.
+Deltas are exact. Never waits for engines, except in wait_acked(). One thread at a time, which may go on with
+its training while publish_async() sends. Source: ROSE §4.2.
 Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not exact), and
 snapshots, which the relay folds, bound the chain that a late joiner walks.
 """
@@ -13,7 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.signature import Signer
 from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
 from rose.transfer.publish.kept_copy import open_kept_copy
@@ -176,6 +178,7 @@ class WeightPublisher:
         """Whether a version was begun whose commit is not known of yet."""
         self._kept = open_kept_copy(self._source, self._planes)
         self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, num_threads)
+        self._behind = Behind[SyncReport](f"rose-publish-{self.run_id}")
 
     @property
     def version(self) -> WeightVersion | None:
@@ -193,12 +196,33 @@ class WeightPublisher:
         return self._version_hash
 
     def publish(self) -> SyncReport:
-        """Publishes the weights as they are now. Raises: RelayError; calling again is safe.
+        """Publishes the weights as they are now, and returns when the relay has all of the version. Raises:
+        RelayError; calling again is safe.
 
         Raises ValueError when a tensor has another shape or dtype than when the run began.
         """
+        self._begin()
+        return self._publish()
+
+    def publish_async(self) -> Future[SyncReport]:
+        """Publishes the weights as they are now, and returns when they have been read: the next step may
+        change them while the rest is sent. The future's result() is what publish() returns or raises.
+
+        The next publish begins when this one has ended. If this one failed, the next one sends its changes,
+        too. Frames beyond 256 MB wait for the link, and the trainer with them. Raises: ValueError, as
+        publish() does.
+        """
+        self._begin()
+        return self._behind.run(self._publish)
+
+    def _begin(self) -> None:
+        """Runs in the trainer's thread, whose streams may still write the weights."""
+        self._behind.settle()
         self._ranks.attempt += 1
         self._source.require_same()
+        self._source.wait()
+
+    def _publish(self) -> SyncReport:
         if self._ranks.is_leader:
             base = self._number if self._number >= 0 else None
             coming = keys.version_prefix(self.run_id, self._number + 1, base)
@@ -265,6 +289,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Says that the run has ended, and closes the connection; what was published stays in the relay."""
+        self._behind.close()
         if self._lease is not None:
             self._lease.stop()
         self._puts.shutdown()
@@ -295,6 +320,7 @@ class WeightPublisher:
         for bucket in self._buckets:
             with writer.encoding():
                 self._kept.fill(bucket)
+        self._behind.has_read()
         self._is_under_way = True
         self._move_to(self._put_snapshot(writer))
 
@@ -302,13 +328,13 @@ class WeightPublisher:
         if self._ranks.is_leader:
             writer.run_beside(partial(self._chain.announce_coming, writer.version))
         self._is_under_way = True
-        self._source.wait()
         with closing(self._encoder.encode(self._buckets)) as steps:
             for _ in self._buckets:
                 with writer.encoding():
                     step = next(steps)
                 if step.encoded.num_changed > 0:
                     writer.put(step.bucket, step.encoded, step.before, step.after)
+        self._behind.has_read()
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
         if self._ranks.is_leader and self._chain.is_announced:
             # Followers reach this version by its delta, so they need not wait for the snapshot.

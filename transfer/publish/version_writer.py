@@ -21,7 +21,8 @@ from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
 
 _FULL_POLL_S = 0.05
-_MAX_PENDING = 4  # frames of up to 64 MB each: this bounds the memory that waits for a slow link
+_MAX_PENDING_BYTES = 256 << 20
+"""The frames that may wait for a slow link."""
 
 
 class VersionWriter:
@@ -61,7 +62,8 @@ class VersionWriter:
         self.encode_s = 0.0
         self.put_s = 0.0
         self._entries: list[BucketEntry] = []
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._pending_bytes = 0
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
@@ -109,11 +111,11 @@ class VersionWriter:
         self.num_changed += num_changed
         self.coo_bytes += num_changed * (4 + DTYPE_BYTES[bucket.dtype])
         self._send(key, data)
-        self._wait_for_puts(_MAX_PENDING)
+        self._wait_for_puts(_MAX_PENDING_BYTES)
 
     def run_beside(self, work: Callable[[], None]) -> None:
         """Runs `work` while buckets are encoded. What it raises, a later put or finish_frames() raises."""
-        self._pending.append(self._executor.submit(work))
+        self._pending.append((self._executor.submit(work), 0))
 
     def note(self, key: str) -> None:
         """Records a key of this version that another rank, or another path, writes."""
@@ -152,14 +154,16 @@ class VersionWriter:
 
     def abort(self) -> None:
         """Waits until nothing is being written any more. The caller removes what was written."""
-        for future in self._pending:
+        for future, _ in self._pending:
             future.exception()
         self._pending.clear()
+        self._pending_bytes = 0
 
     def _send(self, key: str, data: bytes) -> None:
         self._written.append(key)
         self.wire_bytes += len(data)
-        self._pending.append(self._executor.submit(self._put_patiently, key, data))
+        self._pending.append((self._executor.submit(self._put_patiently, key, data), len(data)))
+        self._pending_bytes += len(data)
 
     def _put_patiently(self, key: str, data: bytes) -> None:
         """Puts, waiting while the relay is full. Raises: RelayFull when no room came in time; RelayError."""
@@ -174,8 +178,11 @@ class VersionWriter:
                 self._make_room()
             time.sleep(_FULL_POLL_S)
 
-    def _wait_for_puts(self, max_pending: int) -> None:
+    def _wait_for_puts(self, max_bytes: int) -> None:
+        """Returns when so much is left to send; with 0, when nothing runs any more."""
         started = time.perf_counter()
-        while len(self._pending) > max_pending:
-            self._pending.popleft().result()
+        while self._pending_bytes > max_bytes or (self._pending and max_bytes == 0):
+            future, num_bytes = self._pending.popleft()
+            self._pending_bytes -= num_bytes
+            future.result()
         self.put_s += time.perf_counter() - started

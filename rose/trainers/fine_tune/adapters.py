@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from rose.errors import ConfigError
 from rose.trainers.fine_tune.borders import decoder_layers
-from rose.transfer.publish.publisher import SyncReport, WeightPublisher
+from rose.transfer.publish.publisher import WeightPublisher
 
 _SCALE = 2.0
 """alpha / rank."""
@@ -75,7 +75,7 @@ class MergingPublisher(WeightPublisher):
         super().__init__(adapters.weights, relay_url, run_id, dtype)
         self._adapters = adapters
 
-    def publish(self) -> SyncReport:
-        """Merges the adapters, then publishes. Raises: RelayError."""
+    def _begin(self) -> None:
+        self._behind.settle()  # it may still read what is merged before
         self._adapters.merge()
-        return super().publish()
+        super()._begin()
