@@ -6,8 +6,7 @@ seconds. The parts of a round take turns.
   update_host_s_per_gb[1%]  the follower (decode, apply, changes file) and all engines (find, compare, write)
   host_copies               files of the mirror and of changes at their largest, over the model's bytes
   write_over_memcpy         what an engine does in its pause, over a copy of its model
-  publish_blocks_s_per_gb   publish_async(), after which the trainer's next step may begin; wall time, in copies
-                            of the model
+  publish_blocks_s_per_gb   publish_async(), after which the next step may begin; wall time, in model copies
 
     python benchmarks/bench_update.py --quick --json update.json
 """

@@ -145,7 +145,7 @@ class WeightPublisher:
         num_threads = _num_encode_threads(encode_threads, num_ranks)
         self._source = TorchSource(weights, dtype)
         self._full_wait_s = full_wait_s
-        self._number = -1
+        self._number, self._is_followed = -1, False
         settings = Settings.from_environment()
         signing_key = signing_key if signing_key is not None else settings.signing_key
         self._signer = Signer(signing_key) if signing_key is not None else None
@@ -173,7 +173,6 @@ class WeightPublisher:
         )
         self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash = StateHash()
-        self._is_followed = False
         self._is_under_way = False
         """Whether a version was begun whose commit is not known of yet."""
         self._kept = open_kept_copy(self._source, self._planes)
