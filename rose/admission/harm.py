@@ -55,6 +55,8 @@ HELD_BACK_OPEN = 0.75
 half a minute later the size of the harm is known, and not only that it is there."""
 RETURN = 1.15
 """The factor by which the open time grows again."""
+LATE_RETURN = 2.0
+"""The same where each step takes longer than a minute, because light traffic takes long to show harm."""
 LEAST_OPEN = 1 / GROUP_SLICES
 """One slice of each group stays open. Without open slices nothing could show that the harm is over."""
 DAY_S = 86400.0
@@ -362,20 +364,21 @@ class HarmControl:
         """Adapts the choice to a report on so many seconds, and to the ``latest`` one, from latest_start().
 
         Rollouts are let in again step by step when the harm has been unknown for as long as it took to know
-        it, or without requests for a minute.
+        it, in larger steps if that was long, or without requests for a minute.
         """
         tails, before = report.tails, self._open
         recent = latest.tails if latest is not None else []
+        is_silent = (latest if latest is not None else report).num_requests == 0
+        held_s = CONTROL_WINDOWS_S[0] if is_silent else self._took_s
         worst = _worst(tails)
         if worst > self.allowed or any(one.low > self.allowed for one in recent):
             worst = max(worst, _worst(recent))
             left = min(HELD_BACK_OPEN, self._open * max(BACKOFF, self.allowed / worst))
             self._open = max(LEAST_OPEN, left)
             self._took_s = max(CONTROL_WINDOWS_S[0], seconds)
-        elif all(one.value <= self.allowed for one in tails) and (
-            tails or now - self._changed_s >= (self._took_s if report.num_requests else CONTROL_WINDOWS_S[0])
-        ):
-            self._open = min(1.0, self._open * RETURN)
+        elif all(one.value <= self.allowed for one in tails) and (tails or now - self._changed_s >= held_s):
+            step = RETURN if tails or held_s <= CONTROL_WINDOWS_S[0] else LATE_RETURN
+            self._open = min(1.0, self._open * step)
         if self._open != before:
             self._changed_s = now
 

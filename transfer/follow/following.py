@@ -54,8 +54,8 @@ class Subscriber:
         self._retry_at_s = 0.0
         self._retry_s = FIRST_RETRY_S
         self._stepping = threading.Lock()
-        self._is_due = False
-        """Whether a worker has come to want the weights, and the run was not looked at since."""
+        self._num_wants, self._num_looked = 0, 0
+        """How often a worker has come to want the weights: in all, and at the last look."""
         self.error: RoseError | OSError | None = None
         """Why the last look failed."""
 
@@ -72,7 +72,7 @@ class Subscriber:
         delivery.want(is_wanted)
         if is_new:
             with self._ended:
-                self._is_due = True
+                self._num_wants += 1
                 self._ended.notify_all()
         if is_wanted:
             self._deliver_now(time.monotonic())
@@ -113,7 +113,7 @@ class Subscriber:
         return any(delivery.is_wanted for delivery in self._deliveries)
 
     def _look(self, now_s: float) -> None:
-        was_due = self._is_due
+        was_due, num_wants = self._is_due, self._num_wants
         try:
             is_read = any(delivery.reads_mirror(now_s) for delivery in self._deliveries)
             try:
@@ -129,8 +129,12 @@ class Subscriber:
             logger.warning("weights not fetched, next try in %.1f s: %s", self._retry_s, error)
             self._retry_at_s, self.error = now_s + self._retry_s, error
             self._retry_s = next_pause(self._retry_s)
-        if was_due:
-            self._is_due = False
+        self._num_looked = num_wants
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a worker has come to want the weights, and the run was not looked at since."""
+        return self._num_wants > self._num_looked
 
     @property
     def _is_followed(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeState
 
-from rose.engine.weights.weights import StagedWeightEngine
+from rose.engine.weights.weights import StagedWeightEngine, on_all_ranks
 
 
 class PinnedWeightsBackend(CuMemBackend):
@@ -30,8 +30,12 @@ class PinnedWeightsBackend(CuMemBackend):
         if self._state == "SUSPENDED":
             return
         self._state_hash = self._engine.state_hash
+        try:
+            super().suspend(level=1)
+        except BaseException:  # without host memory for all of them, they stay on the GPU
+            super().resume()
+            raise
         self._engine.is_resident = False
-        super().suspend(level=1)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Brings back the weights of the version that was delivered last. All ranks call it at the same time.
@@ -41,9 +45,9 @@ class PinnedWeightsBackend(CuMemBackend):
         """
         if self._state == "RUNNING" or (tags is not None and "weights" not in tags):
             return
-        super().resume()
         engine = self._engine
         try:
+            on_all_ranks(super().resume)
             if engine.is_behind(self._state_hash if self._has_whole else "broken"):
                 self._has_whole = False
                 engine.load()

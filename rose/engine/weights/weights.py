@@ -141,7 +141,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         staged = self._checked_by_all_ranks(update)
         try:
             with ExitStack() as reading:
-                _on_all_ranks(lambda: reading.enter_context(staged.reading(update.state_hash)))
+                on_all_ranks(lambda: reading.enter_context(staged.reading(update.state_hash)))
                 if self.is_resident:
                     self._load_instead(staged)
         except BaseException:
@@ -176,16 +176,16 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             return False
         assert prepared is not None and self._staged is not None
         staged = self._staged
-        _on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
+        on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
         self.is_mixed = True
         try:
-            _on_all_ranks(prepared.write)
+            on_all_ranks(prepared.write)
         except Exception as error:  # some rank failed, so this is raised on all ranks
             self.why_whole = str(error)
             self.is_mixed = any(_gather(prepared.take_back()))
             return False
         try:
-            _on_all_ranks(partial(prepared.finish, staged.planes))
+            on_all_ranks(partial(prepared.finish, staged.planes))
         except Exception as error:  # on all ranks too
             self.why_whole = str(error)
             return False
@@ -198,13 +198,13 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Loads all tensors; where that fails, the old weights again."""
         load = partial(self._load_from, staged)
         try:
-            _on_all_ranks(load)
+            on_all_ranks(load)
         except Exception as error:
             logger.warning("weights not loaded, loading again: %r", error)
             if self._staged is None or self._staged.inode != staged.inode:
                 self.load()  # the layers before the one that failed already have new weights
                 raise
-            _on_all_ranks(load)  # the mirror has moved on: the old weights are nowhere any more
+            on_all_ranks(load)  # the mirror has moved on: the old weights are nowhere any more
 
     def is_behind(self, state_hash: str | None) -> bool:
         """Whether load() would load other weights than those of this hash on any rank. None is the hash of
@@ -213,7 +213,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         Raises: FrameError where the mirror holds half a version.
         """
         newest: list[str | None] = []
-        _on_all_ranks(lambda: newest.append(self._newest_hash()))
+        on_all_ranks(lambda: newest.append(self._newest_hash()))
         return any(_gather("behind" if newest != [state_hash] else None))
 
     def _newest_hash(self) -> str | None:
@@ -230,7 +230,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         staged = self._staged
         if staged is not None:
             with ExitStack() as reading:
-                _on_all_ranks(lambda: reading.enter_context(staged.reading()))
+                on_all_ranks(lambda: reading.enter_context(staged.reading()))
                 self._load_from(staged)
             return
         from vllm.model_executor.model_loader import get_model_loader
@@ -299,7 +299,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         """Opens and checks a checkpoint on all ranks.
 
         No rank loads a file that another one has refused; otherwise the engine would compute with two
-        versions at once. Raises: what _on_all_ranks() raises.
+        versions at once. Raises: what on_all_ranks() raises.
         """
         opened: list[StagedFile] = []
 
@@ -311,7 +311,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._stale_in(opened[0])
 
         try:
-            _on_all_ranks(check)
+            on_all_ranks(check)
         except Exception:
             for staged in opened:
                 staged.close()
@@ -335,7 +335,7 @@ def check_staged(path: str, state_hash: str, *, is_active: bool) -> str:
         staged.close()
 
 
-def _on_all_ranks(act: Callable[[], object]) -> None:
+def on_all_ranks(act: Callable[[], object]) -> None:
     """Calls `act` and fails on all ranks if it fails on any.
 
     Raises: what was raised here, or FrameError when only another rank failed.

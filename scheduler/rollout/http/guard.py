@@ -98,8 +98,15 @@ class Guard:
     def _is_over(self, request: web.Request) -> bool:
         """Whether the connection is one that is kept for admins, and the request is none of theirs."""
         protocol = request.protocol
-        is_kept = isinstance(protocol, ClientConnection) and protocol.is_for_admins
-        return is_kept and not (request.path.startswith(_ADMIN_PATHS) and self._is_allowed(request))
+        if not isinstance(protocol, ClientConnection) or not protocol.is_for_admins:
+            return False
+        return not request.path.startswith(_ADMIN_PATHS) or self._is_without_admin(request)
+
+    def _is_without_admin(self, request: web.Request) -> bool:
+        """Whether the request proves no right of an admin or a member, where clients need a key."""
+        has_keys = self._callers.have_keys or self._config.has_keys
+        keys = [self._config.admin_key, self._config.member_key]
+        return not self._is_allowed(request) or (has_keys and bearer(request) not in keys)
 
     def _is_too_late(self, request: web.Request) -> bool:
         """Whether the request is new work while draining; a front's turn is part of what was accepted."""
@@ -133,6 +140,8 @@ class ClientConnection(web.RequestHandler):
     ) -> None:
         """is_open: the open connections, which it joins and leaves. is_for_admins: whether it came when there
         was no room for clients."""
+        if is_for_admins:  # whoever is refused must not stay by sending on
+            settings["lingering_time"] = 0.0
         super().__init__(*args, **settings)
         self._open = is_open
         self.is_for_admins = is_for_admins

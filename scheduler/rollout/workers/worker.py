@@ -311,7 +311,7 @@ class Worker(AnsweringWorker):
         if status.serving_kv_usage is not None:
             self.kv_usage.add(status.serving_kv_usage, now)
         self.status, self._status_at = status, now
-        self._has_subscriber = self._has_subscriber or status.has_subscriber
+        self._has_subscriber = self._has_subscriber or status.has_subscriber or status.follows_loans
         self._note_switch(now)
 
     def _note_switch(self, now: float) -> None:

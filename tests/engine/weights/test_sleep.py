@@ -49,16 +49,19 @@ class Allocator:
     def __init__(self, model: torch.nn.Module) -> None:
         self._device = [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages(model)]
         self._host: list[torch.Tensor] = []
+        self.has_no_host_memory = False
 
     def sleep(self, offload_tags: Sequence[str]) -> None:
+        if self.has_no_host_memory:
+            raise MemoryError("no host memory can be pinned")
         assert "weights" in offload_tags and not self._host
         self._host = [each.clone() for each in self._device]
         for each in self._device:
             each.fill_(255)  # a NaN of every type
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        assert tags is None and self._host
-        for each, saved in zip(self._device, self._host, strict=True):
+        assert tags is None
+        for each, saved in zip(self._device, self._host or self._device, strict=True):
             each.copy_(saved)
         self._host = []
 
@@ -91,6 +94,11 @@ def test_weights_of_a_gpu_come_back_from_host_memory_or_newer_ones_from_the_mirr
 
         monkeypatch.setattr(engine, "load", must_not_load)
         now = old
+        allocator.has_no_host_memory = True
+        with pytest.raises(MemoryError):
+            backend.suspend()
+        assert (backend.state(), engine.is_resident) == ("RUNNING", True)
+        allocator.has_no_host_memory = False
         assert come_back() == []
         update = mirrored.put(old)
         engine.receive_weights(StagedUpdate(update.path, update.state_hash))

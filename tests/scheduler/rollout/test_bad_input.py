@@ -192,6 +192,18 @@ async def test_an_admin_is_heard_while_clients_hold_every_connection(start_route
             writer.close()
 
 
+async def test_a_client_takes_no_connection_from_an_admin_who_has_no_key_of_his_own(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, max_connections=1, api_key="cli") as client:
+        host, port = client.router.url.removeprefix("http://").split(":")
+        _, held = await asyncio.open_connection(host, int(port))
+        for headers in ({}, {"Authorization": "Bearer cli"}):
+            async with client.http.get(f"{client.router.url}/admin/status", headers=headers) as response:
+                assert response.status == 503
+        held.close()
+
+
 @asynccontextmanager
 async def two_tls_connections(
     folder: Path, **settings: Any
