@@ -318,8 +318,8 @@ class ServeSpec(Section):
     def _has_what_it_lends(self) -> Self:
         if self.router is not None and self.pools.serving_gpus == 0:
             raise ValueError(
-                "router: pools.serving_gpus is 0, so it would lend nothing; set it to the number of serving GPUs "
-                "that jobs may borrow together, or remove `router`"
+                "router: pools.serving_gpus is 0, so it would lend nothing; set it to the serving GPUs that "
+                "jobs may borrow together, or remove `router`"
             )
         return self
 
