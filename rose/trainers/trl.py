@@ -42,7 +42,8 @@ class RouterRollouts:
 
     ``router_url`` may be several addresses of routers before the same workers, separated by commas: a batch
     whose router dies is asked for again at the next one. By default it is what the job scheduler has set
-    (``ROSE_ROUTER_URL``). The key is that of ``ROSE_ROUTER_API_KEY``. The sampling settings are the trainer's.
+    (``ROSE_ROUTER_URL``). The key is that of ``ROSE_ROUTER_API_KEY``, and the sampling settings are the
+    trainer's.
     ``announce``: called at the start of each RL step. The router is asked for nothing before the first
     rollout: by then the first weights are published.
     """

@@ -1,12 +1,13 @@
 """A job of the tests whose rollouts are turns at the router that its environment names.
 
 ``borrowing_job.py FOLDER``. Each iteration asks for a turn with OpenAI's client and one with ROSE's, and adds
-a line for each to FOLDER/turns.jsonl.
+a line for each to FOLDER/turns.jsonl. No training ends while there is a FOLDER/hold-turns.
 """
 
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 import openai
@@ -43,7 +44,8 @@ def rollout(iteration: int) -> None:
 
 @rose.phase("train")
 def train(iteration: int) -> None:
-    return
+    while turns_file.with_name("hold-turns").exists():
+        time.sleep(0.02)
 
 
 @rose.runtime_hook

@@ -108,12 +108,14 @@ def test_the_turns_of_a_job_reach_a_lent_gpu_with_the_jobs_own_weights(
     tmp_path: Path, router: Router
 ) -> None:
     with lending_cluster(tmp_path, router) as cluster:
-        command = [sys.executable, str(JOB), str(tmp_path)]
+        command, hold = [sys.executable, str(JOB), str(tmp_path)], tmp_path / "hold-turns"
+        hold.touch()
         assert cluster.submit("math", command=command, borrow=BORROW, iterations=2).error is None
         wait_until(lambda: router.knows("math"), "the job's declaration")
         assert cluster.job("math")["serving_gpus"] == 1
         known = router.jobs()["math"]
         assert {name: known[name] for name in BORROW} == BORROW
+        hold.unlink()
         done = cluster.wait_state("math", "done")
         turns = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
         assert [turn["iteration"] for turn in turns] == [0, 0, 1, 1]

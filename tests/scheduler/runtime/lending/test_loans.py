@@ -1,4 +1,4 @@
-"""What the scheduler decides to tell the router: loans within the limits, a key for each job, no leftovers."""
+"""What the scheduler decides to tell the router: loans within limits, a key for each job, no leftovers."""
 
 import itertools
 from typing import Any
