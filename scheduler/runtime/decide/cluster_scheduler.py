@@ -51,7 +51,7 @@ from rose.scheduler.runtime.decide.runner_calls import RunnerCalls
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.decide.tail_calls import TailCalls
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.runtime.lending.loans import Loan, RouterNews
+from rose.scheduler.runtime.lending.loans import Loan, Loans, RouterNews
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class ClusterScheduler:
         """
         self._pid = pid
         self._ticked_s = now
-        self._state = State(cluster, rows, now, clock, make_key)
+        self._state = State(cluster, rows, now, clock, Loans(cluster, make_key))
         self._permits = PermitCalls(self._state, cluster.lease_s, now)
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)

@@ -8,7 +8,7 @@ import bisect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -40,19 +40,11 @@ class State:
     """All jobs of one cluster."""
 
     def __init__(
-        self,
-        cluster: ServeSpec,
-        rows: Mapping[str, bytes],
-        now: float,
-        clock: str,
-        make_key: Callable[[], str],
+        self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str, loans: Loans
     ) -> None:
-        """``rows``: what earlier schedulers committed. ``clock``: names the clock of every ``now``.
-
-        ``make_key``: makes keys that nobody can guess.
-        """
+        """``rows``: what earlier schedulers committed. ``clock``: names the clock of every ``now``."""
         self.cluster = cluster
-        self.loans = Loans(cluster, make_key)
+        self.loans = loans
         self.clock = clock
         self.groups = Groups(cluster, self.resident)
         self.permits: dict[str, GroupPermits] = {}
