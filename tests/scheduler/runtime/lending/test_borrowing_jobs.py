@@ -60,7 +60,7 @@ class Router:
         return found
 
     def knows(self, job: str) -> bool:
-        return self.jobs().get(job, {}).get("has_key", False)
+        return self.jobs().get(job, {}).get("has_key") is True
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def test_no_job_is_left_at_the_router_if_it_ends_while_router_and_scheduler_are_
     with lending_cluster(tmp_path, router) as cluster, cluster.held(0, "gone", "stays"):
         for name in ("gone", "stays"):
             cluster.submit(name, borrow={"run_id": f"run-{name}"}, group=None)
-            wait_until(lambda name=name: router.knows(name), f"{name}'s declaration")
+        wait_until(lambda: router.knows("gone") and router.knows("stays"), "both jobs' declarations")
         router.kill()
         cluster.ask(Cancel, job="gone")
         cluster.wait_state("gone", "cancelled")
