@@ -178,6 +178,7 @@ def _constant(num_ranks: int) -> dict[str, Any]:
         "moving_to": None,
         "host": "local",
         "places": [],
+        "serving_gpus": None,
         "attempt": 1,
         "restarts": 0,
         "num_ranks": num_ranks,

@@ -154,7 +154,10 @@ def start_here(
     log_path: Path,
     variables: Mapping[str, str],
 ) -> LocalAttempt:
-    """Starts the node's processes. One that can't be started ends the attempt, with the reason in its log."""
+    """Starts the node's processes with ``variables`` in their environment.
+
+    One that can't be started ends the attempt, with the reason in its log.
+    """
     started: list[ServerProcess] = []
     try:
         for each in environments(spec, part):

@@ -273,7 +273,9 @@ class HostEngine:
         # All nodes of a job are this machine, so it starts as on one node.
         part = HostPart(nodes=nodes[:1], master_port=free_port())
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        return start_here(spec, argv_of(spec), part, file, self.log_folder / f"{spec.name}.log", {})
+        return start_here(
+            spec, argv_of(spec), part, file, self.log_folder / f"{spec.name}.log", order.variables
+        )
 
     def forget(self, job: str) -> None:
         remove(self._cache_root / job, self._folder / "jobs" / job)

@@ -28,6 +28,7 @@ from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import ClientSide
 from rose.scheduler.runtime.command.connection import channel_parser
 from rose.scheduler.runtime.job.spec import ServeSpec
+from rose.scheduler.runtime.lending.fleet_router import admin_key
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
     folder = make_private_dir(arguments.folder, "choose another with --folder")
     node = ScheduledNode(arguments.channel, arguments.cluster)
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
+    admin_key(cluster.router, settings)  # refused here, where its user looks
     make_engine = _engine(cluster, arguments.channel, folder, settings)
     page = make_page(arguments)
     with StopOnSignals():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import httpx
 
 from rose.config import Settings
-from rose.errors import WorkerError
+from rose.errors import ConfigError, WorkerError
 from rose.http import http_client, urls_of
 from rose.types import WeightVersion
 
@@ -13,6 +13,14 @@ _TIMEOUT_S = 30.0
 
 Announce = Callable[[int], None]
 """A function that tells the router that an RL step begins."""
+
+
+def routers_of(router_url: str | None, settings: Settings) -> tuple[str, ...]:
+    """Returns the addresses in ``router_url``; None: those of ROSE_ROUTER_URL. Raises: ConfigError."""
+    url = router_url if router_url is not None else settings.router_url
+    if url is None:
+        raise ConfigError("router_url: missing; give the router's address, or set ROSE_ROUTER_URL")
+    return urls_of(url)
 
 
 def router_announcer(

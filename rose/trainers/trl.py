@@ -20,9 +20,9 @@ from trl.generation.vllm_client import VLLMClient
 
 from rose.config import Settings
 from rose.errors import WorkerError
-from rose.http import http_client, urls_of
+from rose.http import http_client
 from rose.trainers.publishing import PublishWeights
-from rose.trainers.router import Announce
+from rose.trainers.router import Announce, routers_of
 from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 from rose.types import WeightVersion
 
@@ -42,13 +42,15 @@ class RouterRollouts:
     """``GRPOTrainer(rollout_func=RouterRollouts(url), ...)``: TRL's own VLLMClient, pointed at the router.
 
     ``router_url`` may be several addresses of routers before the same workers, separated by commas: a batch
-    whose router dies is asked for again at the next one. The sampling settings are the trainer's.
+    whose router dies is asked for again at the next one. By default it is what the job scheduler has set
+    (``ROSE_ROUTER_URL``). The key is that of ``ROSE_ROUTER_API_KEY``, and the sampling settings are the
+    trainer's.
     ``announce``: called at the start of each RL step. The router is asked for nothing before the first
     rollout: by then the first weights are published.
     """
 
-    def __init__(self, router_url: str, announce: Announce | None = None) -> None:
-        self._urls = urls_of(router_url)
+    def __init__(self, router_url: str | None = None, announce: Announce | None = None) -> None:
+        self._urls = routers_of(router_url, Settings.from_environment())
         self._at = 0
         self._client: VLLMClient | None = None
         self._announce = announce
@@ -99,8 +101,11 @@ class _RouterClient(VLLMClient):
 
     def __init__(self, base_url: str, connection_timeout: float) -> None:
         """Raises: ConnectionError."""
-        self._ca = Settings.from_environment().tls_ca
+        settings = Settings.from_environment()
+        self._ca = settings.tls_ca
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
+        if settings.router_api_key is not None:
+            self.session.headers["Authorization"] = f"Bearer {settings.router_api_key}"
         if self._ca is not None:
             self.session.verify = str(self._ca)
         statuses: dict[str, Any] = {"status_forcelist": _ASKED_AGAIN, "respect_retry_after_header": False}

@@ -18,9 +18,10 @@ import msgspec
 
 from rose.config import Settings
 from rose.errors import WorkerError
-from rose.http import JOB_HEADER, RETRY_S, RUN_HEADER, SO_FAR, WATCHED, Failures, urls_of
+from rose.http import JOB_HEADER, RETRY_S, RUN_HEADER, SO_FAR, WATCHED, Failures
 from rose.scheduler.rollout.formats.resume import has_state, must_restart
 from rose.tls import client_context
+from rose.trainers.router import routers_of
 
 _PATH = "/inference/v1/generate"
 _CONNECT_TIMEOUT_S = 10.0
@@ -85,21 +86,26 @@ class RouterTurns:
     """Turns on a router, or on several before the same workers, for one event loop.
 
     ``router_url`` is the router's address, or several that are separated by commas. ``key`` is the router's,
-    if it wants one; at an https address it must show a certificate of ``ROSE_TLS_CA``. ``job`` names the RL
-    job, and ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for so
-    many seconds from the first failure a turn is tried again while no router answers.
+    if it wants one. By default both are those that the job scheduler has set (``ROSE_ROUTER_URL``,
+    ``ROSE_ROUTER_API_KEY``). Without ``model`` the key's job decides, or else all workers serve the same one.
+    At an https address the router must show a certificate of ``ROSE_TLS_CA``. ``job`` names the RL job, and
+    ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for so many
+    seconds from the first failure a turn is tried again while no router answers. Raises: ConfigError if no
+    address is known.
     """
 
     def __init__(
         self,
-        router_url: str,
-        model: str,
+        router_url: str | None = None,
+        model: str | None = None,
         key: str | None = None,
         job: str | None = None,
         run: str | None = None,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._urls = urls_of(router_url)
+        settings = Settings.from_environment()
+        self._urls = routers_of(router_url, settings)
+        key = key if key is not None else settings.router_api_key
         self._model = model
         self._retry_s = float(retry_s)
         # No timeout for a turn: the router has deadlines of its own, and the kernel watches its host.
@@ -108,7 +114,7 @@ class RouterTurns:
         named = {"Authorization": bearer, JOB_HEADER: job, RUN_HEADER: run}
         headers = {name: value for name, value in named.items() if value is not None}
         transport = httpx.AsyncHTTPTransport(
-            verify=client_context(Settings.from_environment().tls_ca),
+            verify=client_context(settings.tls_ca),
             limits=httpx.Limits(max_connections=None),
             socket_options=WATCHED,
             trust_env=False,
@@ -120,7 +126,7 @@ class RouterTurns:
     ) -> TurnAnswer:
         """Runs one turn; ``sampling`` has the fields of vLLM's SamplingParams. Raises: WorkerError."""
         body = {
-            "model": self._model,
+            **({"model": self._model} if self._model is not None else {}),
             "token_ids": list(prompt_ids),
             "sampling_params": {"logprobs": 0, **sampling, "detokenize": False},
             # What begins anew after a cut is better asked for whole: then it may.

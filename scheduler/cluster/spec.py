@@ -50,6 +50,18 @@ class OutsideSpec(Section):
     after_train_s: Annotated[float, Field(ge=0)] = 0.0
 
 
+class BorrowSpec(Section):
+    """What a job's turns may use of the serving fleet, and whose weights they need there."""
+
+    run_id: Annotated[str, Field(min_length=1, description="the training run whose weights its turns get")]
+    model: Annotated[str | None, Field(description="the model of its turns; null: any of the fleet's")] = None
+    max_serving_gpus: Annotated[
+        int | None,
+        Field(ge=1, description="N_serving, the most that it borrows; null: what its rollout nodes have"),
+    ] = None
+    weight: Annotated[float, Field(gt=0, description="its part of the tokens that jobs contend for")] = 1.0
+
+
 class JobSpec(Section):
     """One RL job as its user describes it."""
 
@@ -61,6 +73,8 @@ class JobSpec(Section):
     slo_kind: SloKind = SloKind.ITERATION
     max_tokens: Annotated[int, Field(ge=1)]
     iterations: Annotated[int, Field(ge=1)]
+    borrow: BorrowSpec | None = None
+    """Its rollouts also run on serving GPUs. None: on none."""
 
     @model_validator(mode="after")
     def _could_run(self) -> Self:
@@ -153,6 +167,7 @@ class JobSpec(Section):
             num_iterations=self.iterations,
             rollout_bytes=round(rollout.memory_gb * _GB),
             train_bytes=round(train.memory_gb * _GB),
+            max_serving_gpus=self.borrow.max_serving_gpus if self.borrow is not None else 0,
         )
 
     def _check_phase(self, name: str, phase: PhaseSpec, pool: Pool) -> None:

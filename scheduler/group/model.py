@@ -36,7 +36,8 @@ class Job:
     `after_rollout_s` and `after_train_s` are the longest times from the end of a phase until the job asks for
     the next, in which it holds no nodes: rewards, the transfer of weights, checkpoints, evaluation. `slo` is
     the longest allowed iteration over `solo_s`. `rollout_bytes` and `train_bytes` are what a suspended phase
-    keeps in the host memory of each of its nodes.
+    keeps in the host memory of each of its nodes. `max_serving_gpus` is the most serving GPUs that it may
+    borrow; None: as many as its rollout nodes have. No certificate counts them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Job:
     train_bytes: int = 0
     after_rollout_s: float = 0.0
     after_train_s: float = 0.0
+    max_serving_gpus: int | None = None
 
     @property
     def outside_s(self) -> float:

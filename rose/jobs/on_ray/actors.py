@@ -202,7 +202,7 @@ class Part:
         # Ray's own Python may be that of a `pip` environment; `python` in the command is the same.
         path = search_path(Path(sys.executable).parent)
         forget_variables("RAY_")  # a program that starts a Ray of its own must not find this one
-        variables = {"PATH": path, VARIABLE: identity(os.getpid())}
+        variables = {**order.variables, "PATH": path, VARIABLE: identity(os.getpid())}
         with self._lock:
             if not self._is_killed:
                 self._attempt = start_here(spec, argv_of(spec), part, file, self._log, variables)

@@ -251,6 +251,8 @@ class Start(Message, frozen=True, kw_only=True):
     rollout_nodes: list[int]
     num_train_nodes: int = 1
     """Those of the group: its jobs train on all of them."""
+    variables: dict[str, str] = msgspec.field(default_factory=dict)
+    """Environment variables of the job's processes."""
 
 
 class Stop(Message, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """The scheduler's process: calls in, decisions, durable, answers out.
 
-Nothing is answered before it is durable. Killed at any point and started again on the same channel, the
-process continues where it was. Never: starts a job; that is the runner's (rose.jobs.runner).
+Nothing is answered, and no router is told of a loan, before it is durable. Killed at any point and started
+again on the same channel, the process continues where it was. Never: starts a job; that is the runner's
+(rose.jobs.runner).
 """
 
 import logging
@@ -22,6 +23,7 @@ from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import Incoming, Outgoing, SchedulerSide
 from rose.scheduler.runtime.decide.cluster_scheduler import ClusterScheduler
 from rose.scheduler.runtime.job.spec import ServeSpec
+from rose.scheduler.runtime.lending.fleet_router import FleetRouter
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +54,26 @@ def main(argv: Sequence[str]) -> int:
     channel = ChannelUrl.parse(arguments.channel).serve()
     # What time.monotonic() counts from is the same for all processes until the next boot.
     clock = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    serve(channel, ClusterScheduler(cluster, channel.load(), time.monotonic(), os.getpid(), clock))
+    router = FleetRouter.of(cluster.router, Settings.from_environment())
+    control = ClusterScheduler(cluster, channel.load(), time.monotonic(), os.getpid(), clock)
+    serve(channel, control, router)
 
 
-def serve(channel: SchedulerSide, control: ClusterScheduler) -> NoReturn:
+def serve(channel: SchedulerSide, control: ClusterScheduler, router: FleetRouter | None) -> NoReturn:
     """Handles calls until the process ends, or another scheduler takes over (ChannelError)."""
     logger.info("scheduling")
     while True:
         arrived = channel.receive(_wait_s(control, time.monotonic()))
         now = time.monotonic()
         asked = [call for incoming in arrived if (call := _handle(control, incoming, now)) is not None]
+        if router is not None:
+            control.router_heard(router.news())
         control.tick(now)
         batch = control.take_batch()
         batch.outgoing += [_history(channel, client, call) for client, call in asked]
         channel.commit(batch, arrived)
+        if router is not None:
+            router.want(control.loans)  # committed, so the next scheduler knows what this one has told
 
 
 def _wait_s(control: ClusterScheduler, now: float) -> float:

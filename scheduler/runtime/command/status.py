@@ -33,6 +33,8 @@ def status(argv: Sequence[str]) -> int:
     else:
         if body.get("waits_for") is not None:
             print(f"the scheduler waits for {body['waits_for']}")
+        if (router := body.get("router")) is not None and router["problem"] is not None:
+            print(f"borrowed GPUs: {router['problem']}; it is tried again, and jobs go on without")
         print("\n".join(status_lines(body["jobs"], shutil.get_terminal_size().columns)))
     return 0
 
@@ -112,6 +114,8 @@ def _details(job: Mapping[str, Any]) -> Iterator[str]:
     if job["restarts"]:
         yield f"started again {job['restarts']} time{'s' if job['restarts'] > 1 else ''}"
     yield from job["places"]
+    if job["serving_gpus"] is not None and not job["is_over"]:
+        yield f"may borrow {job['serving_gpus']} serving GPU{'' if job['serving_gpus'] == 1 else 's'}"
     for move in job["moves"]:
         pause = f"paused {move['pause_s']:.1f} s" if move["pause_s"] is not None else "on its way"
         yield f"moved from {move['from']['group']} to {move['to']['group']} ({pause})"

@@ -8,7 +8,8 @@ monotonic clock; does no I/O.
 
 import heapq
 import logging
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ from rose.scheduler.runtime.decide.runner_calls import RunnerCalls
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.decide.tail_calls import TailCalls
 from rose.scheduler.runtime.job.spec import ServeSpec
+from rose.scheduler.runtime.lending.loans import Loan, Loans, RouterNews
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +95,22 @@ class ClusterScheduler:
     """Schedules all jobs of one cluster."""
 
     def __init__(
-        self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, pid: int, clock: str
+        self,
+        cluster: ServeSpec,
+        rows: Mapping[str, bytes],
+        now: float,
+        pid: int,
+        clock: str,
+        make_key: Callable[[], str] = secrets.token_urlsafe,
     ) -> None:
         """rows: what an earlier scheduler has committed. pid: of the scheduler's process.
 
         clock: names the one of all ``now``; on the same one it is known how long phases have been running.
+        make_key: makes the keys of jobs at the serving fleet's router.
         """
         self._pid = pid
         self._ticked_s = now
-        self._state = State(cluster, rows, now, clock)
+        self._state = State(cluster, rows, now, clock, Loans(cluster, make_key))
         self._permits = PermitCalls(self._state, cluster.lease_s, now)
         self._tails = TailCalls(self._state, self._permits)
         self._moves = MoveCalls(self._state, self._permits)
@@ -172,6 +181,10 @@ class ClusterScheduler:
         self._queue.place_waiting(now)
         if not self._state.takeovers:  # a move could take the room that a queued job waits for
             self._moves.rearrange(now)
+        if self._state.loans.is_due:
+            lent = self._state.loans.decide(self._state.groups.by_name.values(), self._state.specs)
+            for job, num_gpus in lent.items():
+                self._state.event("lent", job, serving_gpus=num_gpus)
 
     def tick(self, now: float) -> None:
         """Handles expired leases: frees the nodes when the process has been ended, or a lease later."""
@@ -230,6 +243,15 @@ class ClusterScheduler:
         """All groups, by name."""
         return self._state.groups.by_name
 
+    @property
+    def loans(self) -> tuple[Loan, ...]:
+        """What the router of the serving fleet is to know: the same object until that changes."""
+        return self._state.loans.wanted
+
+    def router_heard(self, news: RouterNews) -> None:
+        """The router has been told of loans, or could not be told."""
+        self._state.loans.heard(news)
+
     def take_batch(self) -> Batch:
         """Returns the changes and answers since the last call."""
         return self._state.take_batch()
@@ -277,4 +299,6 @@ class ClusterScheduler:
             runner = self._state.runner
             body["runner"] = {"host": runner.host, "num_nodes": runner.num_nodes} if runner else None
             body["waits_for"] = self._state.runner_waits_for
+            router = self._state.cluster.router
+            body["router"] = {"url": router.url, "problem": self._state.loans.problem} if router else None
         self._state.answer(client, call.seq, body=body)

@@ -87,6 +87,14 @@ class JobCalls:
                     f"{num_devices * spec.num_nodes} ranks, or more nodes"
                 )
 
+    def check_router(self, spec: RunSpec) -> None:
+        """Raises: JobRefused if the job wants to borrow serving GPUs and there is no router to lend them."""
+        if spec.borrow is not None and self._state.cluster.router is None:
+            raise JobRefused(
+                f"{spec.name}: borrow asks for serving GPUs, and the cluster's file names no router that "
+                "lends them: add `router` there, or remove `borrow`"
+            )
+
     def check_possible(self, spec: RunSpec, now: float) -> None:
         """Raises what refuses the job even where no other job runs, on all nodes that there ever were.
 
@@ -161,6 +169,7 @@ class JobCalls:
                 group=record.group,
                 rollout_nodes=list(record.rollout_nodes),
                 num_train_nodes=self._state.groups.by_name[record.group].num_train_nodes,
+                variables=self._state.loans.variables(self._state.specs[name]),
             )
         )
 

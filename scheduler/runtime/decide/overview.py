@@ -115,6 +115,7 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "moving_to": record.next_place.group if record.next_place is not None else None,
         "moves": [each.describe() for each in record.moves],
         "note": record.note,
+        "serving_gpus": state.loans.num_gpus(name),
         **_preemption(state, name, now),
     }
 

@@ -69,6 +69,7 @@ class QueueCalls:
                 raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
             self._check_team(spec)
             self._jobs.check_devices(spec)
+            self._jobs.check_router(spec)
             self.place_waiting(now)
             self._weigh()
             use = self._state.use_of_share.get(self._state.cluster.team_of(spec), 0.0)

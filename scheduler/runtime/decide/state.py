@@ -29,6 +29,7 @@ from rose.scheduler.runtime.decide.meter import Meter
 from rose.scheduler.runtime.decide.placing import Groups
 from rose.scheduler.runtime.decide.records import JobRecord, JobState, NextPlace, RunnerRow
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
+from rose.scheduler.runtime.lending.loans import Loan, Loans
 
 Row = TypeVar("Row")
 NUM_ENDED = 50
@@ -38,9 +39,12 @@ NUM_ENDED = 50
 class State:
     """All jobs of one cluster."""
 
-    def __init__(self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str) -> None:
+    def __init__(
+        self, cluster: ServeSpec, rows: Mapping[str, bytes], now: float, clock: str, loans: Loans
+    ) -> None:
         """``rows``: what earlier schedulers committed. ``clock``: names the clock of every ``now``."""
         self.cluster = cluster
+        self.loans = loans
         self.clock = clock
         self.groups = Groups(cluster, self.resident)
         self.permits: dict[str, GroupPermits] = {}
@@ -107,6 +111,8 @@ class State:
                 self.past[name] = _decoded(key, row, list[list[int]])
             elif kind == "runner":
                 self.runner = _decoded(key, row, RunnerRow)
+            elif kind == "loan":
+                self.loans.restore(name, _decoded(key, row, Loan))
         for name, record in sorted(records.items(), key=lambda each: each[1].number):
             record.adopted(now, self.clock)
             self._adopt(name, record)
@@ -269,7 +275,7 @@ class State:
         rest = self.groups.remove(job, group)
         if self.groups.drained.get(group):
             self.would_fit.clear()
-        self.has_new_room = True
+        self.has_new_room = self.loans.is_due = True
         return rest
 
     def certify(self, group: Group, now: float) -> Certificate:
@@ -311,6 +317,7 @@ class State:
         """Puts the group into effect: its members, in the certified order."""
         group = replace(group, pass_s=certificate.cycle_s)
         self.groups.put(group)
+        self.loans.is_due = True
         nodes = (group.num_rollout_nodes, group.num_train_nodes)
         self._nodes[group.name] = nodes
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
@@ -325,6 +332,7 @@ class State:
             batch.rows[f"job:{name}"] = self.jobs[name].to_row()
         for group in self._dirty_groups:
             batch.rows[f"group:{group}"] = msgspec.json.encode(self.permits[group].rows()[1])
+        batch.rows |= self.loans.take_rows()
         self._dirty, self._dirty_groups = set(), set()
         return batch
 

@@ -6,6 +6,7 @@ They extend the files of `rose sched explain`, which rose.scheduler.cluster.spec
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -260,6 +261,34 @@ class RayClusterSpec(Section):
         return self.rollout if node.startswith(Phase.ROLLOUT) else self.train
 
 
+class RouterSpec(Section):
+    """The router of the serving fleet, which lends GPUs to jobs.
+
+    The environment has its admin key (`ROSE_ROUTER_ADMIN_KEY`).
+    """
+
+    url: str
+    """http://HOST:PORT, or those of several routers before the same workers, separated by commas."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        urls = [each.strip().rstrip("/") for each in url.split(",")]
+        for parts in map(urlsplit, urls):
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"want http://HOST:PORT of rose router, got {url!r}")
+        return ",".join(urls)
+
+    def variables(self, key: str) -> dict[str, str]:
+        """Returns how a job's processes reach the router, for ROSE's trainers and for OpenAI clients."""
+        return {
+            "ROSE_ROUTER_URL": self.url,
+            "ROSE_ROUTER_API_KEY": key,
+            "OPENAI_BASE_URL": f"{self.url.split(',')[0]}/v1",
+            "OPENAI_API_KEY": key,
+        }
+
+
 class ServeSpec(Section):
     """CLUSTER.yaml of `rose sched serve`."""
 
@@ -276,12 +305,23 @@ class ServeSpec(Section):
     preemption: PreemptionSpec = PreemptionSpec()
     ray: RayClusterSpec | None = None
     """Runs jobs on a Ray cluster. None: on the scheduler's own machine."""
+    router: RouterSpec | None = None
+    """Lends up to `pools.serving_gpus` GPUs to the jobs whose files have `borrow`. None: to none."""
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
 
     def team_of(self, spec: RunSpec) -> str:
         """Names the job's team; empty: it has none, or one that this file lacks."""
         return spec.team if spec.team is not None and spec.team in self.teams else ""
+
+    @model_validator(mode="after")
+    def _has_what_it_lends(self) -> Self:
+        if self.router is not None and self.pools.serving_gpus == 0:
+            raise ValueError(
+                "router: pools.serving_gpus is 0, so it would lend nothing; set it to the serving GPUs that "
+                "jobs may borrow together, or remove `router`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shares_have_teams(self) -> Self:

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import subprocess
+import time
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -218,6 +219,30 @@ def test_a_part_that_was_killed_starts_no_process(tmp_path: Path, monkeypatch: p
     try:
         part.start(order, here, ("r",), "unix:/c")
         assert part.begun() is None
+    finally:
+        part.kill()
+
+
+def test_the_processes_of_a_part_have_the_variables_that_the_scheduler_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(actors, "forget_variables", lambda prefix: None)
+    spec = {"name": "a", "command": ["sh", "-c", "echo $OPENAI_API_KEY"], "folder": str(tmp_path)}
+    spec |= {"phases": {"rollout": {"seconds": 1.0}, "train": {"seconds": 1.0}}, "max_tokens": 64}
+    spec |= {"slo": 2.0, "iterations": 1}
+    order = Start(
+        **{"job": "a", "attempt": 1, "spec": spec, "first_iteration": 0, "group": "g", "rollout_nodes": [0]},
+        variables={"OPENAI_API_KEY": "of-this-job"},
+    )
+    here = HostPart(nodes=(JobNode(name="rollout-0", address="127.0.0.1"),), master_port=1)
+    part = actors.Part("a", "rollout-0", "test-variables")
+    try:
+        part.prepare(None)
+        part.start(order, here, ("r",), "unix:/c")
+        while part.poll(0).ended is None:
+            time.sleep(0.02)
+        assert part.poll(0).output == b"of-this-job\n"
     finally:
         part.kill()
 

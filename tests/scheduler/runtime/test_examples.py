@@ -32,7 +32,7 @@ def test_the_example_files_name_every_key_that_has_no_better_default() -> None:
     content, spec = read_job(EXAMPLES / "job.yaml")
     assert spec.to_job(load_yaml(EXAMPLES / "cluster.yaml", ServeSpec).pools.to_pools()).solo_s == 4.0
     optional = {"slo_kind", "team", "group", "rollout_nodes", "tail", "ray", "placement", "runtime_env"}
-    optional |= {"start_s", "hung_s"}
+    optional |= {"start_s", "hung_s", "borrow"}
     assert set(RunSpec.model_fields) - set(content) == optional
 
 

@@ -27,6 +27,7 @@ JOB: dict[str, Any] = {
     "preemptions": [],
     "note": "",
     "places": [],
+    "serving_gpus": None,
 }
 
 

@@ -1,0 +1,169 @@
+"""Tells the router of the serving fleet which jobs may borrow its GPUs, and keeps it told.
+
+Owns a thread and its HTTP calls: the scheduler never waits for the router. The thread compares what the
+router knows with what it is to know, so a router that was away, or has lost its memory, is told again. A
+router that can't be told keeps no job from running. Never: decides who borrows what (loans.py).
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from rose.config import Settings
+from rose.errors import ConfigError, WorkerError
+from rose.http import http_client, urls_of
+from rose.scheduler.runtime.job.spec import RouterSpec
+from rose.scheduler.runtime.lending.loans import Loan, RouterNews
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 5.0
+"""The time after which a router that knows everything is asked again: it may have been started anew."""
+RETRY_S = 0.5
+"""The time until the next try, for a router that does not answer or that refuses something."""
+TIMEOUT_S = 10.0
+_SAID = ("run_id", "model", "weight", "max_serving_gpus")
+"""The fields of a loan that the router shows. It shows no keys."""
+
+
+def admin_key(router: RouterSpec | None, settings: Settings) -> str:
+    """Returns the router's admin key; empty if there is no router. Raises: ConfigError if it is missing."""
+    if router is None:
+        return ""
+    if settings.admin_key is None:
+        raise ConfigError(
+            f"router {router.url}: each job gets a key of its own there, which needs the router's admin key: "
+            "set ROSE_ROUTER_ADMIN_KEY here and at the router"
+        )
+    return settings.admin_key
+
+
+class FleetRouter:
+    """The router, or several before the same workers, of which one that answers tells the others."""
+
+    def __init__(self, router: RouterSpec, settings: Settings) -> None:
+        """Starts the thread, which ends with the process. Raises: ConfigError."""
+        self._urls = urls_of(router.url)
+        self._key, self._ca = admin_key(router, settings), settings.tls_ca
+        self._lock = threading.Lock()
+        self._has_changed = threading.Event()
+        self._wanted: tuple[Loan, ...] | None = None
+        """None: the scheduler has said nothing yet."""
+        self._problem: str | None = None
+        self._forgotten: list[Loan] = []
+        self._told: dict[str, Loan] = {}
+        """What the router has taken from this process, by job. Of the thread alone."""
+        threading.Thread(target=self._run, name="rose-fleet-router", daemon=True).start()
+
+    @classmethod
+    def of(cls, router: RouterSpec | None, settings: Settings) -> Self | None:
+        """Returns the cluster's router; None if it has none. Raises: ConfigError."""
+        return cls(router, settings) if router is not None else None
+
+    def want(self, loans: tuple[Loan, ...]) -> None:
+        """The router is to know these loans, and to forget those that are over. Does not wait."""
+        if loans is not self._wanted:
+            self._wanted = loans
+            self._has_changed.set()
+
+    def news(self) -> RouterNews:
+        """Returns the router's state, and what it has forgotten since the last call."""
+        with self._lock:
+            forgotten, self._forgotten = tuple(self._forgotten), []
+            return RouterNews(problem=self._problem, forgotten=forgotten)
+
+    def _run(self) -> None:
+        while True:
+            self._has_changed.clear()
+            wanted = self._wanted
+            is_done = wanted is None or self._tell(wanted)
+            self._has_changed.wait(CHECK_S if is_done else RETRY_S)
+
+    def _tell(self, wanted: tuple[Loan, ...]) -> bool:
+        """Tells the first router that answers what it lacks. Returns whether it knows everything now."""
+        problem: str | None = None
+        is_done = False
+        for url in self._urls:
+            try:
+                with http_client(url, key=self._key, timeout=TIMEOUT_S, ca=self._ca) as client:
+                    is_done, problem = self._told_all(client, wanted), None
+                break
+            except httpx.HTTPError as error:  # it is away: perhaps another one is not
+                problem = f"router {url} does not answer ({error or type(error).__name__})"
+            except WorkerError as error:
+                problem = f"router {url}: {error}"
+                break
+        if problem != self._problem:
+            logger.info("router url=%s problem=%s", ",".join(self._urls), problem)
+        with self._lock:
+            self._problem = problem
+        return is_done
+
+    def _told_all(self, client: httpx.Client, wanted: tuple[Loan, ...]) -> bool:
+        """Raises: HTTPError; WorkerError with the first refusal, after everything else was told."""
+        try:
+            known: Mapping[str, Mapping[str, Any]] = _answer(client.get("/admin/jobs")).json()["jobs"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorkerError("its /admin/jobs is not that of rose router; check the address") from error
+        refusal: WorkerError | None = None
+        is_done = True
+        for loan in wanted:
+            try:
+                if loan.is_over:
+                    is_done &= self._forget(client, loan)
+                elif self._told.get(loan.job) != loan or not _shows(known.get(loan.job), loan):
+                    _answer(client.put(_path(loan), json={"key": loan.key, **_said(loan)}))
+                    self._told[loan.job] = loan
+            except WorkerError as error:
+                refusal = refusal if refusal is not None else error
+        if refusal is not None:
+            raise refusal
+        return is_done
+
+    def _forget(self, client: httpx.Client, loan: Loan) -> bool:
+        """Returns whether the router has forgotten the job. It first ends the turns that the job has left."""
+        answer = client.delete(_path(loan))
+        if answer.status_code == httpx.codes.CONFLICT:
+            _answer(client.post("/admin/abort", json={"job": loan.job}))
+            return False
+        if answer.status_code != httpx.codes.NOT_FOUND:
+            _answer(answer)
+        self._told.pop(loan.job, None)
+        with self._lock:
+            self._forgotten.append(loan)
+        return True
+
+
+def _said(loan: Loan) -> dict[str, Any]:
+    """Returns what the router is told. What the job's file leaves open is as the router's file says."""
+    said = {name: getattr(loan, name) for name in _SAID}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _shows(known: Mapping[str, Any] | None, loan: Loan) -> bool:
+    if known is None or not known["has_key"]:
+        return False
+    return all(known[name] == value for name, value in _said(loan).items())
+
+
+def _path(loan: Loan) -> str:
+    return f"/admin/jobs/{quote(loan.job, safe='')}"
+
+
+def _answer(answer: httpx.Response) -> httpx.Response:
+    """Returns the answer. Raises: WorkerError with the router's reason if it refuses."""
+    if not answer.is_success:
+        request = f"{answer.request.method} {answer.request.url.path}"
+        raise WorkerError(f"{request} was answered {answer.status_code}: {_reason(answer)}")
+    return answer
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]

@@ -1,0 +1,158 @@
+"""What the scheduler decides to tell the router: loans within limits, a key for each job, no leftovers."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from rose.scheduler.runtime.channel.messages import Answer, Cancel, Exited, Hello, SchedulerMessage, Start
+from rose.scheduler.runtime.lending.loans import Loan, RouterNews
+from tests.scheduler.runtime.lone_scheduler import Scheduler
+
+URL = "http://router:8100"
+
+
+def lending(serving_gpus: int = 8, **cluster: Any) -> Scheduler:
+    scheduler = Scheduler(pools={"serving_gpus": serving_gpus}, router={"url": URL}, **cluster)
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    return scheduler
+
+
+def submit(scheduler: Scheduler, name: str, rollout_s: float = 1.0, **borrow: Any) -> list[SchedulerMessage]:
+    phases = {"rollout": {"seconds": rollout_s}, "train": {"seconds": 1.0}}
+    return scheduler.submit(name, phases=phases, borrow={"run_id": f"run-{name}", **borrow}, group=None)
+
+
+def started(messages: list[SchedulerMessage]) -> Start:
+    [start] = [each for each in messages if isinstance(each, Start)]
+    return start
+
+
+def loans(scheduler: Scheduler) -> dict[str, Loan]:
+    return {loan.job: loan for loan in scheduler.control.loans}
+
+
+def gpus(scheduler: Scheduler) -> dict[str, int]:
+    return {name: loan.max_serving_gpus for name, loan in loans(scheduler).items() if not loan.is_over}
+
+
+def test_a_job_that_starts_is_declared_and_gets_the_routers_address_and_its_key() -> None:
+    scheduler = lending()
+    start = started(submit(scheduler, "math", model="policy", weight=2.0))
+    loan = loans(scheduler)["math"]
+    assert (loan.run_id, loan.model, loan.weight, loan.max_serving_gpus) == ("run-math", "policy", 2.0, 8)
+    assert start.variables == {
+        "ROSE_ROUTER_URL": URL,
+        "ROSE_ROUTER_API_KEY": loan.key,
+        "OPENAI_BASE_URL": f"{URL}/v1",
+        "OPENAI_API_KEY": loan.key,
+    }
+
+
+def test_jobs_borrow_within_the_fleet_and_their_own_limits_and_are_lent_anew_when_others_come() -> None:
+    scheduler = lending(serving_gpus=6)
+    submit(scheduler, "light", max_serving_gpus=4)
+    scheduler.submit("none", group=None)
+    assert gpus(scheduler) == {"light": 4}
+    submit(scheduler, "heavy", rollout_s=9.0, max_serving_gpus=5)
+    assert gpus(scheduler) == {"light": 1, "heavy": 5}
+    scheduler.call(Exited, job="heavy", attempt=1, exit_status=127, cannot_start="no such program")
+    assert gpus(scheduler) == {"light": 4}
+
+
+def test_a_job_keeps_its_key_through_crashes_and_restarts_of_the_scheduler() -> None:
+    scheduler = lending()
+    submit(scheduler, "math")
+    before = loans(scheduler)["math"]
+    again = started(scheduler.call(Exited, job="math", attempt=1, exit_status=1))
+    assert again.variables["OPENAI_API_KEY"] == before.key
+    scheduler.restart(5.0)
+    scheduler.wait(0.25)
+    assert loans(scheduler) == {"math": before}
+
+
+def test_a_loan_that_is_over_is_kept_until_the_router_has_forgotten_it() -> None:
+    scheduler = lending()
+    submit(scheduler, "math")
+    scheduler.call(Exited, job="math", attempt=1, exit_status=127, cannot_start="no such program")
+    scheduler.restart(5.0)
+    scheduler.wait(0.25)
+    over = loans(scheduler)["math"]
+    assert over.is_over and scheduler.job("math")["serving_gpus"] is None
+    scheduler.control.router_heard(RouterNews(forgotten=(over,)))
+    scheduler.wait(0.25)
+    assert loans(scheduler) == {} and not [key for key in scheduler.rows if key.startswith("loan:")]
+
+
+def test_a_later_job_of_the_same_name_has_a_key_of_its_own_and_is_not_forgotten_with_the_earlier_one() -> (
+    None
+):
+    scheduler = lending()
+    submit(scheduler, "math")
+    scheduler.call(Exited, job="math", attempt=1, exit_status=127, cannot_start="no such program")
+    over = loans(scheduler)["math"]
+    submit(scheduler, "math")
+    later = loans(scheduler)["math"]
+    assert later.key != over.key and not later.is_over
+    scheduler.control.router_heard(RouterNews(forgotten=(over,)))
+    assert loans(scheduler) == {"math": later}
+
+
+def test_queued_and_cancelled_jobs_borrow_nothing() -> None:
+    one_node = {"rollout": {"name": "h20", "dollars_per_gpu_hour": 1, "num_nodes": 1}, "serving_gpus": 8}
+    scheduler = Scheduler(pools=one_node, router={"url": URL}, policy="solo", groups={})
+    submit(scheduler, "first")
+    submit(scheduler, "second")
+    assert scheduler.job("second")["state"] == "queued"
+    assert gpus(scheduler) == {"first": 8}
+    scheduler.call(Cancel, job="first")
+    assert gpus(scheduler) == {"second": 8}
+
+
+def test_certificates_are_the_same_with_and_without_borrowed_gpus() -> None:
+    alone, beside = Scheduler(), lending()
+    phases = {"rollout": {"seconds": 5.0}, "train": {"seconds": 1.0}}
+    for scheduler, borrow in ((alone, {}), (beside, {"borrow": {"run_id": "r"}})):
+        for name in "abc":
+            scheduler.submit(name, phases=phases, slo=4.0, **borrow)
+    limits = [each.control._state.permits_in("main").limits_s() for each in (alone, beside)]
+    assert limits[0] == limits[1] and set(limits[0]) == set("abc")
+
+
+def test_a_job_that_borrows_is_refused_where_nobody_lends() -> None:
+    [refused] = [
+        each for each in Scheduler().submit("math", borrow={"run_id": "r"}) if isinstance(each, Answer)
+    ]
+    assert refused.error is not None and "add `router` there, or remove `borrow`" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ({"router": {"url": URL}}, "pools.serving_gpus is 0"),
+        ({"router": {"url": "router:8100"}, "pools": {"serving_gpus": 1}}, "want http://HOST:PORT"),
+    ],
+)
+def test_a_router_that_can_lend_nothing_is_refused(cluster: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Scheduler(**cluster)
+
+
+def test_a_few_routers_are_named_to_a_job_and_the_first_one_to_openai_clients() -> None:
+    scheduler = Scheduler(pools={"serving_gpus": 1}, router={"url": "http://a:1/, http://b:2"})
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    variables = started(submit(scheduler, "math")).variables
+    assert variables["ROSE_ROUTER_URL"] == "http://a:1,http://b:2"
+    assert variables["OPENAI_BASE_URL"] == "http://a:1/v1"
+
+
+def test_jobs_that_come_and_go_leave_no_loan_behind() -> None:
+    scheduler = lending(serving_gpus=3)
+    for number, name in itertools.product(range(3), "ab"):
+        submit(scheduler, name)
+        assert sum(gpus(scheduler).values()) <= 3
+        scheduler.call(Exited, job=name, attempt=number + 1, exit_status=127, cannot_start="gone")
+    assert gpus(scheduler) == {}
+    scheduler.control.router_heard(RouterNews(forgotten=scheduler.control.loans))
+    scheduler.wait(0.25)
+    assert not [key for key in scheduler.rows if key.startswith("loan:")]
