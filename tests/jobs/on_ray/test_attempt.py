@@ -228,11 +228,20 @@ def test_the_processes_of_a_part_have_the_variables_that_the_scheduler_has_set(
 ) -> None:
     monkeypatch.setenv("ROSE_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(actors, "forget_variables", lambda prefix: None)
-    spec = {"name": "a", "command": ["sh", "-c", "echo $OPENAI_API_KEY"], "folder": str(tmp_path)}
+    spec: dict[str, Any] = {
+        "name": "a",
+        "command": ["sh", "-c", "echo $OPENAI_API_KEY"],
+        "folder": str(tmp_path),
+    }
     spec |= {"phases": {"rollout": {"seconds": 1.0}, "train": {"seconds": 1.0}}, "max_tokens": 64}
     spec |= {"slo": 2.0, "iterations": 1}
     order = Start(
-        **{"job": "a", "attempt": 1, "spec": spec, "first_iteration": 0, "group": "g", "rollout_nodes": [0]},
+        job="a",
+        attempt=1,
+        spec=spec,
+        first_iteration=0,
+        group="g",
+        rollout_nodes=[0],
         variables={"OPENAI_API_KEY": "of-this-job"},
     )
     here = HostPart(nodes=(JobNode(name="rollout-0", address="127.0.0.1"),), master_port=1)
