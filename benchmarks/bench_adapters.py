@@ -69,7 +69,7 @@ class Flip:
 
 
 @dataclass
-class Run:
+class AdapterSamples:
     """What was seen."""
 
     expected: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -141,8 +141,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 async def run_versions(
     trainer: Trainer, engine: EngineControl, router_url: str, folder: Path, count: int
-) -> Run:
-    run = Run()
+) -> AdapterSamples:
+    run = AdapterSamples()
     async with open_session() as session:
         for number in range(2):
             await publish(trainer, engine, folder, number)
@@ -183,7 +183,7 @@ async def staged_at(path: Path) -> float:
 
 @asynccontextmanager
 async def loaded(
-    session: aiohttp.ClientSession, engine_url: str, router_url: str, run: Run
+    session: aiohttp.ClientSession, engine_url: str, router_url: str, run: AdapterSamples
 ) -> AsyncIterator[None]:
     """Turns that follow each other without a pause: long ones, and short ones that look for new versions."""
     tasks = [asyncio.create_task(long_turns(session, router_url, each, run)) for each in range(len(PROMPTS))]
@@ -199,7 +199,7 @@ async def loaded(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def long_turns(session: aiohttp.ClientSession, url: str, prompt: int, run: Run) -> None:
+async def long_turns(session: aiohttp.ClientSession, url: str, prompt: int, run: AdapterSamples) -> None:
     while True:
         run.turns.append(await ask(session, url, prompt, TURN_TOKENS))
 
@@ -228,7 +228,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: int, max_tokens:
     return Turn(prompt, sent_s, ended_s, version.number, choice["token_ids"])
 
 
-def num_stale(run: Run) -> int:
+def num_stale(run: AdapterSamples) -> int:
     stale = 0
     for turn in run.turns:
         is_wrong = turn.tokens != run.expected[turn.version % 2, turn.prompt]
@@ -237,7 +237,7 @@ def num_stale(run: Run) -> int:
     return stale
 
 
-def figures(run: Run) -> list[Figure]:
+def figures(run: AdapterSamples) -> list[Figure]:
     found = []
     transfers = [1000 * (flip.staged_s - flip.published_s) for flip in run.flips.values()]
     for name, first_s in run.first_s.items():

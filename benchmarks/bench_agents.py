@@ -23,7 +23,7 @@ from pathlib import Path
 
 import aiohttp
 from lib.faults.signals import kill, stopped
-from lib.faults.turns import Engine, is_idle
+from lib.faults.turns import RunningEngine, is_idle
 from lib.harness import run_benchmark
 from lib.load.agents import CONTEXT_TOKENS, Agent, Asked, ask
 from lib.load.turns import RouterClient, until_so
@@ -81,15 +81,15 @@ class _Workers:
     def __init__(self, rig: Rig, model: Path) -> None:
         self._rig = rig
         self._model = model
-        self.engines: list[Engine] = []
+        self.engines: list[RunningEngine] = []
 
     def start(self, name: str) -> None:
         flags = (*PARSERS, "--served-model-name", MODEL, "--max-model-len", str(CONTEXT_TOKENS))
         self._rig.start_engine(name, Role.ROLLOUT, model=self._model, vllm_args=flags, gate=GateMode.OFF)
 
-    def wait(self, name: str) -> Engine:
+    def wait(self, name: str) -> RunningEngine:
         control = self._rig.wait_engine(name)
-        engine = Engine(control=control, engine_id=control.status().engine_id, pid=self._rig.pid(name))
+        engine = RunningEngine(control=control, engine_id=control.status().engine_id, pid=self._rig.pid(name))
         self.engines.append(engine)
         return engine
 
@@ -127,7 +127,9 @@ async def _has_front(http: aiohttp.ClientSession, url: str) -> bool:
         return bool((await response.json())["fronts"])
 
 
-async def _kill(client: RouterClient, workers: _Workers, victim: Engine, name: str, found: Found) -> None:
+async def _kill(
+    client: RouterClient, workers: _Workers, victim: RunningEngine, name: str, found: Found
+) -> None:
     """Kills an engine in the midst of turns; a new one takes its place."""
     running: list[int] = []
     await until_so(lambda: _is_busy(client, victim, running), f"{victim.id} runs turns")
@@ -142,14 +144,14 @@ async def _kill(client: RouterClient, workers: _Workers, victim: Engine, name: s
     await client.add(engine.control.url)
 
 
-async def _is_busy(client: RouterClient, engine: Engine, running: list[int]) -> bool:
+async def _is_busy(client: RouterClient, engine: RunningEngine, running: list[int]) -> bool:
     """Whether turns run on an engine; adds how many to ``running``."""
     worker = await client.worker(engine.id)
     running.append(worker["in_flight"])
     return bool(worker["alive"]) and worker["in_flight"] > 0
 
 
-async def _is_lost(client: RouterClient, engine: Engine) -> bool:
+async def _is_lost(client: RouterClient, engine: RunningEngine) -> bool:
     return not (await client.worker(engine.id))["alive"]
 
 

@@ -77,7 +77,7 @@ class Party:
 
 
 @dataclass(slots=True)
-class Rig:
+class BoardRig:
     """A page, a record, and the parties on it."""
 
     folder: Path
@@ -145,9 +145,9 @@ class Rig:
 
 
 @contextmanager
-def _rig(parties: Sequence[tuple[str, float]], compute: str | None = None) -> Iterator[Rig]:
+def _rig(parties: Sequence[tuple[str, float]], compute: str | None = None) -> Iterator[BoardRig]:
     with TemporaryDirectory(prefix="rose-bench-") as folder:
-        rig = Rig(Path(folder), compute)
+        rig = BoardRig(Path(folder), compute)
         rig.parties = [Party(number, kind, step_ms) for number, (kind, step_ms) in enumerate(parties)]
         try:
             for party in rig.parties:

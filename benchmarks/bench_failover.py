@@ -33,7 +33,7 @@ from pathlib import Path
 
 from lib.faults.failover import CUTS, kill_engine, migrate, stop
 from lib.faults.peers import PeerSamples, kill_behind, stop_behind
-from lib.faults.turns import Engine, Samples, is_idle
+from lib.faults.turns import RunningEngine, Samples, is_idle
 from lib.faults.weights import give, update
 from lib.harness import run_benchmark
 from lib.load.turns import RouterClient, until_so
@@ -73,7 +73,7 @@ async def _phases(
     args: argparse.Namespace,
     rig: Rig,
     url: str,
-    engines: list[Engine],
+    engines: list[RunningEngine],
     other: Path,
     samples: Samples,
     peers: Sequence[PeerSamples],
@@ -103,9 +103,9 @@ async def _phases(
 # Processes ------------------------------------------------------------------------------------------------
 
 
-def _engine(rig: Rig, name: str) -> Engine:
+def _engine(rig: Rig, name: str) -> RunningEngine:
     control = rig.wait_engine(name)
-    return Engine(control=control, engine_id=control.status().engine_id, pid=rig.pid(name))
+    return RunningEngine(control=control, engine_id=control.status().engine_id, pid=rig.pid(name))
 
 
 def _other_weights(rig: Rig) -> Path:
@@ -123,7 +123,9 @@ def _other_weights(rig: Rig) -> Path:
     return folder
 
 
-async def _replace(client: RouterClient, rig: Rig, dead: Engine, name: str, weights: Path) -> Engine:
+async def _replace(
+    client: RouterClient, rig: Rig, dead: RunningEngine, name: str, weights: Path
+) -> RunningEngine:
     """A new engine in the place of a dead one, with the same weights as the other."""
     await client.remove(dead.id)
     rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)

@@ -17,7 +17,7 @@ from lib.slo.figures import mean
 from lib.slo.simulated import Sampling, TwinBench
 from rich.console import Console
 from rich.table import Table
-from sim.harm import HarmedServing, Outcome, Traffic
+from sim.harm import HarmedServing, PoissonTraffic, ServedRun
 from sim.twin.pairs import PAIR_8B, PAIR_32B
 
 from rose.admission.gate import GateSettings
@@ -67,13 +67,13 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return [*figures, _retreat(seeds), *_default_mode(args)]
 
 
-def _run(seed: int, *, has_rollouts: bool, slowdown: float = 0.0) -> Outcome:
+def _run(seed: int, *, has_rollouts: bool, slowdown: float = 0.0) -> ServedRun:
     return HarmedServing(
-        Traffic(), horizon_s=HORIZON_S, seed=seed, has_rollouts=has_rollouts, slowdown=slowdown
+        PoissonTraffic(), horizon_s=HORIZON_S, seed=seed, has_rollouts=has_rollouts, slowdown=slowdown
     ).run()
 
 
-def _true_harm(name: str, runs: Sequence[Outcome], alone: Sequence[Outcome]) -> float:
+def _true_harm(name: str, runs: Sequence[ServedRun], alone: Sequence[ServedRun]) -> float:
     """Returns the difference of the quantiles over all runs; that of a single run depends on chance."""
     kind, _, percent = name.partition("_p")
     latency = LATENCIES[kind]
@@ -95,7 +95,7 @@ def _retreat(seeds: Sequence[int]) -> Figure:
     seconds, shares = [], []
     for seed in seeds[: max(4, len(seeds) // 4)]:
         run = HarmedServing(
-            Traffic(),
+            PoissonTraffic(),
             horizon_s=2 * RETREAT_FROM_S,
             seed=seed,
             has_rollouts=True,

@@ -34,7 +34,7 @@ import sys
 
 from lib.harness import median_figure, run_benchmark
 from lib.transfer.slow_link import SERVING, TRAINER, stop_signals_raise
-from lib.transfer.sync_cluster import Cluster, Run, Setup, Sync
+from lib.transfer.sync_cluster import Cluster, Setup, Sync, SyncRun
 from lib.transfer.sync_worker import model_specs
 
 from rose.measure.figures import Figure
@@ -176,7 +176,7 @@ def _copies(cluster: Cluster, replicas: int, side: str, repeats: int, kind: str)
     return syncs
 
 
-def _syncs(run: Run, count: int, case: str) -> list[Sync]:
+def _syncs(run: SyncRun, count: int, case: str) -> list[Sync]:
     syncs = [run.sync() for _ in range(count)]
     times = " ".join(f"{sync.taken_s:.3f}" for sync in syncs)
     print(f"{case}: {times} s", file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ CLIENT = http_client(key=None, timeout=5.0)
 """One for all: making one costs more than a request."""
 
 
-class Engine:
+class DedicatedEngine:
     """A dedicated rollout engine with its subscriber, started in the background."""
 
     def __init__(self, rig: Rig, relay_url: str, run: str, number: int) -> None:
@@ -90,7 +90,7 @@ class Engine:
         launch.remove_staging_dir(self._config, self._settings)
 
 
-class Run:
+class TrainingSetup:
     """One training run: its relay, its engines, its trainer."""
 
     def __init__(self, rig: Rig, stack: ExitStack, case: str, args: argparse.Namespace) -> None:
@@ -101,10 +101,10 @@ class Run:
         stack.callback(relay.stop)
         self._num_engines = 0
 
-    def engine(self) -> Engine:
+    def engine(self) -> DedicatedEngine:
         """A new one, not ready yet."""
         self._num_engines += 1
-        engine = Engine(self._rig, self._relay_url, self._case, self._num_engines)
+        engine = DedicatedEngine(self._rig, self._relay_url, self._case, self._num_engines)
         self._stack.callback(engine.stop)
         return engine
 
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     with Rig() as rig:
         for case in args.cases.split(","):
             with ExitStack() as stack:
-                run = Run(rig, stack, case, args)
+                run = TrainingSetup(rig, stack, case, args)
                 found |= direct(run) if case == "direct" else kills(run, args)
     return [
         Figure(
@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def direct(run: Run) -> dict[str, Any]:
+def direct(run: TrainingSetup) -> dict[str, Any]:
     """TRL on one engine, without a router."""
     engine = run.engine()
     engine.server.wait_until(lambda: _answers(f"{engine.url}/health"), "engine", PATIENCE_S)
@@ -182,10 +182,10 @@ def direct(run: Run) -> dict[str, Any]:
     return {"direct": run.last_steps(trainer)}
 
 
-def kills(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+def kills(run: TrainingSetup, args: argparse.Namespace) -> dict[str, Any]:
     """TRL on a router with two engines, one of which is killed every ten steps."""
     router = run.router()
-    starting, serving = [run.engine(), run.engine()], list[Engine]()
+    starting, serving = [run.engine(), run.engine()], list[DedicatedEngine]()
     trainer = run.train(router)
     num_killed = 0
     for _ in _until_ended(trainer):
@@ -212,7 +212,7 @@ def kills(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _busy(router: str, serving: list[Engine]) -> Engine | None:
+def _busy(router: str, serving: list[DedicatedEngine]) -> DedicatedEngine | None:
     """An engine with turns in flight."""
     workers = CLIENT.get(f"{router}/admin/status").json()["workers"]
     busy = {worker["url"] for worker in workers if worker["in_flight"] > 0}

@@ -101,7 +101,7 @@ def timed(act: Callable[[], object]) -> float:
     return time.process_time() - started_s
 
 
-class Engine:
+class ChangedEngine:
     """One engine's parameters and its writer of changes."""
 
     def __init__(self, vllm_config: Any, planes: PlanesFile) -> None:
@@ -166,7 +166,7 @@ def run_rounds(url: str, weights: dict[str, Any], config: Any, folder: Path, cou
         first = store.update_from(None)
         assert first is not None
         planes = open_now.enter_context(closing(PlanesFile(Path(first.path))))
-        engines = [open_now.enter_context(closing(Engine(config, planes))) for _ in range(ENGINES)]
+        engines = [open_now.enter_context(closing(ChangedEngine(config, planes))) for _ in range(ENGINES)]
         version, found = first.version, []
         for number in range(count + 1):
             change(weights, number)

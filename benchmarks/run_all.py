@@ -24,7 +24,7 @@ _TARGET = re.compile(r"\s*(<=|>=|==|<|>|≤|≥|=)?\s*(-?\d+(?:\.\d+)?(?:[eE]-?\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class BenchmarkOutcome:
     """What one benchmark file gave."""
 
     name: str
@@ -48,7 +48,7 @@ def main() -> int:
     return int(any(each.exit_status != 0 for each in outcomes))
 
 
-def run_benchmark(file: Path, *, is_quick: bool) -> Outcome:
+def run_benchmark(file: Path, *, is_quick: bool) -> BenchmarkOutcome:
     """Runs one file in its own process; its own table goes to the terminal."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "figures.json"
@@ -61,10 +61,10 @@ def run_benchmark(file: Path, *, is_quick: bool) -> Outcome:
             exit_status = 124
         figures = json.loads(report.read_text())["figures"] if report.exists() else []
         # A benchmark that ends well without figures has measured nothing.
-        return Outcome(name=file.stem, exit_status=exit_status or int(not figures), figures=figures)
+        return BenchmarkOutcome(name=file.stem, exit_status=exit_status or int(not figures), figures=figures)
 
 
-def print_table(outcomes: list[Outcome], console: Console) -> None:
+def print_table(outcomes: list[BenchmarkOutcome], console: Console) -> None:
     """One row per figure; simulated and measured ones are marked, for they can't be compared."""
     table = Table(title="benchmarks")
     for column in ("benchmark", "figure", "value", "unit", "target", "met", "kind"):

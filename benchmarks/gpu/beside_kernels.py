@@ -6,14 +6,14 @@ from time import perf_counter
 
 from lib.harness import median_figure
 
-from gpu.rig import Matmuls, Rig
+from gpu.rig import GpuRig, Matmuls
 from rose.measure.figures import Figure, percentile
 
 NUM_SLABS = 16
 STEP_S = 0.005
 
 
-def measure(rig: Rig) -> list[Figure]:
+def measure(rig: GpuRig) -> list[Figure]:
     """Moves slabs alone, then beside a process that has them mapped and computes on others."""
     slab_bytes = rig.slab_bytes(64)
     slabs = rig.backend.create(2 * NUM_SLABS, slab_bytes, "kit")
@@ -59,7 +59,7 @@ def main() -> int:
     is_dry, num_fds = bool(int(sys.argv[1])), int(sys.argv[2])
     fds = [int(each) for each in sys.argv[3 : 3 + num_fds]]
     slab_bytes = int(sys.argv[3 + num_fds])
-    rig = Rig(is_dry=is_dry, is_quick=True)
+    rig = GpuRig(is_dry=is_dry, is_quick=True)
     range_ = rig.backend.adopt(fds, slab_bytes).reserve(NUM_SLABS)
     for fd in fds:
         os.close(fd)

@@ -4,7 +4,7 @@ from typing import Any
 
 from lib.harness import median_figure
 
-from gpu.rig import Matmuls, Rig, check
+from gpu.rig import GpuRig, Matmuls, check
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import CudaBackend
@@ -12,7 +12,7 @@ from rose.memory.slabs.backend import CudaBackend
 MIB = 1 << 20
 
 
-def measure(rig: Rig) -> list[Figure]:
+def measure(rig: GpuRig) -> list[Figure]:
     """Measures the device memory that an owner of slabs takes, then what its context adds."""
     num_slabs, slab_bytes = 16, rig.slab_bytes(64)
     free_before = rig.backend.free_bytes
@@ -32,7 +32,7 @@ def measure(rig: Rig) -> list[Figure]:
     ]
 
 
-def _green_figures(rig: Rig) -> list[Figure]:
+def _green_figures(rig: GpuRig) -> list[Figure]:
     if rig.is_dry:
         return [Figure(name="green_half_slowdown", value=None, unit="x")]
     import torch

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from lib.harness import median_figure
 
-from gpu.rig import Rig
+from gpu.rig import GpuRig
 from rose import _delta
 from rose.measure.figures import Figure
 from rose.transfer.format.device.deltas import DeviceDeltas
@@ -14,7 +14,7 @@ DENSITIES = (0.0136, 0.194)
 FIRST_INDEX = 1 << 40
 
 
-def measure(rig: Rig) -> list[Figure]:
+def measure(rig: GpuRig) -> list[Figure]:
     """Compares each width and density, then times buckets of bf16."""
     # The stand-in has no compute capability to compile for, and looks at no code.
     deltas = DeviceDeltas(DeviceKernels(0, b"no code") if rig.is_dry else device_kernels(0))
@@ -40,7 +40,9 @@ def _bits(
     return torch.from_numpy(old.view(signed)), torch.from_numpy(new.view(signed))
 
 
-def _is_equal(rig: Rig, deltas: DeviceDeltas, rng: np.random.Generator, width: int, density: float) -> bool:
+def _is_equal(
+    rig: GpuRig, deltas: DeviceDeltas, rng: np.random.Generator, width: int, density: float
+) -> bool:
     old, new = _bits(rng, 300_007, width, density)
     host_old, host_new = (bits.numpy().view(f"u{width}") for bits in (old, new))
     expected, lanes = _delta.Delta.between(host_old, [host_new], FIRST_INDEX)
@@ -51,7 +53,7 @@ def _is_equal(rig: Rig, deltas: DeviceDeltas, rng: np.random.Generator, width: i
 
 
 def _speed(
-    rig: Rig, deltas: DeviceDeltas, rng: np.random.Generator, size: int, density: float
+    rig: GpuRig, deltas: DeviceDeltas, rng: np.random.Generator, size: int, density: float
 ) -> list[Figure]:
     old, new = (bits.to(rig.device) for bits in _bits(rng, size, 2, density))
     delta, _ = deltas.between(old, new, 0)

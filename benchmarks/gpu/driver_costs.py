@@ -8,7 +8,7 @@ from typing import Any
 
 from lib.harness import median_figure
 
-from gpu.rig import Rig
+from gpu.rig import GpuRig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import CUDA_DRIVER
 
@@ -69,7 +69,7 @@ class RawDriver:
             raise RuntimeError(f"{name}: error {error}")
 
 
-def measure(rig: Rig) -> list[Figure]:
+def measure(rig: GpuRig) -> list[Figure]:
     """Times a slab's whole life for each size."""
     figures = []
     for num_mib in SIZES_MIB[:: 3 if rig.is_quick else 1]:

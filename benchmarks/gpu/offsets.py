@@ -6,13 +6,13 @@ in a cache of vLLM's own layout and not here. A range needs no memory where noth
 
 import torch
 
-from gpu.rig import Rig
+from gpu.rig import GpuRig
 from rose.measure.figures import Figure
 
 RANGE_BYTES = 9 << 30
 
 
-def measure(rig: Rig) -> list[Figure]:
+def measure(rig: GpuRig) -> list[Figure]:
     """Counts, for each operation, the elements that are wrong at the range's far end."""
     slab_bytes = rig.slab_bytes(2)
     num_positions = RANGE_BYTES // slab_bytes

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from gpu.rig import Rig
+from gpu.rig import GpuRig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import SlabRange
 
 NUM_POSITIONS, NUM_BLOCKS, HEADS, HEAD_SIZE = 12, 4, 8, 64
 
 
-def measure(rig: Rig) -> list[Figure]:
+def measure(rig: GpuRig) -> list[Figure]:
     """Counts rounds whose answer differs, and NaNs that an unzeroed slab shows."""
     slabs = rig.backend.create(NUM_POSITIONS, rig.slab_bytes(2), "kit")
     range_ = slabs.reserve(NUM_POSITIONS, poison=True)
@@ -40,7 +40,7 @@ def measure(rig: Rig) -> list[Figure]:
 class PagedAttention:
     """Attention of one query over the blocks that a table names."""
 
-    def __init__(self, rig: Rig, range_: SlabRange) -> None:
+    def __init__(self, rig: GpuRig, range_: SlabRange) -> None:
         self._rig, self._range, self._rng = rig, range_, random.Random(0)
         rows = range_.slab_bytes // (2 * 2 * HEADS * HEAD_SIZE)
         self.blocks = rig.tensor(range_).view(torch.bfloat16).view(NUM_POSITIONS, 2, rows, HEADS, HEAD_SIZE)

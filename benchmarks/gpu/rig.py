@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
-class Rig:
+class GpuRig:
     """One GPU, or the stand-in driver."""
 
     def __init__(self, *, is_dry: bool, is_quick: bool) -> None:

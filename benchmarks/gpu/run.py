@@ -69,7 +69,7 @@ PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PartOutcome:
     """What became of a part."""
 
     part: str
@@ -118,13 +118,13 @@ def _build_stand_in(folder: Path) -> Path:
     return folder
 
 
-def _run(name: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
+def _run(name: str, arguments: argparse.Namespace, folder: Path) -> PartOutcome:
     """Runs a part in its own process."""
     part = PARTS[name]
     missing = [module for module in part.needs if not _has(module)]
     if missing or (arguments.dry_run and not part.is_in_dry_run):
         reason = f"{', '.join(missing)} not installed" if missing else "not part of a dry run"
-        return Outcome(part=name, status="skipped", reason=reason, seconds=0.0, figures=[])
+        return PartOutcome(part=name, status="skipped", reason=reason, seconds=0.0, figures=[])
     report, log = folder / f"{name}.json", folder / f"{name}.log"
     print(f"== {name}", flush=True)
     start = time.monotonic()
@@ -143,7 +143,7 @@ def _run(name: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
     if status:
         sys.stderr.write(log.read_text()[-4000:])
     figures = json.loads(report.read_text())["figures"] if report.exists() else []
-    return Outcome(
+    return PartOutcome(
         part=name,
         status="failed" if status else "passed",
         reason=reason or _missed(figures),
@@ -172,15 +172,15 @@ def _measure(part: Part, arguments: argparse.Namespace, report: Path, log: Path)
     with log.open("w") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
     measure = getattr(importlib.import_module(f"gpu.{part.module}"), part.function)
-    from gpu.rig import Rig
+    from gpu.rig import GpuRig
 
     is_quick = arguments.quick or arguments.dry_run
-    rig = Rig(is_dry=arguments.dry_run, is_quick=is_quick)
+    rig = GpuRig(is_dry=arguments.dry_run, is_quick=is_quick)
     argv = ["--json", str(report), *(["--quick"] if is_quick else [])]
     sys.exit(run_benchmark(measure.__doc__, lambda _: measure(rig), argv=argv))
 
 
-def _summarize(outcomes: list[Outcome]) -> None:
+def _summarize(outcomes: list[PartOutcome]) -> None:
     table = Table(title="GPU kit")
     for column in ("part", "status", "seconds", "reason"):
         table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
@@ -189,7 +189,7 @@ def _summarize(outcomes: list[Outcome]) -> None:
     Console().print(table, markup=False)
 
 
-def _write(arguments: argparse.Namespace, outcomes: list[Outcome]) -> None:
+def _write(arguments: argparse.Namespace, outcomes: list[PartOutcome]) -> None:
     env = collect_env(seed=0, quick=arguments.quick or arguments.dry_run).to_json()
     commit = ROOT / "COMMIT"  # in a bundle, which has no git
     if env["commit"] is None and commit.exists():

@@ -7,7 +7,7 @@ import bench_vmm
 import torch
 from lib.harness import median_figure
 
-from gpu.rig import MIB, Rig
+from gpu.rig import MIB, GpuRig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import BackendKind, SlabRange
 
@@ -16,7 +16,7 @@ CUT_BATCH = 16
 """An engine unmaps so many slabs before it releases them (rose/engine/memory/kv_range.py)."""
 
 
-def measure_moves(rig: Rig) -> list[Figure]:
+def measure_moves(rig: GpuRig) -> list[Figure]:
     """Runs bench_vmm's figures on CUDA."""
     sizes: tuple[int, ...] = bench_vmm.QUICK_SIZES_MIB if rig.is_quick else bench_vmm.SIZES_MIB
     batch_bytes = 4 * MIB if rig.is_dry else bench_vmm.BATCH_BYTES
@@ -24,7 +24,7 @@ def measure_moves(rig: Rig) -> list[Figure]:
     return bench_vmm.measure_sizes(rig.backend, BackendKind.CUDA, sizes, batch_bytes, rig.count(20))
 
 
-def measure_guards(rig: Rig) -> list[Figure]:
+def measure_guards(rig: GpuRig) -> list[Figure]:
     """Times mapping and unmapping with and without guards, and reads a guard."""
     num_slabs, slab_bytes = 32, rig.slab_bytes(64)
     slabs = rig.backend.create(num_slabs, slab_bytes, "kit")
@@ -49,7 +49,7 @@ def measure_guards(rig: Rig) -> list[Figure]:
     return figures
 
 
-def measure_aliasing(rig: Rig) -> list[Figure]:
+def measure_aliasing(rig: GpuRig) -> list[Figure]:
     """Maps each slab a second time, in another range: both must see the same bytes."""
     num_slabs, slab_bytes = 16, rig.slab_bytes(64)
     slabs = rig.backend.create(num_slabs, slab_bytes, "kit")
@@ -73,7 +73,7 @@ def measure_aliasing(rig: Rig) -> list[Figure]:
     ]
 
 
-def measure_cut(rig: Rig) -> list[Figure]:
+def measure_cut(rig: GpuRig) -> list[Figure]:
     """Times a cut of 30 GiB, or of what fits: when its first slabs are free for others, and when its last."""
     slab_bytes = rig.slab_bytes(64)
     num_slabs = 64 if rig.is_dry else min(CUT_BYTES, rig.backend.free_bytes * 8 // 10) // slab_bytes

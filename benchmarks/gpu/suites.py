@@ -8,7 +8,7 @@ import sys
 import bench_board
 import bench_kvcached
 
-from gpu.rig import ROOT, Rig
+from gpu.rig import ROOT, GpuRig
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 
@@ -21,7 +21,7 @@ ENGINE_TESTS = ("tests/engine/test_moves.py", "tests/engine/test_async_schedulin
 TESTS_TIMEOUT_S = 560.0
 
 
-def measure_contract(rig: Rig) -> list[Figure]:
+def measure_contract(rig: GpuRig) -> list[Figure]:
     """Runs the tests that every backend passes on the host, against this driver.
 
     A dry run takes the first file alone: the others pass on the stand-in driver wherever the tests run.
@@ -31,7 +31,7 @@ def measure_contract(rig: Rig) -> list[Figure]:
     return _run_tests("contract", CONTRACT_TESTS, "-k", "gpu")
 
 
-def measure_engines(rig: Rig) -> list[Figure]:
+def measure_engines(rig: GpuRig) -> list[Figure]:
     """Runs the tests of slab moves and async scheduling with real engines."""
     return _run_tests("engines", ENGINE_TESTS)
 
@@ -53,13 +53,13 @@ def _run_tests(name: str, files: tuple[str, ...], *options: str) -> list[Figure]
     return [Figure(name=f"{name}_failed_tests", value=bad, unit="tests", target="0", peers=peers)]
 
 
-def measure_board(rig: Rig) -> list[Figure]:
+def measure_board(rig: GpuRig) -> list[Figure]:
     """Has a serving engine and two guests take turns with steps of real kernels, under kills and stops."""
     num_steps = 50 if rig.is_dry else rig.count(20_000)
     compute = "cpu" if rig.is_dry else "cuda:0"
     return [bench_board.lateness_figure("kernel_lateness", 1, 2, num_steps, seed=0, compute=compute)]
 
 
-def measure_kvcached(rig: Rig) -> list[Figure]:
+def measure_kvcached(rig: GpuRig) -> list[Figure]:
     """Runs bench_kvcached."""
     return bench_kvcached.measure(argparse.Namespace(device=0, quick=rig.is_quick))

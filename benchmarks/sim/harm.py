@@ -33,7 +33,7 @@ CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class PoissonTraffic:
     """Poisson arrivals of requests with log-normal prompts and outputs."""
 
     rate_rps: float = 2.0
@@ -54,7 +54,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ServedRun:
     """What one run left: the engine's records, and what its control did."""
 
     requests: list[RequestDelay]
@@ -74,7 +74,7 @@ class HarmedServing:
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: PoissonTraffic,
         *,
         horizon_s: float,
         seed: int,
@@ -99,7 +99,7 @@ class HarmedServing:
         self._share = MEASURING_SHARE if has_rollouts else 0.0
         self._looked_s = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> ServedRun:
         now, next_arrival = 0.0, 0
         while next_arrival < len(self._arrivals) or self._running:
             if not self._running:
@@ -115,7 +115,7 @@ class HarmedServing:
                 next_arrival += 1
             now = self._step(now)
             self._look(now)
-        return Outcome(
+        return ServedRun(
             requests=self._books.ended, slices=list(self._slices.values()), closed_shares=self._shares
         )
 

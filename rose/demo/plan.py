@@ -33,15 +33,13 @@ AZURE_TRACE = Path("../shared/traces/AzureLLMInferenceTrace_conv.csv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What a user may choose."""
+    """What a user may choose; the command's help says what each means."""
 
     out_dir: Path
     quick: bool = False
     seed: int = 0
     trace: Path | None = None
-    """None: the Azure trace where it lies beside the checkout, else a generated one."""
     relay: str = "auto"
-    """"mooncake", "embedded", or "auto": Mooncake where its libraries are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +54,9 @@ class Durations:
 
     def of(self, name: PhaseName) -> float:
         """Returns the length of a phase's window."""
-        special = {
-            PhaseName.ROLLOUT_ALONE: self.rollout_alone_s,
-            PhaseName.TRAINING: self.training_windows * self.window_s,
-        }
-        return special.get(name, self.window_s)
+        if name is PhaseName.ROLLOUT_ALONE:
+            return self.rollout_alone_s
+        return self.window_s * (self.training_windows if name is PhaseName.TRAINING else 1)
 
 
 QUICK = Durations(rollout_alone_s=10, window_s=14, training_windows=5)
@@ -91,7 +87,5 @@ class DemoPlan:
     @property
     def traffic(self) -> Traffic:
         """Returns what the windows send."""
-        trace = self.options.trace
-        if trace is None and AZURE_TRACE.is_file():
-            trace = AZURE_TRACE
+        trace = self.options.trace or (AZURE_TRACE if AZURE_TRACE.is_file() else None)
         return Traffic(serving=self.serving, rollout=self.rollout, trace=trace, seed=self.options.seed)

@@ -79,8 +79,8 @@ class Machine:
 
     @contextmanager
     def training(self, trainer: "TrainingRun") -> Iterator[None]:
-        """Starts the subscriber of both rollout engines, which brings them to each new version; and lets what
-        stands for other machines stand still while serving has work."""
+        """Starts the subscriber of both rollout engines. Other machines' stand-ins then stand still while
+        serving has work."""
         subscriber_pid = self._rig.start_subscriber(ROLLOUT, DEDICATED).pid
         give_way(subscriber_pid)
         groups = frozenset({-trainer.pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
@@ -137,7 +137,7 @@ class TrainingRun:
 
     @property
     def pid(self) -> int:
-        """Returns its process id, which is also its process group."""
+        """Its process id, which is also its process group."""
         return self._process.pid
 
     @property

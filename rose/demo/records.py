@@ -13,19 +13,15 @@ from rose.measure.slabs import SlabEvent, SlabSample
 
 
 class PhaseName(StrEnum):
-    """The measured phases of the demo, each in one window."""
+    """The measured phases of the demo, each in one window; `rose.demo.run.ORDER` says what they are."""
 
     SERVING_ALONE = "serving_alone"
     ROLLOUT_ALONE = "rollout_alone"
     STATIC = "static_split"
-    """Each engine has KV memory of its own and half of the GPU's time, in fixed slices."""
     NAIVE = "naive"
     ALTERNATE = "alternate"
-    """Strict alternation: a rollout step after each serving step."""
     ROSE = "rose"
-    """Harvest under ROSE: the closed-loop rollout load beside the replay."""
     TRAINING = "training"
-    """The whole loop under ROSE: trainer, router, weight updates, beside the replay."""
 
 
 UNDER_ROSE = (PhaseName.ROSE, PhaseName.TRAINING)
@@ -44,7 +40,6 @@ class TrainingStep:
     num_changed: int
     wire_bytes: int
     coo_bytes: int
-    """What the same change costs as COO."""
     dense_bytes: int
     state_hash: str
     """The hash of the published weights."""

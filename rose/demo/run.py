@@ -8,8 +8,8 @@ error, and that what could not be measured says so.
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +32,6 @@ from rose.measure.records import Window
 from rose.measure.rig import Rig
 from rose.measure.slabs import SlabWatch
 from rose.measure.windows import LEAD_S, RlSteps, WindowRunner, WindowSpec
-from rose.node.control import EngineControl
 from rose.node.signals import StopOnSignals
 from rose.types import GateMode, Role
 
@@ -127,9 +126,15 @@ class _Demo:
             self._machine.share_equally()
         split = self._machine.split() if name is PhaseName.STATIC else nullcontext()
         probing = self._greedy.probing(rollout) if name is PhaseName.ROSE else nullcontext()
-        with _gate(GATES.get(name, GateMode.IDLE), serving, self._engines[ROLLOUT]), split, probing:
+        self._set_gate(GATES.get(name, GateMode.IDLE))
+        with split, probing:
             self._phases.append(self._train(runner, spec) if is_training else runner.run(spec, self._tick_rl))
+        self._set_gate(GateMode.IDLE)
         self._view.say(_said(self._phases[-1]))
+
+    def _set_gate(self, mode: GateMode) -> None:
+        for name in (SERVING, ROLLOUT):
+            self._engines[name].set_gate(mode)
 
     def _train(self, runner: WindowRunner, spec: WindowSpec) -> Window:
         """The whole loop: trainer, router, both rollout engines, weight updates, beside the replay."""
@@ -175,16 +180,6 @@ class _Demo:
         )
 
 
-@contextmanager
-def _gate(mode: GateMode, *engines: EngineControl) -> Iterator[None]:
-    """All engines in a gate mode, and back to the default one afterwards."""
-    for engine in engines:
-        engine.set_gate(mode)
-    yield
-    for engine in engines:
-        engine.set_gate(GateMode.IDLE)
-
-
 def _said(window: Window) -> str:
     """What a phase came to, in a line."""
     p99s = ((name, latency_s(window.requests, name, 99)) for name in LATENCIES)
@@ -206,12 +201,9 @@ def _parse(argv: Sequence[str]) -> DemoOptions:
         type=Path,
         help="folder for report, figures.json, records and logs (default: rose-demo-DATE-TIME)",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="measure in shorter windows; takes about six minutes"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="measure in shorter windows; takes about six minutes")
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
     parser.add_argument(
         "--trace",
         type=Path,
@@ -251,8 +243,7 @@ def main(argv: Sequence[str]) -> int:
         console.print("stopped; everything that was started has ended")
         return 130
     figures, env = compute_figures(result), collect_env(seed=options.seed, quick=options.quick)
-    report = options.out_dir / "report.html"
-    write_report(result, figures, env, report)
+    write_report(result, figures, env, report := options.out_dir / "report.html")
     (options.out_dir / "figures.json").write_text(json.dumps(to_json(env, figures.values()), indent=2) + "\n")
     print_summary(result, figures, env, console)
     console.print(

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sim.harm import HarmedServing, Traffic
+from sim.harm import HarmedServing, PoissonTraffic
 
 from rose.admission.harm import (
     DAY_S,
@@ -240,7 +240,7 @@ def test_bounds_stay_finite_where_steps_grow_with_the_batch_alone() -> None:
 
 def test_an_engine_that_becomes_slower_beside_rollouts_shuts_them_out_within_a_minute() -> None:
     run = HarmedServing(
-        Traffic(),
+        PoissonTraffic(),
         horizon_s=300.0,
         seed=1,
         has_rollouts=True,

@@ -8,7 +8,15 @@ import asyncio
 from collections.abc import Sequence
 
 from lib.faults.signals import kill, stopped
-from lib.faults.turns import LONG_TOKENS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns, is_idle
+from lib.faults.turns import (
+    LONG_TOKENS,
+    PROMPT_TOKENS,
+    SHORT_TOKENS,
+    RunningEngine,
+    Samples,
+    begin_turns,
+    is_idle,
+)
 from lib.load.turns import RouterClient, Turn, random_prompt, until, until_so
 from rose.errors import WorkerError
 
@@ -33,7 +41,7 @@ async def migrate(client: RouterClient, name: str, samples: Samples) -> None:
     samples.is_equal.append(is_moved and alone.is_whole(LONG_TOKENS) and turn.token_ids == alone.token_ids)
 
 
-async def stop(client: RouterClient, victim: Engine, name: str, samples: Samples) -> None:
+async def stop(client: RouterClient, victim: RunningEngine, name: str, samples: Samples) -> None:
     """Stops all processes of an engine for a while. New turns come all the time."""
     turns, tasks = await begin_turns(client, victim, name)
     num_before = (await client.worker(victim.id))["turns"]
@@ -63,7 +71,7 @@ async def begin_new_turns(client: RouterClient, name: str) -> tuple[list[Turn], 
     return [turn for turn, _ in begun], [task for _, task in begun]
 
 
-async def _num_turns_when_cut(client: RouterClient, victim: Engine, num_cut: int) -> int:
+async def _num_turns_when_cut(client: RouterClient, victim: RunningEngine, num_cut: int) -> int:
     """Waits for the first reroute, and returns the turns that the engine had got by then."""
 
     async def is_cut() -> bool:
@@ -73,7 +81,7 @@ async def _num_turns_when_cut(client: RouterClient, victim: Engine, num_cut: int
     return int((await client.worker(victim.id))["turns"])
 
 
-async def _rehabilitate(client: RouterClient, engine: Engine) -> None:
+async def _rehabilitate(client: RouterClient, engine: RunningEngine) -> None:
     """Sends short turns until the engine has proved itself and takes its share again."""
 
     async def is_trusted() -> bool:
@@ -84,7 +92,9 @@ async def _rehabilitate(client: RouterClient, engine: Engine) -> None:
     await until_so(is_trusted, f"{engine.id} takes turns again")
 
 
-async def kill_engine(client: RouterClient, engines: Sequence[Engine], name: str, samples: Samples) -> None:
+async def kill_engine(
+    client: RouterClient, engines: Sequence[RunningEngine], name: str, samples: Samples
+) -> None:
     victim, survivor = engines
     await until_so(lambda: is_idle(client, victim), f"{victim.id} is idle")
     before = victim.generated_tokens() - (await client.worker(victim.id))["tokens"]
@@ -100,7 +110,7 @@ async def kill_engine(client: RouterClient, engines: Sequence[Engine], name: str
     samples.failed += await failures(survivor, turns)
 
 
-async def failures(survivor: Engine, turns: Sequence[Turn]) -> list[str]:
+async def failures(survivor: RunningEngine, turns: Sequence[Turn]) -> list[str]:
     """Returns what is wrong with each turn whose answer differs from an undisturbed engine's."""
     prompts = [list(turn.prompt) for turn in turns]
     answers = await asyncio.to_thread(survivor.control.complete, prompts, LONG_TOKENS)

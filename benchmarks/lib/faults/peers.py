@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lib.faults.failover import begin_new_turns, failures
 from lib.faults.signals import kill, stopped
-from lib.faults.turns import Engine, begin_turns
+from lib.faults.turns import RunningEngine, begin_turns
 from lib.load.turns import PATIENCE_S, RouterClient, Turn, until
 from lib.router.rig import other_router, peer_name
 
@@ -60,7 +60,7 @@ class PeerSamples:
         }
 
 
-async def stop_behind(engines: Sequence[Engine], name: str, samples: PeerSamples) -> None:
+async def stop_behind(engines: Sequence[RunningEngine], name: str, samples: PeerSamples) -> None:
     """Stops all processes of the first engine, for as long as turns are waited for."""
     victim = engines[0]
     async with _peer(samples.spec, engines) as client:
@@ -77,7 +77,7 @@ async def stop_behind(engines: Sequence[Engine], name: str, samples: PeerSamples
     await until(lambda: not any(engine.running_turns() for engine in engines), "both engines are idle")
 
 
-async def kill_behind(engines: Sequence[Engine], name: str, samples: PeerSamples) -> None:
+async def kill_behind(engines: Sequence[RunningEngine], name: str, samples: PeerSamples) -> None:
     """Kills all processes of the first engine."""
     victim, survivor = engines
     async with _peer(samples.spec, engines) as client:
@@ -89,7 +89,7 @@ async def kill_behind(engines: Sequence[Engine], name: str, samples: PeerSamples
 
 
 @asynccontextmanager
-async def _peer(spec: str, engines: Sequence[Engine]) -> AsyncIterator[RouterClient]:
+async def _peer(spec: str, engines: Sequence[RunningEngine]) -> AsyncIterator[RouterClient]:
     # While it starts nothing else runs in this process.
     with other_router(spec, [engine.control.url for engine in engines]) as (url, _):
         async with RouterClient(url, engines[0].control.model) as client:

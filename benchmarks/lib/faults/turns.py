@@ -1,6 +1,6 @@
 """Holds what the phases of bench_failover.py share: engines, findings, and turns under way.
 
-Owns Engine and Samples. Never disturbs an engine.
+Owns RunningEngine and Samples. Never disturbs an engine.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ RUNNING_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class RunningEngine:
     """One running engine."""
 
     control: EngineControl
@@ -63,13 +63,13 @@ class Samples:
     lost_per_turn: list[float] = field(default_factory=list)
 
 
-async def is_idle(client: RouterClient, engine: Engine) -> bool:
+async def is_idle(client: RouterClient, engine: RunningEngine) -> bool:
     worker = await client.worker(engine.id)
     return bool(worker["alive"]) and worker["in_flight"] == 0
 
 
 async def begin_turns(
-    client: RouterClient, engine: Engine, name: str
+    client: RouterClient, engine: RunningEngine, name: str
 ) -> tuple[list[Turn], list[asyncio.Task[Turn]]]:
     """Begins long turns and returns once all run. Raises: WorkerError if none runs on the engine."""
     begun = [client.begin(random_prompt(f"{name}-{i}", PROMPT_TOKENS), LONG_TOKENS) for i in range(NUM_TURNS)]

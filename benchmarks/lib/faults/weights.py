@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.faults.turns import LONG_TOKENS, NUM_TURNS, PROMPT_TOKENS, SHORT_TOKENS, Engine, Samples, begin_turns
+from lib.faults.turns import (
+    LONG_TOKENS,
+    NUM_TURNS,
+    PROMPT_TOKENS,
+    SHORT_TOKENS,
+    RunningEngine,
+    Samples,
+    begin_turns,
+)
 from lib.load.turns import RouterClient, Turn, random_prompt, until_so
 from rose.errors import WorkerError
 from rose.messages import WeightUpdate
@@ -20,7 +28,11 @@ where they don't, the token doesn't tell."""
 
 
 async def update(
-    client: RouterClient, engines: Sequence[Engine], weights: Sequence[Path], name: str, samples: Samples
+    client: RouterClient,
+    engines: Sequence[RunningEngine],
+    weights: Sequence[Path],
+    name: str,
+    samples: Samples,
 ) -> None:
     """New weights under running turns, then in mode pinned. Both engines end with the first weights."""
     mine, other = weights
@@ -52,7 +64,7 @@ async def update(
     await sees(client, engines, 3)
 
 
-async def _pin(client: RouterClient, changing: Engine, weights: Path, name: str) -> list[Turn]:
+async def _pin(client: RouterClient, changing: RunningEngine, weights: Path, name: str) -> list[Turn]:
     """Second turns of sessions that began with version 2, while and after one engine gets version 3."""
     await client.set_version_mode("pinned")
     sessions = [f"{name}-session-{i}" for i in range(2 * NUM_TURNS)]
@@ -73,7 +85,7 @@ async def _pin(client: RouterClient, changing: Engine, weights: Path, name: str)
     return second
 
 
-async def give(client: RouterClient, engine: Engine, weights: Path, number: int) -> None:
+async def give(client: RouterClient, engine: RunningEngine, weights: Path, number: int) -> None:
     """Hands weights to an engine as a subscriber does."""
     (path,) = weights.glob("*.safetensors")
     state_hash = str(await asyncio.to_thread(checkpoint_state_hash, path))
@@ -81,7 +93,7 @@ async def give(client: RouterClient, engine: Engine, weights: Path, number: int)
     await client.call("POST", f"{engine.control.url}/rose/v1/weights", update.model_dump())
 
 
-async def sees(client: RouterClient, engines: Sequence[Engine], number: int) -> None:
+async def sees(client: RouterClient, engines: Sequence[RunningEngine], number: int) -> None:
     async def is_so() -> bool:
         workers = [await client.worker(engine.id) for engine in engines]
         # The new version is told while the update still is: only after it are there turns for the worker.
@@ -91,7 +103,9 @@ async def sees(client: RouterClient, engines: Sequence[Engine], number: int) -> 
     await until_so(is_so, f"the router knows of version {number}")
 
 
-async def _true_weights(client: RouterClient, engines: Sequence[Engine], turn: Turn) -> list[bool | None]:
+async def _true_weights(
+    client: RouterClient, engines: Sequence[RunningEngine], turn: Turn
+) -> list[bool | None]:
     """Returns for each token whether the second engine's weights made it; None where both may have."""
     mine, other = [await _logprobs(client, engine, turn) for engine in engines]
     found: list[bool | None] = []
@@ -101,7 +115,7 @@ async def _true_weights(client: RouterClient, engines: Sequence[Engine], turn: T
     return found
 
 
-async def _logprobs(client: RouterClient, engine: Engine, turn: Turn) -> list[float]:
+async def _logprobs(client: RouterClient, engine: RunningEngine, turn: Turn) -> list[float]:
     """Returns the log-probability that an engine's weights give to each token of a turn."""
     tokens = [*turn.prompt, *turn.token_ids]
     body: dict[str, Any] = {"model": engine.control.model, "prompt": tokens, "max_tokens": 1}

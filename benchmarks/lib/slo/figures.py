@@ -44,7 +44,7 @@ class Served(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PolicyRun:
     """One policy on the same samples of the traffic as every other; lists are per repeat."""
 
     requests: Sequence[Sequence[Served]]
@@ -107,7 +107,7 @@ def _is_met(kind: str, r: Served, slo: SLO) -> bool:
     return r.is_complete and (latency_s is None or latency_s <= slo.tpot_s)
 
 
-def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> list[Figure]:
+def case_figures(case: str, runs: dict[str, PolicyRun], *, is_heavy: bool = False) -> list[Figure]:
     """Attainment, harvest and tail ratios of one workload. ``is_heavy``: serving takes most of the time."""
     dual, alone = runs[DUAL], runs[ALONE]
     figures = [
@@ -135,7 +135,7 @@ def case_figures(case: str, runs: dict[str, Run], *, is_heavy: bool = False) -> 
     return figures + invisible_figures(case, runs["idle only"], alone, runs.get(AGAIN))
 
 
-def deployment_figures(case: str, runs: dict[str, Run], ours: str, kind: str) -> list[Figure]:
+def deployment_figures(case: str, runs: dict[str, PolicyRun], ours: str, kind: str) -> list[Figure]:
     """An instance that has one objective, or is idle for most of the time. ``ours``: the policy for it."""
     run, alone = runs[ours], runs[ALONE]
     peers: dict[str, float | None] = {
@@ -156,7 +156,7 @@ def deployment_figures(case: str, runs: dict[str, Run], ours: str, kind: str) ->
 
 
 def attainment_figure(
-    name: str, runs: dict[str, Run], kind: str, slo: SLO | None = None, ours: str = DUAL
+    name: str, runs: dict[str, PolicyRun], kind: str, slo: SLO | None = None, ours: str = DUAL
 ) -> Figure:
     """The gate's, held against its target only where serving alone reaches it."""
     peers: dict[str, float | None] = {
@@ -167,7 +167,7 @@ def attainment_figure(
     return runs[ours].figure(name, value, "share", ">= 0.99" if is_reachable else None, peers)
 
 
-def invisible_figures(case: str, idle: Run, alone: Run, again: Run | None) -> list[Figure]:
+def invisible_figures(case: str, idle: PolicyRun, alone: PolicyRun, again: PolicyRun | None) -> list[Figure]:
     """The mode that harvests idle time only, beside what the noise does to the same ratio."""
     share = [h / f for h, f in zip(idle.harvest, idle.free, strict=True)]
     of_idle = median_figure(f"invisible_idle_fraction[{case}]", share, "of idle time", target=">= 0.95")
@@ -182,7 +182,7 @@ def invisible_figures(case: str, idle: Run, alone: Run, again: Run | None) -> li
     return [*figures, idle.marked(of_idle)]
 
 
-def tight_figures(case: str, runs: dict[str, Run], slo: SLO) -> list[Figure]:
+def tight_figures(case: str, runs: dict[str, PolicyRun], slo: SLO) -> list[Figure]:
     """A TPOT SLO of a few decode steps."""
     figures = [
         attainment_figure(f"tight_attainment[{kind}, {case}]", runs, kind, slo) for kind in ("ttft", "tpot")
@@ -192,7 +192,7 @@ def tight_figures(case: str, runs: dict[str, Run], slo: SLO) -> list[Figure]:
     return [*figures, dual.marked(harvest)]
 
 
-def frontier_figures(prefix: str, points: Sequence[Run], runs: dict[str, Run]) -> list[Figure]:
+def frontier_figures(prefix: str, points: Sequence[PolicyRun], runs: dict[str, PolicyRun]) -> list[Figure]:
     """Returns what each allowed TPOT buys, beside alternation. ``prefix``: of the case, e.g. "8B, "."""
     alone_s = runs[ALONE].pooled("tpot", 99)
     curve = [(p.pooled("tpot", 99) / alone_s, mean(p.harvest)) for p in points]
@@ -213,7 +213,7 @@ def frontier_figures(prefix: str, points: Sequence[Run], runs: dict[str, Run]) -
     return [*figures, runs[DUAL].figure(name, over, "more harvest", ">= 0", peers)]
 
 
-def dual_best_figures(prefix: str, points: Sequence[Run], runs: dict[str, Run]) -> list[Figure]:
+def dual_best_figures(prefix: str, points: Sequence[PolicyRun], runs: dict[str, PolicyRun]) -> list[Figure]:
     """The gate's tails over a single objective's, where its TPOT target gives it that one's harvest.
 
     ROSE Figure 9 compares at about equal rollout time; the gate's place on its frontier is a setting.
@@ -253,12 +253,12 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _p99_ratio(run: Run, alone: Run, kind: str) -> float:
+def _p99_ratio(run: PolicyRun, alone: PolicyRun, kind: str) -> float:
     return run.pooled(kind, 99) / alone.pooled(kind, 99)
 
 
 def p99_ratio_figure(
-    name: str, run: Run, alone: Run, kind: str, target: str | None, peers: dict[str, float | None]
+    name: str, run: PolicyRun, alone: PolicyRun, kind: str, target: str | None, peers: dict[str, float | None]
 ) -> Figure:
     """Returns the ratio of the pooled percentiles; the spread is over the repeats."""
     ratios = [ours / theirs for ours, theirs in zip(run.p99(kind), alone.p99(kind), strict=True)]

@@ -21,7 +21,7 @@ from rich.console import Console
 from lib.harness import median_figure
 from lib.load.traffic import SERVING_LOAD, window_runner
 from lib.slo.engines import LONG_STEP_ROLLOUTS, MIN_STEP_S, Look, SloEngines, shares
-from lib.slo.figures import AGAIN, ALONE, DUAL, Run, mean, p99_ratio_figure
+from lib.slo.figures import AGAIN, ALONE, DUAL, PolicyRun, mean, p99_ratio_figure
 from lib.slo.policies import IDLE, policy_table
 from rose.demo.plan import DemoOptions, DemoPlan
 from rose.demo.records import PhaseName
@@ -176,8 +176,8 @@ def _objectives(windows: Sequence[Window]) -> SLO:
     return SLO(ttft_s=OBJECTIVE_FACTOR * ttft_s, tpot_s=OBJECTIVE_FACTOR * tpot_s)
 
 
-def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> Run:
-    return Run(
+def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> PolicyRun:
+    return PolicyRun(
         requests=[window.requests for window in windows],
         slo=slo,
         harvest=[w.rollout_tokens / w.duration_s / rate for w, rate in zip(windows, rates, strict=True)],
@@ -187,7 +187,7 @@ def _run(windows: Sequence[Window], rates: Sequence[float], slo: SLO) -> Run:
 
 
 def _figures(
-    case: str, runs: dict[str, Run], in_steps: Sequence[float], of_default: dict[str, float | None]
+    case: str, runs: dict[str, PolicyRun], in_steps: Sequence[float], of_default: dict[str, float | None]
 ) -> list[Figure]:
     """``in_steps``: the part of each of the default mode's windows that was in rollout steps; ``of_default``:
     where the time of all of them went.

@@ -5,7 +5,7 @@ Owns their names. Runs nothing.
 
 from rich.table import Table
 
-from lib.slo.figures import Run, mean
+from lib.slo.figures import PolicyRun, mean
 from rose.types import GateMode
 
 IDLE = "idle only"
@@ -22,7 +22,7 @@ FEW = ("naive", "alternate", "dual")
 """Where the others would only repeat what they showed."""
 
 
-def policy_table(title: str, runs: dict[str, Run], notes: dict[str, str] | None = None) -> Table:
+def policy_table(title: str, runs: dict[str, PolicyRun], notes: dict[str, str] | None = None) -> Table:
     """One line per policy; ``notes``: what to say beside it."""
     table = Table(title=title)
     columns = (

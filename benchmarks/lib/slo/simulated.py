@@ -15,7 +15,7 @@ from sim.twin.traffic import RATES_RPS, sample
 from lib.slo.figures import (
     ALONE,
     DUAL,
-    Run,
+    PolicyRun,
     case_figures,
     deployment_figures,
     dual_best_figures,
@@ -135,11 +135,11 @@ class TwinBench:
 
     def run(
         self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool = True
-    ) -> Run:
+    ) -> PolicyRun:
         """Runs one policy over all samples."""
         outcomes = self._outcomes(pair, gate, samples, rollouts=rollouts)
         rates = zip(outcomes, self._rollouts_alone(pair), strict=True)
-        return Run(
+        return PolicyRun(
             requests=[outcome.requests for outcome in outcomes],
             slo=gate.slo,
             harvest=[outcome.generated_tokens / outcome.horizon_s / rate for outcome, rate in rates],
@@ -154,7 +154,7 @@ class TwinBench:
         slo: SLO | None = None,
         policies: Sequence[str] = tuple(MODES),
         deployment: Deployment = Deployment.COLLOCATED,
-    ) -> dict[str, Run]:
+    ) -> dict[str, PolicyRun]:
         gate = GateSettings(slo=slo if slo is not None else pair.slo, deployment=deployment)
         runs = {ALONE: self.run(pair, gate, samples, rollouts=False)}
         return runs | {name: self.run(pair, replace(gate, mode=MODES[name]), samples) for name in policies}
@@ -179,7 +179,7 @@ class TwinBench:
         self._print(case, runs)
         return tight_figures(case, runs, slo)
 
-    def _frontier(self, pair: Pair, runs: dict[str, Run]) -> list[Figure]:
+    def _frontier(self, pair: Pair, runs: dict[str, PolicyRun]) -> list[Figure]:
         """What each allowed TPOT buys at density 1; the gate beside single objectives at equal harvest."""
         samples = self.traffic(pair, 1.0)
         points = []
@@ -216,11 +216,11 @@ class TwinBench:
 
     # Tables -------------------------------------------------------------------------------------------
 
-    def _print(self, case: str, runs: dict[str, Run]) -> None:
+    def _print(self, case: str, runs: dict[str, PolicyRun]) -> None:
         self._console.print(policy_table(f"SIMULATED: {case}", runs))
 
 
-def trend_figures(pair: str, by_density: Sequence[dict[str, Run]]) -> list[Figure]:
+def trend_figures(pair: str, by_density: Sequence[dict[str, PolicyRun]]) -> list[Figure]:
     """Table 5: rollout time and tails grow with density, within the SLO."""
     first = by_density[0][DUAL]
     figures = []

@@ -123,14 +123,14 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def open(self, setup: Setup) -> "Run":
+    def open(self, setup: Setup) -> "SyncRun":
         """A run at version 0 in all followers; the link has no limit meanwhile."""
         self.link.unlimit()
         trainers = self._workers("trainer", TRAINER, setup.trainer_ranks)
         followers = self._workers("follower", SERVING, setup.followers)
         model = {"num_layers": self.num_layers, "serving_ranks": setup.serving_ranks}
         common = {"relays": self._relays(setup), "run": next(self._run_ids), **model}
-        run = Run(self.link, setup, trainers, followers, common)
+        run = SyncRun(self.link, setup, trainers, followers, common)
         names = [receiver_name(rank) for rank in range(setup.followers if setup.is_acknowledged else 0)]
         options = {"codec": setup.codec, "gbps": 1.0, "bucket_bytes": setup.bucket_bytes, "receivers": names}
         for rank, trainer in enumerate(trainers):
@@ -145,7 +145,7 @@ class Cluster:
             follower.answer()
         return run
 
-    def join(self, run: "Run") -> None:
+    def join(self, run: "SyncRun") -> None:
         """One follower starts now, takes the newest version, hashes all its bits anew, and leaves."""
         follower = self._start(SERVING, [sys.executable, str(WORKER), "follower"])
         follower.ask("open", rank=0, num_ranks=1, **run.opened)
@@ -190,7 +190,7 @@ class Cluster:
         return process
 
 
-class Run:
+class SyncRun:
     """One run's trainer ranks and followers, at the same version."""
 
     def __init__(

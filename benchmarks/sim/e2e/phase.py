@@ -16,7 +16,7 @@ from rose.scheduler.rollout.router_config import WorkerSpec
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.e2e.supply import Away, Supply
-from sim.rollout.engine import Engine, Run
+from sim.rollout.engine import RunningTurn, SimulatedEngine
 from sim.rollout.loop import HEARTBEAT_S, Simulation
 from sim.rollout.scenario import Scenario, Step
 
@@ -114,7 +114,7 @@ class RolloutPhase(Simulation):
                 url=f"http://{supply.kind}:{index + 1}", kind=supply.kind, gpus=self._scenario.gpus_per_engine
             )
             self._workers.add(Worker(spec, self._config))
-            self._engines[spec.id] = Engine(self._scenario, supply.kind is WorkerKind.SERVING)
+            self._engines[spec.id] = SimulatedEngine(self._scenario, supply.kind is WorkerKind.SERVING)
             self._busy_s[spec.id] = 0.0
             self._supplies[spec.id] = supply
             self._gates[spec.id] = RoutingGate()
@@ -180,7 +180,7 @@ class RolloutPhase(Simulation):
         self._began_s.setdefault(index, self._now_s)
         super()._start(index, step, place)
 
-    def _end_turn(self, engine: Engine, run: Run) -> None:
+    def _end_turn(self, engine: SimulatedEngine, run: RunningTurn) -> None:
         super()._end_turn(engine, run)
         trajectory = self._trajectories[run.trajectory]
         if trajectory.next_step < len(trajectory.steps):

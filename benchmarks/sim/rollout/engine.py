@@ -19,7 +19,7 @@ from sim.rollout.scenario import Scenario, Step
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RunningTurn:
     """A turn on an engine."""
 
     trajectory: int
@@ -33,7 +33,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Engine:
+class SimulatedEngine:
     """`advance` to a time before anything is changed at that time."""
 
     scenario: Scenario
@@ -44,8 +44,8 @@ class Engine:
     """Grows with every change, so that events foreseen before it can be told apart."""
     _tokens: float = 0.0
     """Tokens per decoding turn since the beginning."""
-    _prefills: list[Run] = field(default_factory=list)
-    _decodes: list[tuple[float, int, Run]] = field(default_factory=list)
+    _prefills: list[RunningTurn] = field(default_factory=list)
+    _decodes: list[tuple[float, int, RunningTurn]] = field(default_factory=list)
     _cache: OrderedDict[int, tuple[int, float]] = field(default_factory=OrderedDict)
     _cached_tokens: int = 0
     _running_tokens: int = 0
@@ -56,7 +56,7 @@ class Engine:
     def num_turns(self) -> int:
         return len(self._prefills) + len(self._decodes)
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunningTurn) -> None:
         self._prefills.append(run)
         self._running_tokens += run.prompt_tokens + run.step.generated_tokens
         self._cached_tokens -= self._cache.pop(run.trajectory, (0, 0.0))[0]  # it is in use now
@@ -90,7 +90,7 @@ class Engine:
             ends.append(max(0.0, self._decodes[0][0] - self._tokens) * step_s)
         return self.now_s + min(ends)
 
-    def take_ended(self) -> tuple[list[Run], list[Run]]:
+    def take_ended(self) -> tuple[list[RunningTurn], list[RunningTurn]]:
         """(turns whose prefill just ended, turns that just ended)."""
         prefilled, ended = [], []
         while self._prefills and self._prefills[0].missing_tokens <= 1e-6:
@@ -107,7 +107,7 @@ class Engine:
             self.version += 1
         return prefilled, ended
 
-    def stop(self) -> list[tuple[Run, int]]:
+    def stop(self) -> list[tuple[RunningTurn, int]]:
         """Ends every turn, with the tokens that it has generated, and drops the cache."""
         stopped = [(run, 0) for run in self._prefills]
         for ends_at_tokens, _, run in sorted(self._decodes, key=lambda entry: entry[:2]):

@@ -24,7 +24,7 @@ from rose.scheduler.rollout.turn.places import Places, Waiter
 from rose.scheduler.rollout.turn.trajectories import probably_cached
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
-from sim.rollout.engine import Engine, Run
+from sim.rollout.engine import RunningTurn, SimulatedEngine
 from sim.rollout.prompts import Prompts
 from sim.rollout.scenario import Scenario, Step, busy_fractions, trajectories
 
@@ -33,7 +33,7 @@ _MIN_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RolloutOutcome:
     """What one phase took."""
 
     makespan_s: float
@@ -86,7 +86,7 @@ class Simulation:
             telemetry_max_age_s=2.0 * HEARTBEAT_S,
         )
         self._workers = Members()
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, SimulatedEngine] = {}
         self._traffic: dict[str, Iterator[float]] = {}
         self._busy_s: dict[str, float] = {}
         self._add_engines(seed)
@@ -112,12 +112,12 @@ class Simulation:
         for index, kind in enumerate(kinds):
             spec = WorkerSpec(url=f"http://{kind}:{index + 1}", kind=kind, gpus=scenario.gpus_per_engine)
             self._workers.add(Worker(spec, self._config))
-            self._engines[spec.id] = Engine(scenario, kind is WorkerKind.SERVING)
+            self._engines[spec.id] = SimulatedEngine(scenario, kind is WorkerKind.SERVING)
             self._busy_s[spec.id] = 0.0
             if kind is WorkerKind.SERVING:
                 self._traffic[spec.id] = busy_fractions(scenario.traffic, index, seed)
 
-    def run(self) -> Outcome:
+    def run(self) -> RolloutOutcome:
         """Simulate until the last trajectory ends."""
         self._heartbeat()
         for index in range(self._num_at_start):
@@ -127,7 +127,7 @@ class Simulation:
             act()
         ends = [trajectory.ended_s for trajectory in self._trajectories]
         counts = self._counts
-        return Outcome(
+        return RolloutOutcome(
             makespan_s=max(ends),
             mean_trajectory_s=statistics.fmean(ends),
             generated_tokens=counts["generated"],
@@ -198,10 +198,10 @@ class Simulation:
         self._counts["context"] += prompt_tokens - step.new_prompt_tokens
         self._counts["prefilled"] += prompt_tokens - cached
         self._counts["serving"] += engine.is_serving
-        run = Run(index, step, place, self._now_s, float(prompt_tokens - cached), prompt_tokens)
+        run = RunningTurn(index, step, place, self._now_s, float(prompt_tokens - cached), prompt_tokens)
         self._change(worker_id, lambda engine: engine.start(run))
 
-    def _change(self, worker_id: str, change: Callable[[Engine], None]) -> None:
+    def _change(self, worker_id: str, change: Callable[[SimulatedEngine], None]) -> None:
         """Change an engine now and foresee its next end."""
         engine = self._engines[worker_id]
         engine.advance(self._now_s)
@@ -228,7 +228,7 @@ class Simulation:
             engine.version += 1  # a rounding error: look again
         self._foresee(worker_id)
 
-    def _end_turn(self, engine: Engine, run: Run) -> None:
+    def _end_turn(self, engine: SimulatedEngine, run: RunningTurn) -> None:
         trajectory, worker, generated = self._trajectories[run.trajectory], run.place.worker, run.step
         num_tokens = generated.generated_tokens
         worker.made_tokens(num_tokens, self._now_s, self._now_s - run.first_token_s)
@@ -254,6 +254,6 @@ class Simulation:
         self._placement.pump(self._now_s)
 
 
-def simulate(scenario: Scenario, policy: PlacementPolicy, seed: int) -> Outcome:
+def simulate(scenario: Scenario, policy: PlacementPolicy, seed: int) -> RolloutOutcome:
     """One phase of `scenario` under `policy`."""
     return Simulation(scenario, policy, seed).run()

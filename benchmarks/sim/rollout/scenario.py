@@ -32,7 +32,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class ServingShare:
     """How much of a serving GPU's time serving takes, as a fraction, second by second."""
 
     mean_busy: float = 0.45
@@ -78,7 +78,7 @@ class Scenario:
     """Groups differ: hard prompts have longer turns in all of their trajectories."""
     lease_s: float = 10.0
     turns_per_gpu: int = 16
-    traffic: Traffic = Traffic()
+    traffic: ServingShare = ServingShare()
 
     def with_serving(self, num_serving: int) -> "Scenario":
         return replace(self, num_serving=num_serving)
@@ -123,7 +123,7 @@ def _trajectory(scenario: Scenario, chance: random.Random, difficulty: float) ->
     return steps
 
 
-def busy_fractions(traffic: Traffic, gpu: int, seed: int) -> Iterator[float]:
+def busy_fractions(traffic: ServingShare, gpu: int, seed: int) -> Iterator[float]:
     """Serving's part of one GPU's time, for every second in turn."""
     chance = random.Random(f"traffic-{gpu}-{seed}")
     level = min(0.95, max(0.0, chance.gauss(traffic.mean_busy, traffic.gpu_spread)))
@@ -155,7 +155,7 @@ QWEN3_8B = Scenario(
     reply_tokens=Spread(mean=220.0, sigma=0.45),
     env_s=Spread(mean=1.4, sigma=0.8),
     max_turns=16,
-    traffic=Traffic(
+    traffic=ServingShare(
         mean_busy=0.32, gpu_spread=0.045, swing=0.10, memory_s=60.0, burst_every_s=167.0, burst_s=8.0
     ),
 )
@@ -179,7 +179,7 @@ QWEN3_32B = Scenario(
     env_s=Spread(mean=4.9, sigma=0.8),
     max_turns=26,
     difficulty_sigma=0.15,
-    traffic=Traffic(
+    traffic=ServingShare(
         mean_busy=0.45, gpu_spread=0.12, swing=0.15, memory_s=60.0, burst_every_s=235.0, burst_s=10.0
     ),
 )

@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,8 +57,6 @@ _PATIENCE_S = 5.0
 _EARNED_S = 0.02
 """The patience that comes back with each token that was taken. A long answer to a client that keeps up would
 otherwise use up all patience in waits of a millisecond."""
-_LINE_BYTES = 2**24
-"""A line of a stream holds one event, with the log-probabilities of a few tokens."""
 
 
 class _RouterLost(RoseError):
@@ -239,14 +237,15 @@ class TokenPlane(EngineCoreClient):
                 for output in outputs.take(msgspec.json.decode(await response.read())):
                     yield output
                 return
-            async for line in response.content:
-                if not line.startswith(_DATA) or line.startswith(_DONE, len(_DATA)):
-                    continue
-                event = msgspec.json.decode(line[len(_DATA) :])
-                if (error := error_of(event)) is not None:
-                    raise _http_error(*error)
-                for output in outputs.take(event):
-                    yield output
+            async with aclosing(_lines(response.content)) as lines:
+                async for line in lines:
+                    if not line.startswith(_DATA) or line.startswith(_DONE, len(_DATA)):
+                        continue
+                    event = msgspec.json.decode(line[len(_DATA) :])
+                    if (error := error_of(event)) is not None:
+                        raise _http_error(*error)
+                    for output in outputs.take(event):
+                        yield output
             if not outputs.is_finished:
                 raise _RouterLost(502, f"the stream of the router at {url} broke off; send it again")
 
@@ -275,7 +274,6 @@ class TokenPlane(EngineCoreClient):
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, socket_factory=_watched, ssl=self._trusts),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                read_bufsize=_LINE_BYTES,
             )
         return self._session
 
@@ -300,6 +298,32 @@ def _watched(address: aiohttp.AddrInfoType) -> socket.socket:
     for option in WATCHED:
         made.setsockopt(*option)
     return made
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
+    """Yields the whole lines. They are read as they come: when a connection breaks, aiohttp drops what nobody
+    has read. Raises: aiohttp.ClientError, after the last line."""
+    lines: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+
+    async def read() -> None:
+        rest = b""
+        try:
+            async for part in content.iter_any():
+                *whole, rest = (rest + part).split(b"\n")
+                for line in whole:
+                    lines.put_nowait(line)
+            lines.put_nowait(None)
+        except Exception as error:
+            lines.put_nowait(error)
+
+    reading = asyncio.create_task(read())
+    try:
+        while (line := await lines.get()) is not None:
+            if isinstance(line, Exception):
+                raise line
+            yield line
+    finally:
+        reading.cancel()
 
 
 def _http_error(status: int, message: str) -> GracefulHTTPError:

@@ -31,7 +31,7 @@ ENV_RETRY_S = 65.0
 """Ray answers with the same failure for a minute before it prepares an environment again."""
 
 
-class Moved(Exception):
+class NodeMoved(Exception):
     """Ray has moved a node between the creation of its part and its keeper's answer."""
 
 
@@ -77,7 +77,7 @@ class RayAttempt(AttemptThread):
         except Hung as error:
             self._write("", f"{error}\n".encode())
             return Ended(exit_status=-signal.SIGKILL, why=str(error))
-        except Moved:
+        except NodeMoved:
             lost = f"Ray moved nodes of {self._order.group} while the attempt started"
             return Ended(exit_status=-signal.SIGKILL, lost=lost)
         except (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.RayTaskError, ConfigError) as error:
@@ -120,7 +120,7 @@ class RayAttempt(AttemptThread):
         self._seats = seats
         at = {seat.node.name: seat.ray_node for seat in seats}
         if any(at[part.node] != part.ray_node for part in self._parts):
-            raise Moved
+            raise NodeMoved
         self._say([f"prepares {_describe(seat)}: packages and code" for seat in seats], runs=False)
         packed = self._packed
         code = ray.put(packed) if packed is not None else None

@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from sim.rollout.engine import Engine, Run
+from sim.rollout.engine import RunningTurn, SimulatedEngine
 from sim.rollout.loop import Simulation, simulate
-from sim.rollout.scenario import QWEN3_8B, Step, Traffic, busy_fractions, trajectories
+from sim.rollout.scenario import QWEN3_8B, ServingShare, Step, busy_fractions, trajectories
 
 from rose.scheduler.rollout.placing.views import Speed, TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
@@ -26,15 +26,15 @@ SMALL = replace(
 )
 
 
-def run(missing_tokens: float, generated_tokens: int) -> Run:
+def run(missing_tokens: float, generated_tokens: int) -> RunningTurn:
     config = RouterConfig()
     worker = Worker(WorkerSpec(url="http://w:1"), config)
     job = JobAccounts(config).get("job", 0.0)
     place = Place(worker, TurnView(session="t"), job, 0.0, missing_tokens, 0.0)
-    return Run(0, Step(0, generated_tokens, 0.0), place, 0.0, missing_tokens, int(missing_tokens))
+    return RunningTurn(0, Step(0, generated_tokens, 0.0), place, 0.0, missing_tokens, int(missing_tokens))
 
 
-def ends_s(engine: Engine, num_ends: int) -> list[float]:
+def ends_s(engine: SimulatedEngine, num_ends: int) -> list[float]:
     """When the next things end."""
     found: list[float] = []
     while len(found) < num_ends:
@@ -45,14 +45,14 @@ def ends_s(engine: Engine, num_ends: int) -> list[float]:
 
 
 def test_a_turn_alone_prefills_and_decodes_at_the_engines_speed() -> None:
-    engine = Engine(SMALL, is_serving=False)
+    engine = SimulatedEngine(SMALL, is_serving=False)
     engine.start(run(200, 10))
     prefill_s = 2 * (0.02 + 0.01)  # two chunks, each with a step's fixed part
     assert ends_s(engine, 2) == pytest.approx([prefill_s, prefill_s + 10 * 0.025])
 
 
 def test_half_a_gpu_takes_twice_as_long_from_the_moment_it_is_half() -> None:
-    engine = Engine(SMALL, is_serving=True)
+    engine = SimulatedEngine(SMALL, is_serving=True)
     engine.start(run(0, 100))
     engine.take_ended()
     engine.advance(1.0)
@@ -61,7 +61,7 @@ def test_half_a_gpu_takes_twice_as_long_from_the_moment_it_is_half() -> None:
 
 
 def test_a_prefill_slows_the_turns_beside_it_down() -> None:
-    engine = Engine(SMALL, is_serving=False)
+    engine = SimulatedEngine(SMALL, is_serving=False)
     engine.start(run(0, 10))
     engine.take_ended()
     engine.start(run(300, 1000))
@@ -71,7 +71,7 @@ def test_a_prefill_slows_the_turns_beside_it_down() -> None:
 
 
 def test_the_cache_keeps_what_fits_and_on_serving_gpus_for_the_lease() -> None:
-    engine = Engine(replace(SMALL, serving_kv_tokens=100, lease_s=10.0), is_serving=True)
+    engine = SimulatedEngine(replace(SMALL, serving_kv_tokens=100, lease_s=10.0), is_serving=True)
     for trajectory, tokens in ((1, 60), (2, 30), (1, 70)):
         engine.keep(trajectory, tokens)
     assert [engine.cached_tokens(i) for i in (1, 2, 3)] == [70, 30, 0]
@@ -133,7 +133,7 @@ def test_workers_may_tell_anything_of_their_share(tell: Callable[[float], float]
 
 
 def test_traffic_has_the_mean_it_was_given_and_bursts() -> None:
-    traffic = Traffic(mean_busy=0.4, gpu_spread=0.0, swing=0.1)
+    traffic = ServingShare(mean_busy=0.4, gpu_spread=0.0, swing=0.1)
     seconds = [busy for gpu in range(20) for busy in islice(busy_fractions(traffic, gpu, 1), 600)]
     quiet = [busy for busy in seconds if busy < 0.97]
     assert sum(quiet) / len(quiet) == pytest.approx(0.4, abs=0.05)

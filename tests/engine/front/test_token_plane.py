@@ -34,12 +34,15 @@ PROMPT = [1, 2, 3]
 NOWHERE = f"http://127.0.0.1:{free_port()}"
 
 
-async def answer(urls: Sequence[str], **params: Any) -> list[int]:
+async def answer(urls: Sequence[str], first_takes_s: float = 0.0, **params: Any) -> list[int]:
     """Returns the tokens that a front hands on."""
-    plane = TokenPlane(urls, "scripted", None)
+    plane, tokens = TokenPlane(urls, "scripted", None), list[int]()
     try:
-        outputs = plane._answer(request_of(**params), {})
-        return [token async for output in outputs for token in output.new_token_ids]
+        async for output in plane._answer(request_of(**params), {}):
+            if not tokens:
+                await asyncio.sleep(first_takes_s)
+            tokens += output.new_token_ids
+        return tokens
     finally:
         await plane._close()
 
@@ -67,6 +70,16 @@ async def test_a_chats_turn_goes_on_at_the_next_router_behind_the_tokens_that_ar
     ):
         assert await answer([NOWHERE, dying.url, router.url]) == expected_tokens(PROMPT, 8)
         assert dying.has_cut
+        assert [len(sent["prompt"]) for sent in worker.requests] == [3, 6]
+
+
+async def test_tokens_that_arrived_before_their_router_died_are_not_made_again_for_a_slow_client() -> None:
+    async with (
+        ScriptedWorker() as worker,
+        running_router(worker.url) as router,
+        CuttingProxy(router.url, 3) as dying,
+    ):
+        assert await answer([dying.url, router.url], first_takes_s=1.0) == expected_tokens(PROMPT, 8)
         assert [len(sent["prompt"]) for sent in worker.requests] == [3, 6]
 
 
