@@ -29,7 +29,7 @@ from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.vllm
 RUNS = {"math": "math-1", "code": "code-1", "odd": "odd-1"}
-WEIGHTS_S = 8.0
+WEIGHTS_S = 60.0
 
 
 class Fleet:

@@ -100,7 +100,11 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
     pool = {"name": f"ray-{os.getpid()}", "num_slabs": 24, "slab_bytes": 1 << 20, "headroom_slabs": 4}
     node = {"config": {"pool": pool, "engines": [{**engine, "vllm_args": vllm_args}]}}
     file = config_file(
-        name="all", strategy="STRICT_SPREAD", relay={}, router={"config": {"port": 0}}, nodes=[node]
+        name="all",
+        strategy="STRICT_SPREAD",
+        relay={"capacity_bytes": 64 << 20},
+        router={"config": {"port": 0}},
+        nodes=[node],
     )
     endpoints = services.up(load_yaml(file, RayConfig), keys={}, is_insecure=True)
     try:
@@ -140,7 +144,7 @@ def test_a_process_ends_with_its_actor_and_the_status_says_so(
     address: str, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(services, "connect", lambda _address: None)  # this process has joined already
-    file = config_file(name="one", relay={}, router=None)
+    file = config_file(name="one", relay={"capacity_bytes": 64 << 20}, router=None)
     assert main(["up", str(file), "--address", address, "--insecure"]) == 0
     try:
         endpoints = json.loads(capsys.readouterr().out)
@@ -162,7 +166,11 @@ def test_a_service_that_does_not_start_takes_the_others_down_and_shows_its_log(
 ) -> None:
     pool = {"name": "broken", "num_slabs": 4, "headroom_slabs": 1}
     engine = {"model": "/no/such/model", "role": "rollout", "port": free_port()}
-    file = config_file(name="broken", relay={}, nodes=[{"config": {"pool": pool, "engines": [engine]}}])
+    file = config_file(
+        name="broken",
+        relay={"capacity_bytes": 64 << 20},
+        nodes=[{"config": {"pool": pool, "engines": [engine]}}],
+    )
     with pytest.raises(WorkerError, match="/no/such/model"):
         services.up(load_yaml(file, RayConfig), keys={}, is_insecure=True)
     assert services.status("broken") == {} and services.num_placed("broken") == 0
