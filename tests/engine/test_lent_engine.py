@@ -117,11 +117,11 @@ class Jobs:
 
 
 @asynccontextmanager
-async def jobs_of(fleet: Fleet) -> AsyncIterator[Jobs]:
+async def jobs_of(fleet: Fleet, weights_s: float = WEIGHTS_S) -> AsyncIterator[Jobs]:
     declared = {job: {"key": f"key-of-{job}", "run_id": run, "model": "tiny"} for job, run in RUNS.items()}
     spec = WorkerSpec(url=fleet.engine.url, kind=WorkerKind.SERVING)
     async with (
-        running_router(spec, jobs=declared, weights_s=WEIGHTS_S, lost_after_s=20) as router,
+        running_router(spec, jobs=declared, weights_s=weights_s, lost_after_s=20) as router,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http,
     ):
         (worker,) = router.plane.registry.workers()
@@ -140,7 +140,7 @@ def of_code(stock: StockAnswers, index: int = 0) -> tuple[list[int], list[float]
 
 
 async def test_base_weights_answer_no_turn_of_a_run_of_another_architecture(fleet: Fleet) -> None:
-    async with jobs_of(fleet) as jobs:
+    async with jobs_of(fleet, weights_s=8.0) as jobs:
         refused = await jobs.ask("odd", probes()[0])
         assert refused["status"] == 503
         assert "run odd-1 is of another architecture than this engine's model" in refused["error"]["message"]
