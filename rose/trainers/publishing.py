@@ -4,7 +4,6 @@ Needs only transformers.
 """
 
 import time
-from concurrent.futures import Future
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -22,7 +21,7 @@ class PublishWeights(TrainerCallback):
     ``every_s``: steps within so many seconds become one version. The last steps always become one.
     ``num_workers``: the number of workers, whichever they are, that must run a version before training goes
     on. Workers that die are not waited for, because the router gives turns only to the newest version. With
-    0, rollouts may lag behind by some steps, and the next step runs while a version is sent.
+    0, rollouts may lag behind by some steps.
     """
 
     def __init__(
@@ -32,7 +31,8 @@ class PublishWeights(TrainerCallback):
         ack_timeout_s: float = ACK_TIMEOUT_S,
         every_s: float = 0.0,
     ) -> None:
-        self._sent: Future[SyncReport] | None = None
+        self.report: SyncReport | None = None
+        """What the last publish sent; None until the first one."""
         self._publisher = publisher
         self._num_workers = num_workers
         self._ack_timeout_s = ack_timeout_s
@@ -58,28 +58,14 @@ class PublishWeights(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Publishes the steps that are not in a version yet, and returns when the last version is sent.
-
-        Raises: RelayError, WorkerError.
-        """
+        """Publishes the steps that are not in a version yet. Raises: RelayError, WorkerError."""
         if self._is_behind:
             self._publish()
-        if self._sent is not None:
-            self._sent.result()
-
-    @property
-    def report(self) -> SyncReport | None:
-        """What the last publish sent, once all is sent; None before the first one. Raises: RelayError."""
-        return self._sent.result() if self._sent is not None else None
 
     def _publish(self) -> None:
         self._is_behind, self._due_s = False, time.monotonic() + self._every_s
-        if self._sent is not None:
-            self._sent.result()  # a relay that is lost ends the training
-        self._sent = self._publisher.publish_async()
-        if not self._num_workers:
-            return
-        number = self._sent.result().version.number
+        self.report = self._publisher.publish()
+        number = self.report.version.number
         deadline_s = time.monotonic() + self._ack_timeout_s
         while self._num_acked(number) < self._num_workers:
             if time.monotonic() >= deadline_s:
@@ -90,4 +76,4 @@ class PublishWeights(TrainerCallback):
             time.sleep(_ACK_POLL_S)
 
     def _num_acked(self, number: int) -> int:
-        return sum(acked >= number for acked in self._publisher.acked().values())
+        return sum(acked >= number for acked in self._publisher.acked().values()) if self._num_workers else 0
