@@ -24,6 +24,7 @@ from rose.jobs.serve import START_S, ScheduledNode, cache_root, joined
 from rose.node.processes import LOG_TAIL_LINES
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Status, Submit
+from rose.scheduler.runtime.channel.redis_streams import remove_channel
 from rose.scheduler.runtime.job.profile import (
     JobProfile,
     MemorySample,
@@ -79,6 +80,8 @@ def measure(
                     return run.to_the_end(timeout_s)
         finally:
             node.stop()
+            if redis is not None:
+                remove_channel(channel)
             job_log = folder / "logs" / f"{spec.name}.log"
             if job_log.exists():
                 shutil.move(job_log, log)

@@ -154,7 +154,7 @@ class RayAttempt(AttemptThread):
         for spot in spots[:1] if self._spec.launch is Launch.ONCE else spots:
             options: dict[str, Any] = {
                 "name": part_name(self._order, spot),
-                "lifetime": "detached",
+                "lifetime": self._setup.groups.lifetime,
                 "num_cpus": 0,
                 "max_concurrency": 2,
                 "scheduling_strategy": spot.strategy,

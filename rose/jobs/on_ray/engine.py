@@ -79,7 +79,7 @@ class RayEngine:
             self._nodes = RayNodes(self._spec, limits, describe_self(self._channel), namespace, self._wait)
             check_channel(self._channel, self._nodes.addresses())
             self._wait("the jobs that an earlier scheduler has left to answer", JOIN_S + self._spec.hung_s)
-            groups = GroupNodes(self._spec, root)
+            groups = GroupNodes(self._spec, root, "detached" if self.outlives else None)
             self._setup = AttemptSetup(
                 nodes=self._nodes,
                 groups=groups,

@@ -80,10 +80,12 @@ class View:
 class GroupNodes:
     """All groups' nodes on one Ray cluster."""
 
-    def __init__(self, spec: RayClusterSpec, root: str) -> None:
-        """root: begins the names of this scheduler's placement groups."""
+    def __init__(self, spec: RayClusterSpec, root: str, lifetime: str | None = "detached") -> None:
+        """root: begins the names of this scheduler's placement groups. lifetime: as Ray takes it; None has
+        them end with this process."""
         self._spec = spec
         self._root = root
+        self.lifetime = lifetime
         self._lock = threading.RLock()
         self._groups: dict[str, list[_Placed]] = {}
         self._users: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -219,7 +221,7 @@ class GroupNodes:
             bundles = [self._spec.bundle(node) for node in missing]
             strategy = placement.value.upper().replace("-", "_")
             name = f"{self._root}/{group}/{'+'.join(missing)}/{uuid.uuid4().hex[:8]}"
-            made = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
+            made = placement_group(bundles, strategy=strategy, name=name, lifetime=self.lifetime)
             placed.append(_Placed(nodes=missing, name=name, pg=made))
         spots = {}
         for each in placed:
@@ -253,7 +255,7 @@ class GroupNodes:
             bundle = dict(self._spec.bundle(spot.node))
             options = {
                 "name": f"keeper/{placed.name}/{spot.node}/{uuid.uuid4().hex[:8]}",
-                "lifetime": "detached",
+                "lifetime": self.lifetime,
                 "num_cpus": bundle.pop("CPU", 0),
                 "num_gpus": bundle.pop("GPU", 0),
                 "resources": bundle,

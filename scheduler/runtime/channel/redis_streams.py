@@ -248,6 +248,14 @@ class RedisClient:
             raise ConnectionError(f"{self._keys.server}: {error}") from error
 
 
+def remove_channel(url: str) -> None:
+    """Removes all that a channel holds in its Redis, for a channel that nobody will use again."""
+    keys = _Keys(url)
+    connection = keys.connection()
+    with contextlib.suppress(redis.RedisError), contextlib.closing(connection):
+        connection.delete(keys.owner, keys.rows, keys.events, keys.calls)
+
+
 def _host() -> str:
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 

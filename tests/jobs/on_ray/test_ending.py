@@ -97,6 +97,8 @@ class Nodes:
 class Groups:
     """Notes who has left."""
 
+    lifetime = "detached"
+
     def __init__(self, seat: Exception | None = None) -> None:
         self.left: list[str] = []
         self._seat = seat
