@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from served_cluster import ServedCluster, kill, wait_until
 
 from rose.engine.http.leases import Leases
 from rose.node.processes import ServerProcess
@@ -19,7 +20,6 @@ from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Cancel
 from tests.commands import rose
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
-from tests.scheduler.runtime.served_cluster import ServedCluster, kill, wait_until
 
 ADMIN_KEY = "the-admin"
 JOB = Path(__file__).parents[1] / "borrowing_job.py"

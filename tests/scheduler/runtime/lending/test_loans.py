@@ -4,10 +4,10 @@ import itertools
 from typing import Any
 
 import pytest
+from lone_scheduler import Scheduler
 
 from rose.scheduler.runtime.channel.messages import Answer, Cancel, Exited, Hello, SchedulerMessage, Start
 from rose.scheduler.runtime.lending.loans import Loan, RouterNews
-from tests.scheduler.runtime.lone_scheduler import Scheduler
 
 URL = "http://router:8100"
 
