@@ -169,8 +169,8 @@ class RelayWeights:
 
     @property
     def version(self) -> WeightVersion | None:
-        """The version that was published last."""
-        return self._publisher.version if self._publisher is not None else None
+        """The version that was published last, once all of it is sent. Raises: RelayError."""
+        return self._sent.result().version if self._sent is not None else None
 
     def init_weight_transfer(self) -> None:
         """Does nothing: there is no group to join."""

@@ -102,7 +102,7 @@ def test_services_are_spread_over_the_nodes_and_serve_turns_without_ray(
     file = config_file(
         name="all",
         strategy="STRICT_SPREAD",
-        relay={"capacity_bytes": 64 << 20},
+        relay={"config": {"capacity_bytes": 64 << 20}},
         router={"config": {"port": 0}},
         nodes=[node],
     )
@@ -144,7 +144,7 @@ def test_a_process_ends_with_its_actor_and_the_status_says_so(
     address: str, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(services, "connect", lambda _address: None)  # this process has joined already
-    file = config_file(name="one", relay={"capacity_bytes": 64 << 20}, router=None)
+    file = config_file(name="one", relay={"config": {"capacity_bytes": 64 << 20}}, router=None)
     assert main(["up", str(file), "--address", address, "--insecure"]) == 0
     try:
         endpoints = json.loads(capsys.readouterr().out)
@@ -168,7 +168,7 @@ def test_a_service_that_does_not_start_takes_the_others_down_and_shows_its_log(
     engine = {"model": "/no/such/model", "role": "rollout", "port": free_port()}
     file = config_file(
         name="broken",
-        relay={"capacity_bytes": 64 << 20},
+        relay={"config": {"capacity_bytes": 64 << 20}},
         nodes=[{"config": {"pool": pool, "engines": [engine]}}],
     )
     with pytest.raises(WorkerError, match="/no/such/model"):
