@@ -117,10 +117,13 @@ class RealEngine:
         return [json.loads(line) for line in lines]
 
     def start_requests(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, model: str = "tiny"
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, model: str = "tiny", **options: Any
     ) -> list[Future[Answer]]:
         """All at once, each in a thread."""
-        return [self._threads.submit(self.complete, prompt, max_tokens, model=model) for prompt in prompts]
+        return [
+            self._threads.submit(self.complete, prompt, max_tokens, model=model, **options)
+            for prompt in prompts
+        ]
 
     # ROSE's routes ------------------------------------------------------------------------------------
 
