@@ -133,7 +133,9 @@ def test_all_ranks_answer_as_stock_vllm_while_slabs_and_grants_pass_in_both_pool
             replicas.begin_rl_step()
             prompts = {role: wave_prompts(role, wave % MIN_WAVES) for role in Role}
             # vLLM balances the first waves. Then each rank has all of a wave, so that its pool is too small.
-            on = {"headers": {"X-data-parallel-rank": str(wave // 2 % 2)}} if wave >= MIN_WAVES else {}
+            on: dict[str, Any] = (
+                {"headers": {"X-data-parallel-rank": str(wave // 2 % 2)}} if wave >= MIN_WAVES else {}
+            )
             requests = {Role.ROLLOUT: rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS, **on)}
             replicas.wait_for_rollouts(requests[Role.ROLLOUT])
             requests[Role.SERVING] = serving.start_requests(prompts[Role.SERVING], SERVING_TOKENS, **on)
