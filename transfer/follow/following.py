@@ -113,7 +113,8 @@ class Subscriber:
         return any(delivery.is_wanted for delivery in self._deliveries)
 
     def _look(self, now_s: float) -> None:
-        was_due, num_wants = self._is_due, self._num_wants
+        num_wants = self._num_wants  # who wants it from here on is for the next look
+        was_due = num_wants > self._num_looked
         try:
             is_read = any(delivery.reads_mirror(now_s) for delivery in self._deliveries)
             try:

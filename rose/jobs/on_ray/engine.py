@@ -1,8 +1,7 @@
 """The engine of a runner whose jobs run on a Ray cluster.
 
 Owns the jobs' logs on this host, to which all nodes' output is copied, and what the scheduler is told of the
-cluster's nodes. Jobs go on when this process ends, and the next one adopts them. Profiled
-jobs end with it.
+cluster's nodes. Jobs go on when this process ends, and the next one adopts them. Profiled jobs end with it.
 """
 
 import io

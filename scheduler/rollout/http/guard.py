@@ -13,7 +13,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -92,21 +92,23 @@ class Guard:
         keys = [self._config.admin_key]
         if request.path.startswith(_MEMBER_PATH):
             keys.append(self._config.member_key)
-        known, given = [key.encode() for key in keys if key is not None], bearer(request).encode()
-        return not known or any([hmac.compare_digest(given, key) for key in known])
+        return not any(keys) or _holds_one_of(request, keys)
+
+    @property
+    def _has_keys(self) -> bool:
+        """Whether any key but the admin's is set."""
+        return self._callers.have_keys or self._config.has_keys
 
     def _is_over(self, request: web.Request) -> bool:
         """Whether the connection is one that is kept for admins, and the request is none of theirs."""
         protocol = request.protocol
         if not isinstance(protocol, ClientConnection) or not protocol.is_for_admins:
             return False
-        return not request.path.startswith(_ADMIN_PATHS) or self._is_without_admin(request)
-
-    def _is_without_admin(self, request: web.Request) -> bool:
-        """Whether the request proves no right of an admin or a member, where clients need a key."""
-        has_keys = self._callers.have_keys or self._config.has_keys
-        keys = [self._config.admin_key, self._config.member_key]
-        return not self._is_allowed(request) or (has_keys and bearer(request) not in keys)
+        if not request.path.startswith(_ADMIN_PATHS) or not self._is_allowed(request):
+            return True
+        return self._has_keys and not _holds_one_of(
+            request, [self._config.admin_key, self._config.member_key]
+        )
 
     def _is_too_late(self, request: web.Request) -> bool:
         """Whether the request is new work while draining; a front's turn is part of what was accepted."""
@@ -120,8 +122,7 @@ class Guard:
         config = self._config
         is_change = request.path.startswith(_ADMIN_PATHS) and request.method != "GET"
         has_own_key = request.path.startswith(_MEMBER_PATH) and config.member_key is not None
-        has_keys = self._callers.have_keys or config.has_keys
-        return is_change and has_keys and config.admin_key is None and not has_own_key
+        return is_change and self._has_keys and config.admin_key is None and not has_own_key
 
     async def drain(self) -> None:
         """Refuses new work and waits for the requests in flight, at most `drain_s`."""
@@ -130,6 +131,12 @@ class Guard:
         while self._num_active and time.monotonic() < until:
             await asyncio.sleep(0.05)
         logger.info("drained left=%d", self._num_active)
+
+
+def _holds_one_of(request: web.Request, keys: Sequence[str | None]) -> bool:
+    """Whether the request gives one of the keys that are set. Takes as long whichever it is."""
+    given = bearer(request).encode()
+    return any([hmac.compare_digest(given, key.encode()) for key in keys if key is not None])
 
 
 class ClientConnection(web.RequestHandler):
