@@ -167,7 +167,7 @@ def _train(args: argparse.Namespace, stack: ExitStack) -> None:
     # This joins the trainer's other processes, if there are any, and chooses this one's GPU.
     hung = timedelta(seconds=HUNG_S)
     is_first = PartialState(cpu=not torch.cuda.is_available(), timeout=hung).is_main_process
-    stack.callback(Ranks.part)
+    stack.enter_context(Ranks.parting("fine-tune"))
     loaded = load(args)
     if args.output is not None and is_first:
         stack.callback(save, loaded, args.output)  # runs after everything that is added below has ended
