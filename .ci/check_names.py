@@ -87,7 +87,8 @@ def _followed(path: str) -> str:
 def missing(known: Known, text: str) -> Iterator[str]:
     """The names in `text` that do not exist."""
     for found in _FILE.finditer(text):
-        if not found[1].startswith(_OUTER_FOLDERS) and not known.has_file(re.sub(r"^(\.\.?/)+", "", found[1])):
+        inner = re.sub(r"^(\.\.?/)+", "", found[1])
+        if not found[1].startswith(_OUTER_FOLDERS) and not known.has_file(inner):
             yield found[1]
     for found in _MODULE.finditer(text):
         if found[0].rpartition(".")[2] not in ("py", "md", "so", "pth") and not known.has_module(found[0]):
