@@ -63,6 +63,7 @@ def test_every_command_refuses_an_unknown_flag_in_one_line(name: str) -> None:
     assert_refused(result)
 
 
+@pytest.mark.slow
 def test_every_flag_and_argument_says_what_it_is() -> None:
     silent = []
     for path in (each for part in ("rose", "scheduler", "transfer") for each in (ROOT / part).rglob("*.py")):

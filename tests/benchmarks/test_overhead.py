@@ -1,6 +1,7 @@
 """What bench_overhead makes of slices: rare costs count in full."""
 
 import numpy as np
+import pytest
 from bench_overhead import ROSE, STOCK, Block, _figures, _Slice
 
 
@@ -17,6 +18,7 @@ def blocks(*, rare_factor: float, rare_share: float) -> list[Block]:
     return [[{STOCK: one(1.0), ROSE: one(rare_factor)} for _ in range(2)] for _ in range(100)]
 
 
+@pytest.mark.slow
 def test_rare_costs_are_in_the_figures_that_have_targets() -> None:
     found = {
         figure.name: figure
@@ -26,6 +28,7 @@ def test_rare_costs_are_in_the_figures_that_have_targets() -> None:
     assert (found["idle_overhead_tpot_p99"].value or 0) > 0.2
 
 
+@pytest.mark.slow
 def test_an_engine_that_costs_nothing_is_within_the_interval() -> None:
     for figure in _figures(blocks(rare_factor=1.0, rare_share=0.0), np.random.default_rng(0)):
         assert figure.spread is not None and figure.spread[0] <= 0.0 <= figure.spread[1]

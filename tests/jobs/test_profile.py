@@ -149,6 +149,7 @@ def test_a_signal_ends_the_job_as_well(tmp_path: Path) -> None:
     assert not (tmp_path / "job.profiled.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     job = write_job(tmp_path, command=["./train.sh"])
     with pytest.raises(ProfileError, match=r"status 127(?s:.*)can't start \['./train.sh'\]: .*No such file"):

@@ -154,6 +154,7 @@ def frames_of(url: str, version: int, base: int | None) -> int:
         return sum(len(stored(relay, name)) for name in names if bucket_of(name) is not None)
 
 
+@pytest.mark.slow
 def test_a_late_joiner_starts_from_the_frames_of_a_dense_version(
     relays: list[RelayProcess],
     weights: Weights,

@@ -200,6 +200,7 @@ def test_a_mirror_that_a_worker_holds_stays_where_there_is_no_memory_for_another
         assert worker.waits_s[0] == 0, "the first answer is waited for"
 
 
+@pytest.mark.slow
 def test_two_runs_that_come_at_once_do_not_take_the_same_memory(
     embedded_url: str,
     worker: LoadingWorker,
@@ -231,6 +232,7 @@ def test_two_runs_that_come_at_once_do_not_take_the_same_memory(
         other.stop()
 
 
+@pytest.mark.slow
 def test_a_worker_that_started_again_holds_no_mirror(
     embedded_url: str,
     worker: LoadingWorker,

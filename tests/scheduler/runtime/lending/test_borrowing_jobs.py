@@ -104,6 +104,7 @@ def lending_cluster(folder: Path, router: Router) -> ServedCluster:
     return ServedCluster(folder, pools={"serving_gpus": 2}, router={"url": router.url})
 
 
+@pytest.mark.slow
 def test_the_turns_of_a_job_reach_a_lent_gpu_with_the_jobs_own_weights(
     tmp_path: Path, router: Router
 ) -> None:
@@ -128,6 +129,7 @@ def test_the_turns_of_a_job_reach_a_lent_gpu_with_the_jobs_own_weights(
         assert cluster.status()["router"] == {"url": router.url, "problem": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [False], indirect=True, ids=["forgets"])
 def test_a_router_that_is_away_stops_no_job_and_is_told_everything_when_it_is_back(
     tmp_path: Path, router: Router
@@ -149,6 +151,7 @@ def test_a_router_that_is_away_stops_no_job_and_is_told_everything_when_it_is_ba
         assert "borrowed GPUs" not in cluster.command("status").stdout
 
 
+@pytest.mark.slow
 def test_no_job_is_left_at_the_router_if_it_ends_while_router_and_scheduler_are_away(
     tmp_path: Path, router: Router
 ) -> None:
