@@ -58,8 +58,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         prompt = columns.pop("prompt", None)
         if not isinstance(prompt, str) or not prompt.strip():
             raise ConfigError(
-                f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each line "
-                'is {"prompt": ...}, a text, and whatever else the reward needs'
+                f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each "
+                'line is {"prompt": ...}, a text, and whatever else the reward needs'
             )
         if taken := sorted({*columns} & _TAKEN):
             raise ConfigError(

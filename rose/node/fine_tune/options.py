@@ -91,8 +91,8 @@ class FineTuneOptions(Section):
             )
         elif self.answer_tokens >= self.tokens:
             raise ValueError(
-                f"{flag('answer_tokens')} {self.answer_tokens} leaves no token for prompts: use less, or raise "
-                f"{flag('tokens')} {self.tokens}"
+                f"{flag('answer_tokens')} {self.answer_tokens} leaves no token for prompts: use less, or "
+                f"raise {flag('tokens')} {self.tokens}"
             )
         return self
 
@@ -136,8 +136,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--fine-tune",
         metavar="DATA",
         help='a file of JSON lines, {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., '
-        '"chosen": ..., "rejected": ...}, or {"prompt": ...} with --fine-tune-reward: the model is trained on '
-        "them while it serves, and its new weights go live in the engine",
+        '"chosen": ..., "rejected": ...}, or {"prompt": ...} with --fine-tune-reward: the model is trained '
+        "on them while it serves, and its new weights go live in the engine",
     )
     for name, (metavar, note) in HELP.items():
         default = FineTuneOptions.model_fields[name].default

@@ -1,5 +1,5 @@
-"""The trainer behind `rose serve --fine-tune`: transformers' Trainer, or TRL's for preferences and rewards, as a
-guest of the serving engine.
+"""The trainer behind `rose serve --fine-tune`: transformers' Trainer, or TRL's for preferences and rewards,
+as a guest of the serving engine.
 
 `python -m rose.trainers.fine_tune.command --model MODEL --data FILE --pool NAME --relay URL --run RUN ...`
 

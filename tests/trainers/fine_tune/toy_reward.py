@@ -1,4 +1,4 @@
-"""A reward function of TRL, named by ``--fine-tune-reward tests.trainers.fine_tune.toy_reward:wanted_words``."""
+"""A reward function of TRL, for ``--fine-tune-reward tests.trainers.fine_tune.toy_reward:wanted_words``."""
 
 from statistics import fmean
 from typing import Any
