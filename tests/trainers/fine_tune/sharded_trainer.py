@@ -1,5 +1,5 @@
-"""One rank of a trainer whose weights are sharded (FSDP), which trains alone and then as a guest, and compares
-the shards.
+"""One rank of a trainer with sharded weights (FSDP), which trains alone and then as a guest, and compares the
+shards.
 
 `python sharded_trainer.py POOL FOLDER VERSION`, with torchrun's environment; VERSION is that of FSDP.
 """
