@@ -1,7 +1,8 @@
 """One rank of a trainer with sharded weights (FSDP), which trains alone and then as a guest, and compares the
 shards.
 
-`python sharded_trainer.py POOL FOLDER VERSION`, with torchrun's environment; VERSION is that of FSDP.
+`python sharded_trainer.py POOL FOLDER VERSION`, with torchrun's environment; VERSION is that of FSDP. The loop
+is torch's own, as transformers' Trainer shards on GPUs only.
 """
 
 import json
@@ -11,71 +12,87 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerControl, TrainerState, TrainingArguments
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from rose.arguments import run_command
-from rose.trainers.fine_tune import ranks
 from rose.trainers.fine_tune.callback import SlackCallback
-from rose.trainers.fine_tune.sequences import padded
 
-ROWS = [
-    {"input_ids": list(range(start, start + 8)), "labels": list(range(start, start + 8))}
-    for start in range(4, 20)
-]
+STEPS = 3
 
 
-def trained(folder: Path, version: int, callbacks: list[Any]) -> dict[str, torch.Tensor]:
-    """Returns this rank's shards."""
+def sharded(version: str) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=2,
-            max_steps=3,
-            learning_rate=1e-2,
-            use_cpu=True,
-            ddp_backend="gloo",
-            ddp_timeout=60,
-            bf16=False,
-            fsdp=True,
-            fsdp_config={"version": version, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-        ),
-        train_dataset=ROWS,
-        data_collator=lambda batch: padded(batch, 0),
-        callbacks=callbacks,
-    )
-    trainer.train()
-    shards = dict(trainer.model_wrapped.named_parameters())
-    assert (
-        sum(shard.numel() for shard in map(local, shards.values()))
-        < Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).num_parameters()
-    ), "nothing is sharded"
-    return {name: local(shard).detach().clone() for name, shard in shards.items()}
+    whole = sum(weight.numel() for weight in model.parameters())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if version == "1":
+        policy = ModuleWrapPolicy({Qwen3DecoderLayer})
+        model = FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            auto_wrap_policy=policy,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    assert sum(weight.numel() for weight in shards(model).values()) < 0.6 * whole
+    return model
 
 
-def local(shard: Any) -> torch.Tensor:
-    tensor: torch.Tensor = shard.to_local() if hasattr(shard, "to_local") else shard
-    return tensor
+def shards(model: Any) -> dict[str, torch.Tensor]:
+    """This rank's parts of the weights."""
+    found = {}
+    for name, weight in model.named_parameters():
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        found[name] = local.detach().clone()
+    return found
+
+
+def trained(folder: Path, version: str, slack: SlackCallback | None) -> dict[str, torch.Tensor]:
+    model = sharded(version)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    events: tuple[Any, ...] = (args, TrainerState(), TrainerControl())
+    if slack is not None:
+        slack.on_train_begin(*events, model=model, optimizer=optimizer)
+    before = shards(model)
+    for step in range(STEPS):
+        start = 4 + 8 * (2 * step + dist.get_rank())
+        tokens = torch.arange(start, start + 8)[None]
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if slack is not None:
+            slack.on_optimizer_step(*events)
+        optimizer.zero_grad()
+    if slack is not None:
+        slack.on_train_end(*events)
+    after = shards(model)
+    assert all(not torch.equal(before[name], after[name]) for name in after if after[name].numel())
+    return after
 
 
 def main(argv: Sequence[str]) -> int:
     pool, folder, version = argv
-    slack = SlackCallback(pool)
-    alone = trained(Path(folder), int(version), [])
-    as_guest = trained(Path(folder), int(version), [slack])
-    assert slack.guest is not None and torch.distributed.get_world_size() == 2
+    dist.init_process_group("gloo")
+    slack = SlackCallback(pool, lengths=[8] if version == "2" else [])
+    alone = trained(Path(folder), version, None)
+    as_guest = trained(Path(folder), version, slack)
+    assert slack.guest is not None
     is_same = all(torch.equal(alone[name], shard) for name, shard in as_guest.items())
     found = {"is_same": is_same, "grants": slack.guest.num_grants, "computed_s": slack.guest.computed_s}
-    (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
-    ranks.Ranks.part()
+    (Path(folder) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
     return 0
 
 
