@@ -48,6 +48,8 @@ from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
+_LIVE_S = 600.0
+"""How long a version may take until the engine runs it. The first one is the whole model."""
 _MEASURED_PARTS = (4, 2, 1)
 """The pieces are measured at the longest sequence's length, divided by each of these."""
 
@@ -167,7 +169,8 @@ def _publishing(
     args: argparse.Namespace, loaded: Loaded, slack: SlackCallback, publisher: WeightPublisher
 ) -> TrainerCallback:
     if isinstance(loaded.data, Prompts):
-        return PublishWeights(publisher, num_workers=1)  # the next answers come from the new weights
+        # The next answers come from the new weights.
+        return PublishWeights(publisher, num_workers=1, ack_timeout_s=_LIVE_S)
     if isinstance(loaded.data, Preferences):
         return PublishWeights(publisher, every_s=args.publish_s)
     return PublishTrained(slack, publisher, args.publish_s)
@@ -246,7 +249,7 @@ def parser() -> CommandParser:
     flags.add_argument("--relay", required=True, help="where new weights go")
     flags.add_argument("--run", required=True, help="the run that the engine follows")
     flags.add_argument("--reward", help="MODULE:FUNCTION that judges the served model's answers")
-    flags.add_argument("--engine", help="with --reward: the URL of the serving engine, which answers")
+    flags.add_argument("--engine", help="with --reward: the URL of who answers (default: ROSE_ROUTER_URL)")
     flags.add_argument(
         "--samples", type=positive_int, default=8, help="answers to each prompt (default: %(default)s)"
     )

@@ -82,13 +82,13 @@ def reward_trainer(
     *,
     model: Any,
     tokenizer: Any,
-    engine_url: str,
+    engine_url: str | None,
     slack: SlackCallback,
     settings: dict[str, Any],
     callbacks: list[TrainerCallback],
 ) -> Trainer:
     """Returns TRL's trainer. Publish the weights of each step before the next one: answers are not corrected
-    for older weights.
+    for older weights. ``engine_url``: who answers, an engine or a router; None: that of ROSE_ROUTER_URL.
 
     ``settings`` are those of transformers' TrainingArguments; the batch of a device becomes the number of
     prompts in an optimizer step. Raises: ConfigError if there are fewer prompts than processes.
@@ -125,7 +125,9 @@ def reward_trainer(
     return trainer
 
 
-def _answers(engine_url: str, slack: SlackCallback) -> Callable[[list[Any], Any], dict[str, list[Any]]]:
+def _answers(
+    engine_url: str | None, slack: SlackCallback
+) -> Callable[[list[Any], Any], dict[str, list[Any]]]:
     from rose.trainers.trl import RouterRollouts
 
     ask = RouterRollouts(engine_url)  # the engine has the routes that TRL uses of a router
