@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 REWARD = "tests.trainers.fine_tune.toy_reward:wanted_words"
 WANTED = "100"
-"""Of about 300 words."""
+"""Of about 300 words, so the model that has learned nothing gets a third."""
 ROWS = [{"prompt": f"w{n} w{n + 1}", "wanted": WANTED} for n in range(0, 8)]
 ANSWER_TOKENS = 8
 FLAGS = (
@@ -38,12 +38,13 @@ def test_the_reward_of_served_answers_rises_without_a_restart() -> None:
         served = Served(Path(folder), ROWS, *FLAGS)
         try:
             before, engine_id = served_reward(served), served.status()["engine_id"]
-            until(lambda: served_reward(served) > before + 0.3, "the served reward rises", served)
+            assert before < 0.5
+            until(lambda: served_reward(served) > 0.75, "the served reward rises", served)
             status = served.status()
             assert status["engine_id"] == engine_id
             assert int(status["weight_version"].rpartition("/")[2]) >= 1
             steps = [json.loads(line) for line in served.lines.read_text().splitlines()]
-            assert fmean(step["reward"] for step in steps[-3:]) > steps[0]["reward"] + 0.2
+            assert steps[0]["reward"] < 0.5 and fmean(step["reward"] for step in steps[-3:]) > 0.6
             assert steps[-1]["grants"] > len(steps)  # a step is several pieces
             assert steps[-1]["version"] >= len(steps) - 1  # each step has made one
             with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
