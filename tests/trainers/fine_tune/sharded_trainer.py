@@ -21,15 +21,20 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from rose.arguments import run_command
 from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.measuring import measure_pieces
 
 STEPS = 3
 
 
-def sharded(version: str) -> Any:
+def whole_model() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+
+
+def sharded(version: str) -> Any:
+    model = whole_model()
     whole = sum(weight.numel() for weight in model.parameters())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if version == "1":
@@ -85,12 +90,18 @@ def trained(folder: Path, version: str, slack: SlackCallback | None) -> dict[str
 def main(argv: Sequence[str]) -> int:
     pool, folder, version = argv
     dist.init_process_group("gloo")
-    slack = SlackCallback(pool, lengths=[8] if version == "2" else [])
+    slack = SlackCallback(pool, lengths=[8])
     alone = trained(Path(folder), version, None)
     as_guest = trained(Path(folder), version, slack)
     assert slack.guest is not None
     is_same = all(torch.equal(alone[name], shard) for name, shard in as_guest.items())
-    found = {"is_same": is_same, "grants": slack.guest.num_grants, "computed_s": slack.guest.computed_s}
+    found = {
+        "is_same": is_same,
+        "grants": slack.guest.num_grants,
+        "computed_s": slack.guest.computed_s,
+        "token_bytes": slack.activation_token_bytes,
+        "token_bytes_of_whole": measure_pieces(whole_model(), [8]),
+    }
     (Path(folder) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
     return 0
