@@ -1,4 +1,4 @@
-"""Finds names of files and modules in prose that do not exist in the tree.
+"""Finds names of files and modules in prose that do not exist in the known.
 
 Owns: what counts as such a name, in Markdown pages and in docstrings and comments of Python and C++.
 Promises: status 1 and one line for each missing name, with its place. Never: looks at code, or at names of
@@ -31,7 +31,7 @@ _OUTER_FOLDERS = ("vllm/", "verl/", "roll/", "skyrl/", "rose/v1")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
-class Tree:
+class Known:
     """What exists: tracked files, and files that are about to be."""
 
     def __init__(self) -> None:
@@ -84,16 +84,17 @@ def _followed(path: str) -> str:
     return path
 
 
-def missing(tree: Tree, text: str) -> Iterator[str]:
+def missing(known: Known, text: str) -> Iterator[str]:
     """The names in `text` that do not exist."""
     for found in _FILE.finditer(text):
-        if not found[1].startswith(_OUTER_FOLDERS) and not tree.has_file(re.sub(r"^(\.\.?/)+", "", found[1])):
+        inner = re.sub(r"^(\.\.?/)+", "", found[1])
+        if not found[1].startswith(_OUTER_FOLDERS) and not known.has_file(inner):
             yield found[1]
     for found in _MODULE.finditer(text):
-        if found[0].rpartition(".")[2] not in ("py", "md", "so", "pth") and not tree.has_module(found[0]):
+        if found[0].rpartition(".")[2] not in ("py", "md", "so", "pth") and not known.has_module(found[0]):
             yield found[0]
     for found in _FOLDER.finditer(text):
-        if not found[1].startswith(_OUTER_FOLDERS) and not tree.has_folder(found[1]):
+        if not found[1].startswith(_OUTER_FOLDERS) and not known.has_folder(found[1]):
             yield found[1]
 
 
@@ -123,14 +124,14 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main() -> int:
-    tree = Tree()
+    known = Known()
     problems = []
-    for name in sorted(tree.files):
+    for name in sorted(known.files):
         path = ROOT / name
         if path.suffix not in (".md", ".py", ".pyi", ".cpp", ".hpp", ".h", ".cu") or path.is_symlink():
             continue
         for line, text in prose(path):
-            problems += [f"{name}:{line}: {each} does not exist" for each in missing(tree, text)]
+            problems += [f"{name}:{line}: {each} does not exist" for each in missing(known, text)]
     print("\n".join(problems) if problems else "names in prose: all exist")
     return 1 if problems else 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from lib.engines.lone import VOCABULARY, Size, lone_engine, write_model
+from lib.engines.lone import VOCABULARY, LoneModel, lone_engine, write_model
 from lib.harness import median_figure, run_benchmark
 
 from rose.measure.figures import Figure
@@ -33,13 +33,13 @@ CYCLES, QUICK_CYCLES = 10, 3
 
 
 SIZES = {
-    "tiny": Size(hidden=256, layers=4, slab_bytes=4 << 20),
-    "mid": Size(hidden=1536, layers=6, slab_bytes=8 << 20),
+    "tiny": LoneModel(hidden=256, layers=4, slab_bytes=4 << 20),
+    "mid": LoneModel(hidden=1536, layers=6, slab_bytes=8 << 20),
 }
 
 
 @dataclass(slots=True)
-class Samples:
+class ActivationSamples:
     """What one model's cycles took."""
 
     weights_bytes: int
@@ -59,11 +59,11 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return figures
 
 
-def _run(size: Size, cycles: int, seed: int) -> Samples:
+def _run(size: LoneModel, cycles: int, seed: int) -> ActivationSamples:
     with TemporaryDirectory(prefix="rose-bench-") as folder:
         model = write_model(Path(folder) / "model", size, seed)
         with lone_engine(model, size.slab_bytes, NUM_REQUESTS) as (engine, start_s):
-            samples = Samples(weights_bytes=engine.status().device_weights_bytes, start_s=start_s)
+            samples = ActivationSamples(weights_bytes=engine.status().device_weights_bytes, start_s=start_s)
             rng = Random(seed)
             prompts = [[rng.randrange(VOCABULARY) for _ in range(100)] for _ in range(NUM_REQUESTS)]
             expected = engine.complete(prompts, ANSWER_TOKENS)
@@ -73,7 +73,7 @@ def _run(size: Size, cycles: int, seed: int) -> Samples:
             return samples
 
 
-def _cycle(engine: EngineControl, prompts: list[list[int]], samples: Samples) -> None:
+def _cycle(engine: EngineControl, prompts: list[list[int]], samples: ActivationSamples) -> None:
     tokens = engine.status().generated_tokens
     with ThreadPoolExecutor(1) as background:
         # Cut short by the deactivation, which is what a turn sees that a phase's end catches.
@@ -90,7 +90,7 @@ def _cycle(engine: EngineControl, prompts: list[list[int]], samples: Samples) ->
     samples.activate_s.append(time.monotonic() - started_s)
 
 
-def _figures(name: str, samples: Samples) -> list[Figure]:
+def _figures(name: str, samples: ActivationSamples) -> list[Figure]:
     gigabytes = samples.weights_bytes / GB
     weights: dict[str, float | None] = {"weights bytes": samples.weights_bytes}
     restart: dict[str, float | None] = {"start anew": samples.start_s, PAPER: PAPER_S}

@@ -49,7 +49,7 @@ WAIT_S = 120.0
 
 
 @dataclass
-class Turn:
+class AdapterTurn:
     """One answer."""
 
     prompt: int
@@ -74,14 +74,14 @@ class AdapterSamples:
 
     expected: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """By the version's parity and the prompt."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[AdapterTurn] = field(default_factory=list)
     first_s: dict[str, dict[int, float]] = field(default_factory=lambda: {"engine": {}, "router": {}})
     """When the first token of each version came, by where its turn was sent."""
     flips: dict[int, Flip] = field(default_factory=dict)
     step_s: float = 0.0
 
 
-class Trainer:
+class AdapterTrainer:
     """Publishes the adapter, whose contents take turns."""
 
     def __init__(self, model: Path, base: str, relay_url: str, seed: int) -> None:
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         rig.start_subscriber("engine")
         router_url = rig.start_router([engine.url])
         folder = staging / f"adapters-{rig.config('engine').port}" / RUN
-        trainer = Trainer(rig.model(Role.ROLLOUT), str(Role.ROLLOUT), relay_url, args.seed)
+        trainer = AdapterTrainer(rig.model(Role.ROLLOUT), str(Role.ROLLOUT), relay_url, args.seed)
         with closing(trainer):
             count = QUICK_VERSIONS if args.quick else VERSIONS
             run = asyncio.run(run_versions(trainer, engine, router_url, folder, count))
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 
 async def run_versions(
-    trainer: Trainer, engine: EngineControl, router_url: str, folder: Path, count: int
+    trainer: AdapterTrainer, engine: EngineControl, router_url: str, folder: Path, count: int
 ) -> AdapterSamples:
     run = AdapterSamples()
     async with open_session() as session:
@@ -163,7 +163,7 @@ async def run_versions(
     return run
 
 
-async def publish(trainer: Trainer, engine: EngineControl, folder: Path, number: int) -> Flip:
+async def publish(trainer: AdapterTrainer, engine: EngineControl, folder: Path, number: int) -> Flip:
     """Publishes a version, and returns when the engine has acknowledged it."""
     flip = Flip(published_s=time.monotonic())
     staged = asyncio.create_task(staged_at(folder / f"{RUN}@{number}"))
@@ -210,7 +210,7 @@ async def short_turns(session: aiohttp.ClientSession, url: str, first_s: dict[in
         first_s.setdefault(turn.version, turn.ended_s)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, prompt: int, max_tokens: int) -> Turn:
+async def ask(session: aiohttp.ClientSession, url: str, prompt: int, max_tokens: int) -> AdapterTurn:
     """Raises: WorkerError unless one version made the whole answer."""
     body = {**completion_body(RUN, PROMPTS[prompt], max_tokens), "return_token_ids": True}
     sent_s = time.monotonic()
@@ -225,7 +225,7 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: int, max_tokens:
     version = parse_version(versions.pop())
     if versions or version is None or version.run_id != RUN:
         raise WorkerError(f"{url} answered with {answer['model']} and {spans}, not with one version of {RUN}")
-    return Turn(prompt, sent_s, ended_s, version.number, choice["token_ids"])
+    return AdapterTurn(prompt, sent_s, ended_s, version.number, choice["token_ids"])
 
 
 def num_stale(run: AdapterSamples) -> int:

@@ -25,7 +25,7 @@ import aiohttp
 from lib.faults.signals import kill, stopped
 from lib.faults.turns import RunningEngine, is_idle
 from lib.harness import run_benchmark
-from lib.load.agents import CONTEXT_TOKENS, Agent, Asked, ask
+from lib.load.agents import CONTEXT_TOKENS, Agent, AgentTurn, ask
 from lib.load.turns import RouterClient, until_so
 
 from rose.errors import WorkerError
@@ -52,7 +52,7 @@ class Found:
     counters: dict[str, float] = field(default_factory=dict)
     """What the router counted."""
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[AgentTurn]:
         return [turn for agent in self.agents for turn in agent.turns]
 
 
@@ -159,8 +159,8 @@ async def _compare(http: aiohttp.ClientSession, engine_url: str, found: Found) -
     """Asks an engine every turn again, some at a time."""
     limit = asyncio.Semaphore(NUM_AGENTS)
 
-    async def compare(turn: Asked) -> None:
-        again = Asked(turn.body)
+    async def compare(turn: AgentTurn) -> None:
+        again = AgentTurn(turn.body)
         async with limit:
             await ask(http, engine_url, again, {})
         if again.said is None:

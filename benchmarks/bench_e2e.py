@@ -45,7 +45,7 @@ from lib.e2e.dollars import saving
 from lib.e2e.elastic import against_elastic, against_fixed, lent_gpus
 from lib.e2e.rows import Row, markdown, notes, rows_table
 from lib.e2e.sharing import engines, placement
-from lib.e2e.worlds import FULL, QUICK, Runner, Scale, make_world, workloads
+from lib.e2e.worlds import FULL, QUICK, Scale, WorldPool, make_world, workloads
 from lib.harness import run_benchmark
 from rich.console import Console
 from sim.e2e.systems import World
@@ -64,7 +64,7 @@ THEMES = {
 }
 QUICK_PARTS = ("background", "jobs", "elastic", "cost")
 REAL = "real"
-Part = Callable[[Runner, World, Scale, int], list[Row]]
+Part = Callable[[WorldPool, World, Scale, int], list[Row]]
 PARTS: dict[str, Part] = {
     "jobs": against_fixed,
     "elastic": against_elastic,
@@ -86,7 +86,7 @@ def _simulated(args: argparse.Namespace, parts: Sequence[str], console: Console)
     trace = trace_or_synthetic(args.trace, args.seed)
     scale = QUICK if args.quick else FULL
     themes: dict[str, list[Row]] = {part: [] for part in parts}
-    with Runner() as runner:
+    with WorldPool() as runner:
         for workload in workloads(is_quick=args.quick):
             if workload.name not in args.models:
                 continue

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import aiohttp
 from lib.fleet.figures import switch_figure
-from lib.fleet.rig import Fleet
+from lib.fleet.rig import FleetRig
 from lib.fleet.turns import FleetTurn, run
 from lib.harness import run_benchmark
 
@@ -51,12 +51,12 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     """Runs all phases, each with engines and routers of its own."""
     killed: list[FleetTurn] = []
     for number in range(1 if args.quick else 3):
-        with Fleet(NUM_ENGINES, GPUS_EACH, CHUNK_TOKENS, CHUNK_MS) as fleet:
+        with FleetRig(NUM_ENGINES, GPUS_EACH, CHUNK_TOKENS, CHUNK_MS) as fleet:
             killed += asyncio.run(_kill_one(fleet, args.seed + number))
-    with Fleet(NUM_ENGINES, GPUS_EACH, SHORT_TOKENS // 2, SHORT_MS) as fleet:
+    with FleetRig(NUM_ENGINES, GPUS_EACH, SHORT_TOKENS // 2, SHORT_MS) as fleet:
         num_kills, short = asyncio.run(_many(fleet, args))
         peaks = fleet.peaks()
-    with Fleet(1, 1, SHORT_TOKENS // 2, SHORT_MS, "serving") as fleet:
+    with FleetRig(1, 1, SHORT_TOKENS // 2, SHORT_MS, "serving") as fleet:
         num_bursts = asyncio.run(_switch(fleet, args))
         ran = fleet.turns()
     return [*_kill_figures(killed), _cap_figure(peaks, num_kills, short), *_loan_figures(ran, num_bursts)]
@@ -72,7 +72,7 @@ def _order(urls: Sequence[str], number: int) -> list[str]:
     return list(urls) if number % 2 == 0 else list(reversed(urls))
 
 
-async def _kill_one(fleet: Fleet, seed: int) -> list[FleetTurn]:
+async def _kill_one(fleet: FleetRig, seed: int) -> list[FleetTurn]:
     """Kills the first router under streams. Returns the turns of all clients."""
     by_chance = random.Random(seed)
     await asyncio.sleep(MEET_S)
@@ -92,7 +92,7 @@ async def _kill_one(fleet: Fleet, seed: int) -> list[FleetTurn]:
         return list(await asyncio.gather(*running))
 
 
-async def _many(fleet: Fleet, args: argparse.Namespace) -> tuple[int, list[FleetTurn]]:
+async def _many(fleet: FleetRig, args: argparse.Namespace) -> tuple[int, list[FleetTurn]]:
     """Runs short turns while routers are killed and started again. Returns the kills and the turns."""
     by_chance, is_over = random.Random(args.seed), asyncio.Event()
     left, num_kills, done = iter(range(QUICK_SHORT if args.quick else NUM_SHORT)), 0, []
@@ -121,7 +121,7 @@ async def _many(fleet: Fleet, args: argparse.Namespace) -> tuple[int, list[Fleet
     return num_kills, done
 
 
-async def _switch(fleet: Fleet, args: argparse.Namespace) -> int:
+async def _switch(fleet: FleetRig, args: argparse.Namespace) -> int:
     """Runs bursts of turns of two jobs in turn. Each burst begins while the one before it runs."""
     by_chance, num_bursts = random.Random(args.seed), 8 if args.quick else 40
     before: list[asyncio.Task[FleetTurn]] = []

@@ -7,6 +7,7 @@ are not followed, generated files don't count.
                     benchmarks/measure and the build files)
   files_a_room      the most source files in one folder of the product, `__init__.py` aside
   mutual_imports    groups of files, or of sibling packages, of the product that import each other in a circle
+  names_of_several  public class names that several modules of the product and the benchmarks define
   longest_function, max_file  Python functions and source files, tests and benchmarks included
   readme_words      words of README.md
   turn_returns      the most modules from which control returns to one and the same module of the router, on
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from lib.harness import run_benchmark
 from lib.house.circles import circles
-from lib.house.tree import Size, Tree
+from lib.house.tree import Largest, Tree
 from lib.house.trips import trace_turn
 from lib.router.rig import stub
 
@@ -68,11 +69,15 @@ def tree_figures(tree: Tree) -> list[Figure]:
     found = circles(tree.parsed)
     for group in found:
         print(f"import each other in a circle: {', '.join(group)}")
+    doubled = tree.names_of_several()
+    if doubled:
+        print(f"name classes of several modules: {', '.join(doubled)}")
     return [
         _count("lines_total", tree.num_lines(), "lines", 73_000),
         _count("lines_product", tree.num_lines(product_only=True), "lines", 42_000),
         _largest("files_a_room", tree.largest_room(), "files", 16),
         _count("mutual_imports", len(found), "circles", 0),
+        _count("names_of_several", len(doubled), "names", 0),
         _largest("longest_function", tree.longest_function(), "lines", 60),
         _largest("max_file", tree.longest_file(), "lines", 400),
         _count("readme_words", tree.num_words("README.md"), "words", 900),
@@ -94,7 +99,7 @@ def _count(name: str, value: int, unit: str, most: int) -> Figure:
     return Figure(name=name, value=float(value), unit=unit, target=f"<= {most}")
 
 
-def _largest(name: str, size: Size, unit: str, most: int) -> Figure:
+def _largest(name: str, size: Largest, unit: str, most: int) -> Figure:
     print(f"{name}: {size.where}")
     return _count(name, size.value, unit, most)
 

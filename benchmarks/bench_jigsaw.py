@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from lib.cluster.real_pair import PairRun, run_pair
+from lib.cluster.real_pair import MeasuredPair, run_pair
 from lib.harness import median_figure, run_benchmark
 from sim.gpu.baselines import Disaggregated, LongestChain, RolloutOnly, TimeMultiplexing
 
@@ -112,7 +112,7 @@ def _simulated(args: argparse.Namespace) -> list[Figure]:
 
 def _real(args: argparse.Namespace) -> list[Figure]:
     rounds, iterations = (1, ITERATIONS // 2) if args.quick else (3, ITERATIONS)
-    found: dict[str, list[tuple[PairRun, PairRun]]] = {name: [] for name in PAIRS}
+    found: dict[str, list[tuple[MeasuredPair, MeasuredPair]]] = {name: [] for name in PAIRS}
     for number in range(args.rounds or rounds):
         for name, options in PAIRS.items():
             found[name].append(_both(options, iterations, serial_first=number % 2 == 0))
@@ -135,7 +135,9 @@ def _real(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def _both(options: Sequence[str], iterations: int, *, serial_first: bool) -> tuple[PairRun, PairRun]:
+def _both(
+    options: Sequence[str], iterations: int, *, serial_first: bool
+) -> tuple[MeasuredPair, MeasuredPair]:
     """Runs a pair one after the other and side by side; returns these two."""
     if serial_first:
         serial = run_pair(options, iterations, "--serial")
@@ -144,7 +146,7 @@ def _both(options: Sequence[str], iterations: int, *, serial_first: bool) -> tup
     return run_pair(options, iterations, "--serial"), shared
 
 
-def _num_different(one: PairRun, two: PairRun) -> int:
+def _num_different(one: MeasuredPair, two: MeasuredPair) -> int:
     lines = [zip_longest(a, b) for a, b in zip(one.rewards, two.rewards, strict=True)]
     return sum(a != b for pair in lines for a, b in pair)
 

@@ -44,7 +44,7 @@ PATIENCE_S = 120.0
 
 
 @dataclass(slots=True)
-class Samples:
+class KillSamples:
     """Seconds per kill, and what became of the serving requests."""
 
     rollout_freed: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Samples:
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Kills daemon and rollout engine in turn, a few times each, under one serving load."""
-    samples = Samples()
+    samples = KillSamples()
     num_repeats = 3 if args.quick else 10
     with ThreadPoolExecutor(NUM_ROLLOUTS) as threads, Rig() as rig:
         pool = rig.pool(POOL, num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS)
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return make_figures(samples)
 
 
-def kill_daemon(rig: Rig, ledger: Ledger, samples: Samples) -> None:
+def kill_daemon(rig: Rig, ledger: Ledger, samples: KillSamples) -> None:
     """The daemon dies, its successor is started at once."""
     with slab_probe(ledger, samples.control_pause):
         time.sleep(CONTROL_S)
@@ -105,7 +105,7 @@ def kill_daemon(rig: Rig, ledger: Ledger, samples: Samples) -> None:
         raise WorkerError(f"two engines live, the restarted daemon knows {ledger.engines()}")
 
 
-def kill_rollout(pid: int, ledger: Ledger, samples: Samples) -> None:
+def kill_rollout(pid: int, ledger: Ledger, samples: KillSamples) -> None:
     """The whole rollout engine dies: API server, engine core, whatever they started."""
     num_held = ledger.num_held(Role.ROLLOUT)
     if num_held < MIN_HELD_SLABS:
@@ -122,7 +122,7 @@ def kill_rollout(pid: int, ledger: Ledger, samples: Samples) -> None:
 
 
 @contextmanager
-def serving_load(control: EngineControl, samples: Samples, seed: int) -> Iterator[None]:
+def serving_load(control: EngineControl, samples: KillSamples, seed: int) -> Iterator[None]:
     """Keeps some serving requests under way, and judges every answer."""
     closing = threading.Event()
 
@@ -188,7 +188,7 @@ def wait_until(ledger: Ledger, is_so: Callable[[], bool], what: str) -> None:
         seen = ledger.wait_change(seen, 0.01)
 
 
-def make_figures(samples: Samples) -> list[Figure]:
+def make_figures(samples: KillSamples) -> list[Figure]:
     """Medians over the kills, best and worst as their spread."""
     for lost in samples.lost:
         print(f"lost a serving request: {lost}")

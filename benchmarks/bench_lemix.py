@@ -64,7 +64,7 @@ PRESSED_TOKENS = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ProfiledTasks:
     """Tasks and the profile that fits them."""
 
     tasks: Sequence[Task]
@@ -78,10 +78,10 @@ class Work:
         return 5 * self.profile.forward_s(self.mean_tokens)
 
 
-Setup = Callable[[Work], tuple[TaskPolicy, Conditions]]
+Setup = Callable[[ProfiledTasks], tuple[TaskPolicy, Conditions]]
 
 
-def _ours(work: Work) -> tuple[TaskPolicy, Conditions]:
+def _ours(work: ProfiledTasks) -> tuple[TaskPolicy, Conditions]:
     rules = Rules(slo_s=work.slo_s)
     return NodePolicy(work.profile, NUM_NODES, rules), Conditions(give_way_s=rules.give_way_s)
 
@@ -122,17 +122,19 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return figures
 
 
-def _work(kind: str, rate: float, share: float, seed: int, trace: Sequence[TraceRow] = ()) -> Work:
+def _work(kind: str, rate: float, share: float, seed: int, trace: Sequence[TraceRow] = ()) -> ProfiledTasks:
     if kind == "poisson":
         tasks, mean = generated_tasks(NUM_TASKS, rate, share, seed), float(MEAN_TOKENS)
     else:
         tasks, mean = trace_tasks(trace, NUM_TASKS, rate, share, seed), TRACE_TOKENS
     if kind == "azure":
         tasks = [replace(task, output_tokens=1) for task in tasks]
-    return Work(tasks=tasks, profile=paper_profile(MODEL, mean), mean_tokens=mean, share=share, seed=seed)
+    return ProfiledTasks(
+        tasks=tasks, profile=paper_profile(MODEL, mean), mean_tokens=mean, share=share, seed=seed
+    )
 
 
-def _play(work: Work, setup: Setup, truth: NodeProfile | None = None) -> NodeResult:
+def _play(work: ProfiledTasks, setup: Setup, truth: NodeProfile | None = None) -> NodeResult:
     policy, conditions = setup(work)
     profile = truth if truth is not None else work.profile
     return NodeSimulation(work.tasks, policy, profile, NUM_NODES, conditions, work.seed).run()
@@ -286,11 +288,11 @@ def _ablations(seed: int) -> list[Figure]:
     wrong = replace(work, profile=work.profile.scaled(1 / 3))
     patient = Rules(slo_s=work.slo_s, give_way_s=1e9)
 
-    def unprofiled(_: Work) -> tuple[TaskPolicy, Conditions]:
+    def unprofiled(_: ProfiledTasks) -> tuple[TaskPolicy, Conditions]:
         rules = Rules(slo_s=work.slo_s)
         return NodePolicy(wrong.profile, NUM_NODES, rules), Conditions(give_way_s=rules.give_way_s)
 
-    def patiently(_: Work) -> tuple[TaskPolicy, Conditions]:
+    def patiently(_: ProfiledTasks) -> tuple[TaskPolicy, Conditions]:
         return NodePolicy(work.profile, NUM_NODES, patient), Conditions()
 
     results = {
@@ -318,7 +320,7 @@ def _memory_ablation(seed: int) -> list[Figure]:
     figures = []
     for name, memory in (("nothing, little memory", WaitOrDrop(max_wait_s=0.2)), ("memory", None)):
 
-        def setup(work: Work, memory: WaitOrDrop | None = memory) -> tuple[TaskPolicy, Conditions]:
+        def setup(work: ProfiledTasks, memory: WaitOrDrop | None = memory) -> tuple[TaskPolicy, Conditions]:
             policy, conditions = _ours(work)
             return policy, replace(conditions, memory=memory)
 

@@ -45,7 +45,7 @@ READY_S = 120.0
 
 
 @dataclass
-class Turn:
+class LentTurn:
     """One answer, whose times are seconds of the monotonic clock."""
 
     job: str
@@ -93,9 +93,9 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return figures(bursts)
 
 
-async def run_bursts(url: str, count: int) -> list[list[Turn]]:
+async def run_bursts(url: str, count: int) -> list[list[LentTurn]]:
     """Runs bursts of the jobs in turn. A burst is sent as soon as the one before it makes tokens."""
-    running: list[asyncio.Task[list[Turn]]] = []
+    running: list[asyncio.Task[list[LentTurn]]] = []
     async with open_session() as session:
         for burst in range(count):
             has_begun = asyncio.Event()
@@ -105,15 +105,17 @@ async def run_bursts(url: str, count: int) -> list[list[Turn]]:
         return await asyncio.gather(*running)
 
 
-async def _burst(session: aiohttp.ClientSession, url: str, job: str, has_begun: asyncio.Event) -> list[Turn]:
+async def _burst(
+    session: aiohttp.ClientSession, url: str, job: str, has_begun: asyncio.Event
+) -> list[LentTurn]:
     return await asyncio.gather(*(_turn(session, url, job, prompt, has_begun) for prompt in range(TURNS)))
 
 
 async def _turn(
     session: aiohttp.ClientSession, url: str, job: str, prompt: int, has_begun: asyncio.Event
-) -> Turn:
+) -> LentTurn:
     body = {**completion_body(str(Role.ROLLOUT), PROMPTS[prompt], TURN_TOKENS), "stream": True}
-    turn = Turn(job, prompt, 0.0, 0.0, [], set())
+    turn = LentTurn(job, prompt, 0.0, 0.0, [], set())
     headers = {"Authorization": f"Bearer {job}"}
     async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
         if response.status != 200:
@@ -132,7 +134,7 @@ async def _turn(
     return turn
 
 
-def figures(bursts: list[list[Turn]]) -> list[Figure]:
+def figures(bursts: list[list[LentTurn]]) -> list[Figure]:
     spans = [
         (min(turn.first_s for turn in burst), max(turn.last_s for turn in burst)) for burst in bursts[1:]
     ]

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from lib.harness import median_figure, run_benchmark
 from lib.transfer.slow_link import TRAINER, stop_signals_raise
-from lib.transfer.sync_cluster import Cluster, Setup, Sync
+from lib.transfer.sync_cluster import Setup, Sync, SyncCluster
 
 from rose.measure.figures import Figure
 from rose.transfer.format.layout import BUCKET_BYTES
@@ -62,7 +62,7 @@ Rounds = dict[str, list[list[Sync]]]
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     rounds: Rounds = {case: [] for case in CASES}
-    with stop_signals_raise(), Cluster(NUM_LAYERS, args.seed) as cluster:
+    with stop_signals_raise(), SyncCluster(NUM_LAYERS, args.seed) as cluster:
         for _ in range(1 if args.quick else 5):
             for case, setup in CASES.items():
                 rounds[case].append(_syncs(cluster, case, setup))
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def _syncs(cluster: Cluster, case: str, setup: Setup) -> list[Sync]:
+def _syncs(cluster: SyncCluster, case: str, setup: Setup) -> list[Sync]:
     """Some versions of one run, after its first one, which goes out without a limit."""
     run = cluster.open(setup)
     cluster.link.limit(LINK_GBPS, QUEUE_S)

@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from lib.harness import run_benchmark
-from sim.rollout.loop import Simulation
+from sim.rollout.loop import RolloutSimulation
 from sim.rollout.scenario import QWEN3_8B, QWEN3_32B, Scenario
 
 from rose.measure.figures import Figure
@@ -76,7 +76,7 @@ def _times(
 
 def _time(scenario: Scenario, policy: str, seed: int, claims_whole_gpus: bool) -> float:
     report_share = (lambda _: 1.0) if claims_whole_gpus else None
-    return Simulation(scenario, POLICIES[policy](), seed, report_share).run().makespan_s
+    return RolloutSimulation(scenario, POLICIES[policy](), seed, report_share).run().makespan_s
 
 
 def _table_3(scenario: Scenario, seeds: Sequence[int]) -> list[Figure]:
@@ -138,7 +138,7 @@ def _hit_gaps(scenario: Scenario, seeds: Sequence[int]) -> list[Figure]:
 
 def _hit_shares(scenario: Scenario, policy: str, seed: int, has_keys: bool) -> tuple[float, float]:
     """Returns the shares of all prompt tokens that were found cached, and that could have been."""
-    outcome = Simulation(scenario, POLICIES[policy](), seed, has_keys=has_keys).run()
+    outcome = RolloutSimulation(scenario, POLICIES[policy](), seed, has_keys=has_keys).run()
     return outcome.hit_share, outcome.ideal_hit_share
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from lib.engines.lone import VOCABULARY, Size, lone_engine, write_model
+from lib.engines.lone import VOCABULARY, LoneModel, lone_engine, write_model
 from lib.harness import median_figure, run_benchmark
 
 from rose.errors import WorkerError
@@ -31,7 +31,7 @@ from rose.messages import WeightUpdate
 from rose.node.control import EngineControl, completion_body
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 
-SIZE = Size(hidden=1024, layers=6, slab_bytes=4 << 20)
+SIZE = LoneModel(hidden=1024, layers=6, slab_bytes=4 << 20)
 PROMPT_TOKENS = 100
 MAX_TOKENS = 900
 TOKENS_AROUND = 8

@@ -34,7 +34,7 @@ import sys
 
 from lib.harness import median_figure, run_benchmark
 from lib.transfer.slow_link import SERVING, TRAINER, stop_signals_raise
-from lib.transfer.sync_cluster import Cluster, Setup, Sync, SyncRun
+from lib.transfer.sync_cluster import Setup, Sync, SyncCluster, SyncRun
 from lib.transfer.sync_worker import model_specs
 
 from rose.measure.figures import Figure
@@ -71,19 +71,19 @@ Syncs = dict[tuple[str, float], list[Sync]]
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     repeats = 3 if args.quick else 9
-    with stop_signals_raise(), Cluster(NUM_LAYERS, args.seed) as cluster:
+    with stop_signals_raise(), SyncCluster(NUM_LAYERS, args.seed) as cluster:
         figures = _times(cluster, repeats, args.quick) if args.only in (None, "times") else []
         if args.only in (None, "copies"):
             figures += [_copies_figure(cluster, replicas, repeats) for replicas in REPLICAS]
         if args.only in (None, "mooncake") and mooncake_available()[0]:
             figures.append(_copies_figure(cluster, 2, repeats, "mooncake"))
     if args.only in (None, "long"):
-        with stop_signals_raise(), Cluster(LONG_RUN_LAYERS, args.seed) as cluster:
+        with stop_signals_raise(), SyncCluster(LONG_RUN_LAYERS, args.seed) as cluster:
             figures.append(_long_run(cluster))
     return figures
 
 
-def _long_run(cluster: Cluster) -> Figure:
+def _long_run(cluster: SyncCluster) -> Figure:
     run = cluster.open(VARIANTS[SPARSE])
     cluster.link.limit(max(LINKS_GBPS))
     before = cluster.link.count()
@@ -101,7 +101,7 @@ def _long_run(cluster: Cluster) -> Figure:
     )
 
 
-def _times(cluster: Cluster, repeats: int, is_quick: bool) -> list[Figure]:
+def _times(cluster: SyncCluster, repeats: int, is_quick: bool) -> list[Figure]:
     syncs: Syncs = {}
     copies_s: list[float] = []
     for name, setup in VARIANTS.items():
@@ -133,14 +133,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=parts, help="one part of the figures")
 
 
-def _plain_over_ideal(cluster: Cluster, gbps: float) -> float:
+def _plain_over_ideal(cluster: SyncCluster, gbps: float) -> float:
     num_bytes = int(gbps * 1e9 / 8 * STREAM_S)
     cluster.link.limit(gbps)
     taken_s, _ = cluster.stream(num_bytes)
     return taken_s / _ideal_s(num_bytes, gbps)
 
 
-def _copies_figure(cluster: Cluster, replicas: int, repeats: int, kind: str = "embedded") -> Figure:
+def _copies_figure(cluster: SyncCluster, replicas: int, repeats: int, kind: str = "embedded") -> Figure:
     near = _copies(cluster, replicas, SERVING, repeats, kind)
     far = _copies(cluster, replicas, TRAINER, repeats, kind)
     by_interface = [sync.link_bytes.by_interface / sync.encoded_bytes for sync in near]
@@ -158,7 +158,7 @@ def _copies_figure(cluster: Cluster, replicas: int, repeats: int, kind: str = "e
     )
 
 
-def _copies(cluster: Cluster, replicas: int, side: str, repeats: int, kind: str) -> list[Sync]:
+def _copies(cluster: SyncCluster, replicas: int, side: str, repeats: int, kind: str) -> list[Sync]:
     setup = Setup(
         codec=None,
         trainer_ranks=1,

@@ -99,7 +99,12 @@ def run_command(name: str, main: Callable[[Sequence[str]], int], argv: Sequence[
     try:
         return main(argv)
     except RoseError as error:
-        print(f"rose: error: {name}: {error}", file=sys.stderr)
-        return BAD_INPUT_STATUS if isinstance(error, (ConfigError, PoolError)) else 1
+        return report(name, error)
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
+
+
+def report(name: str, error: RoseError) -> int:
+    """Prints the error of a command as one line on stderr and returns the command's exit status."""
+    print(f"rose: error: {name}: {error}", file=sys.stderr, flush=True)
+    return BAD_INPUT_STATUS if isinstance(error, (ConfigError, PoolError)) else 1

@@ -40,7 +40,7 @@ PROCESSES.set_forkserver_preload(["gpu.rig"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class KitPart:
     """One thing to run: a function of a module in this folder."""
 
     module: str
@@ -51,20 +51,20 @@ class Part:
 
 
 PARTS = {
-    "contract": Part(module="suites", function="measure_contract", needs=("pytest", "hypothesis")),
-    "costs": Part(module="driver_costs"),
-    "moves": Part(module="slab_moves", function="measure_moves"),
-    "guards": Part(module="slab_moves", function="measure_guards"),
-    "aliasing": Part(module="slab_moves", function="measure_aliasing"),
-    "cut": Part(module="slab_moves", function="measure_cut"),
-    "beside": Part(module="beside_kernels"),
-    "poison": Part(module="poison"),
-    "offsets": Part(module="offsets"),
-    "delta": Part(module="delta_kernels", needs=("cuda.bindings",)),
-    "contexts": Part(module="contexts"),
-    "board": Part(module="suites", function="measure_board"),
-    "engines": Part(module="suites", function="measure_engines", needs=("vllm",), is_in_dry_run=False),
-    "kvcached": Part(module="suites", function="measure_kvcached", needs=("kvcached",)),
+    "contract": KitPart(module="suites", function="measure_contract", needs=("pytest", "hypothesis")),
+    "costs": KitPart(module="driver_costs"),
+    "moves": KitPart(module="slab_moves", function="measure_moves"),
+    "guards": KitPart(module="slab_moves", function="measure_guards"),
+    "aliasing": KitPart(module="slab_moves", function="measure_aliasing"),
+    "cut": KitPart(module="slab_moves", function="measure_cut"),
+    "beside": KitPart(module="beside_kernels"),
+    "poison": KitPart(module="poison"),
+    "offsets": KitPart(module="offsets"),
+    "delta": KitPart(module="delta_kernels", needs=("cuda.bindings",)),
+    "contexts": KitPart(module="contexts"),
+    "board": KitPart(module="suites", function="measure_board"),
+    "engines": KitPart(module="suites", function="measure_engines", needs=("vllm",), is_in_dry_run=False),
+    "kvcached": KitPart(module="suites", function="measure_kvcached", needs=("kvcached",)),
 }
 
 
@@ -167,7 +167,7 @@ def _has(module: str) -> bool:
         return False
 
 
-def _measure(part: Part, arguments: argparse.Namespace, report: Path, log: Path) -> None:
+def _measure(part: KitPart, arguments: argparse.Namespace, report: Path, log: Path) -> None:
     """Measures one part in this process, and ends it."""
     with log.open("w") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())

@@ -74,7 +74,7 @@ class Model(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class SampledBatch:
     """Sampled responses. `ids`: [samples, prompt and response]; `lengths`: of the responses."""
 
     ids: torch.Tensor
@@ -82,7 +82,7 @@ class Batch:
     rewards: torch.Tensor
 
 
-class Pipeline:
+class TinyPipeline:
     """The job: one model, sampled and trained."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ class Pipeline:
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-3)
 
     @torch.no_grad()
-    def rollout(self, progress: rose.Progress) -> Batch:
+    def rollout(self, progress: rose.Progress) -> SampledBatch:
         """Decodes all samples; the batch shrinks as they end. The reward is for repeating the prompt."""
         torch.set_num_threads(self._arguments.decode_threads)
         chance = torch.Generator().manual_seed(self._arguments.seed * 10_007 + progress.iteration)
@@ -115,9 +115,9 @@ class Pipeline:
             ids[running, PROMPT_TOKENS + position] = sampled[:, 0]
             logits, cache = self._model(sampled, cache)
             progress.step(len(running), len(running))
-        return Batch(ids=ids, lengths=lengths, rewards=_rewards(ids, lengths))
+        return SampledBatch(ids=ids, lengths=lengths, rewards=_rewards(ids, lengths))
 
-    def train(self, progress: rose.Progress, batch: Batch) -> None:
+    def train(self, progress: rose.Progress, batch: SampledBatch) -> None:
         """Some epochs over the batch, in microbatches of fixed size."""
         torch.set_num_threads(self._arguments.train_threads)
         advantages = batch.rewards - batch.rewards.mean()
@@ -157,14 +157,14 @@ def _rewards(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def main(argv: Sequence[str]) -> int:
     """Runs the job's iterations, and appends each one's reward and weights' hash to `--rewards`."""
     arguments = _parser().parse_args(list(argv))
-    pipeline = Pipeline(arguments)
+    pipeline = TinyPipeline(arguments)
 
     @rose.phase("rollout")
-    def rollout(progress: rose.Progress) -> Batch:
+    def rollout(progress: rose.Progress) -> SampledBatch:
         return pipeline.rollout(progress)
 
     @rose.phase("train")
-    def train(progress: rose.Progress, batch: Batch) -> None:
+    def train(progress: rose.Progress, batch: SampledBatch) -> None:
         pipeline.train(progress, batch)
 
     @rose.runtime_hook

@@ -32,7 +32,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from rose.arguments import CommandParser, run_command
+from rose.arguments import INTERRUPTED_STATUS, CommandParser, run_command
 from rose.config import Settings
 from rose.demo.frozenlake import STARTS, FrozenLakeGame
 from rose.demo.records import TrainingStep
@@ -222,6 +222,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
-    sys.exit(run_command("demo trainer", main, sys.argv[1:]))
+    # On SIGINT asyncio.Runner cancels what runs in its loop; an exception from a handler would break into it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    status = run_command("demo trainer", main, sys.argv[1:])
+    sys.exit(0 if status == INTERRUPTED_STATUS else status)

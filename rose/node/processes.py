@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from rose.config import child_environment
 from rose.errors import WorkerError
 from rose.node import watcher
+from rose.node.signals import signals_wait
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,11 @@ class ServerProcess:
         """Runs the process. Raises ValueError if it was started before."""
         if self._process is not None:
             raise ValueError(f"{self.name} was already started, pid {self.pid}")
-        self._process = self._spawn()
-        watch = [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), str(self.pid), str(GRACE_S)]
-        self._watcher = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
+        watch = [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid())]
+        with signals_wait():  # a signal between the two would leave a process that nobody ends
+            self._process = self._spawn()
+            watch += [str(self.pid), str(GRACE_S)]
+            self._watcher = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
         logger.info("started name=%s pid=%d log=%s", self.name, self.pid, self.log_path)
         return self
 

@@ -1,11 +1,15 @@
 """Ending a long-running command on a signal, with its ``with`` blocks unwound.
 
 The first SIGINT, SIGTERM or SIGHUP ends the block of ``StopOnSignals``. Later ones are ignored, so that they
-can't cut the clean-up short. Errors pass through.
+can't cut the clean-up short. Errors pass through. ``signals_wait`` keeps signals from a few steps that belong
+together.
 """
 
 import logging
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -42,3 +46,27 @@ def _stop(signum: int, _frame: FrameType | None) -> NoReturn:
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise _Stopped(signal.Signals(signum).name)
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Lets signals that would end this command come after the ``with`` block, which should be short.
+
+    Processes that start meanwhile get these signals as usual. Outside the main thread it does nothing,
+    because Python handles signals in the main thread.
+    """
+    came: list[int] = []
+    before: dict[int, Callable[[int, FrameType | None], object] | int] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if handler is not None and handler != signal.SIG_IGN:
+                before[number] = handler
+                signal.signal(number, lambda signum, _: came.append(signum))
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for signum in came:
+            signal.raise_signal(signum)

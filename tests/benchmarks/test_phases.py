@@ -2,7 +2,7 @@
 
 import time
 
-from lib.e2e.real import Phase, figures
+from lib.e2e.real import RealPhase, figures
 from lib.load.groups import MAX_TOKENS, PhaseResult, play, samples
 
 from rose.measure.records import RequestRecord
@@ -45,7 +45,7 @@ def test_the_figures_are_the_ratio_of_each_round_and_servings_objectives_of_the_
     assert {each.kind for each in (e2e, kept, met, failed)} == {"measured"}
 
 
-def _phase(duration_s: float, ttft_s: float) -> Phase:
+def _phase(duration_s: float, ttft_s: float) -> RealPhase:
     rollouts = PhaseResult(
         start_s=5.0,
         end_s=5.0 + duration_s,
@@ -62,4 +62,4 @@ def _phase(duration_s: float, ttft_s: float) -> Phase:
         status=200,
         finish_reason="length",
     )
-    return Phase(rollouts=rollouts, requests=[request], serving_busy=0.2, foreign_cpu_share=0.0)
+    return RealPhase(rollouts=rollouts, requests=[request], serving_busy=0.2, foreign_cpu_share=0.0)

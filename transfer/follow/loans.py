@@ -113,7 +113,7 @@ class LentRun:
             self.thread.join(_END_S)
 
 
-class Loans:
+class FollowedLoans:
     """The workers' loans. `home`: the run that they follow while no loan names another one.
 
     open_run: opens another run; called with its id and what decides about its layout. architecture: that

@@ -25,7 +25,7 @@ from rose.errors import RoseError
 from rose.transfer.follow.delivery import WorkerClient
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.following import Subscriber
-from rose.transfer.follow.loans import LentRun, Loans
+from rose.transfer.follow.loans import FollowedLoans, LentRun
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format import manifest as keys
@@ -73,7 +73,7 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
             layout = mirror.planes.layout if mirror.planes is not None else None
             return Architecture.known(layout, args.base)
 
-        open_now.enter_context(closing(Loans(home, workers, open_run, architecture)))
+        open_now.enter_context(closing(FollowedLoans(home, workers, open_run, architecture)))
         while True:
             home.step(time.monotonic())
             home.wait(time.monotonic())

@@ -23,7 +23,7 @@ PIPELINE = "rose.measure.tiny_pipeline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairRun:
+class MeasuredPair:
     """What came of one run. `rewards`: each pipeline's lines, with a hash of its weights each."""
 
     elapsed_s: float
@@ -33,7 +33,7 @@ class PairRun:
     rewards: tuple[list[str], list[str]]
 
 
-def run_pair(options: Sequence[str], iterations: int, *flags: str) -> PairRun:
+def run_pair(options: Sequence[str], iterations: int, *flags: str) -> MeasuredPair:
     """Runs two pipelines that differ in their seeds. Raises: WorkerError with what the command said."""
     with tempfile.TemporaryDirectory(prefix="rose-pair-") as name:
         folder = Path(name)
@@ -54,7 +54,7 @@ def run_pair(options: Sequence[str], iterations: int, *flags: str) -> PairRun:
             raise WorkerError(f"rose sched multiplex: status {done.returncode}: {done.stderr}\n{logs}")
         report: dict[str, Any] = json.loads(done.stdout)
         rewards = [(folder / f"{index}.jsonl").read_text().splitlines() for index in (0, 1)]
-        return PairRun(
+        return MeasuredPair(
             elapsed_s=report["elapsed_s"],
             gain=report["gain"],
             mode=report["mode"],

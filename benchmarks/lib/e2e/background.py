@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from sim.e2e.calibration import DECODE_BYTES_PER_S, LINK_GBPS, TRANSFER_GPUS, Workload
+from sim.e2e.calibration import DECODE_BYTES_PER_S, LINK_GBPS, TRANSFER_GPUS, PaperWorkload
 from sim.e2e.job import JobPlan, JobResult, sampling_of
 from sim.e2e.pipeline import Pipeline
 from sim.e2e.systems import System, World
@@ -17,7 +17,7 @@ from sim.e2e.systems import System, World
 from lib.e2e import paper, reasons
 from lib.e2e.elastic import plans
 from lib.e2e.rows import Row, ratios
-from lib.e2e.worlds import Runner, Scale
+from lib.e2e.worlds import Scale, WorldPool
 from rose.scheduler.sim.requests import TraceRow
 
 OWN_GPUS = (8, 16)
@@ -40,7 +40,7 @@ def profiled_plans(scale: Scale, seed: int, **more: object) -> list[JobPlan]:
     return [replace(plan, num_steps=PROFILED_STEPS) for plan in found]
 
 
-def characterize(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def characterize(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Figures 1a and 1b: where a synchronous job's time goes, and its tails."""
     name, there = world.workload.name, profiled(world)
     jobs = runner.jobs(f"{name} synchronous", there, profiled_plans(scale, seed))
@@ -86,7 +86,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def prefix_cache(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def prefix_cache(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Figure 1c: what prefix caching saves on few GPUs, and what more GPUs do."""
     there = profiled(world)
     few, more = (
@@ -127,7 +127,9 @@ def prefix_cache(runner: Runner, world: World, scale: Scale, seed: int) -> list[
     ]
 
 
-def demand_and_traffic(workload: Workload, world: World, trace: Sequence[TraceRow], seed: int) -> list[Row]:
+def demand_and_traffic(
+    workload: PaperWorkload, world: World, trace: Sequence[TraceRow], seed: int
+) -> list[Row]:
     """Figures 1d, 3a and 3b: DAPO's demand, the trace's bursts, and how busy serving is."""
     plan = JobPlan(system=System.FIXED, num_steps=NUM_DRAWS, seed=seed, is_dapo=True)
     most = max(sampling_of(plan, step) for step in range(NUM_DRAWS))

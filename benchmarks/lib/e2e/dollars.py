@@ -9,13 +9,13 @@ from sim.e2e.systems import System, World
 
 from lib.e2e import reasons
 from lib.e2e.rows import Row
-from lib.e2e.worlds import Runner, Scale
+from lib.e2e.worlds import Scale, WorldPool
 from rose.scheduler.cluster.pools import H20, H800
 
 HOUR_S = 3600.0
 
 
-def saving(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def saving(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """The dollars of a step, owned over lent, at equal or better time of a step."""
     workload = world.workload
     name, gpus = workload.name, workload.scenario.gpus_per_engine
@@ -61,7 +61,7 @@ def saving(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
     ]
 
 
-def _as_fast(runner: Runner, world: World, plan: JobPlan, limit_s: float) -> tuple[int, float]:
+def _as_fast(runner: WorldPool, world: World, plan: JobPlan, limit_s: float) -> tuple[int, float]:
     """The fewest own engines with which the resource-fixed job's step is no longer, and its time.
 
     With as many whole GPUs as ROSE has shared ones it is at least as fast, so the search ends there."""
@@ -75,7 +75,7 @@ def _as_fast(runner: Runner, world: World, plan: JobPlan, limit_s: float) -> tup
     return high, times[high] if high in times else _fixed_s(runner, world, plan, high)
 
 
-def _fixed_s(runner: Runner, world: World, plan: JobPlan, num_own: int) -> float:
+def _fixed_s(runner: WorldPool, world: World, plan: JobPlan, num_own: int) -> float:
     fixed = JobPlan(system=System.FIXED, num_steps=plan.num_steps, seed=plan.seed, num_own=num_own)
     what = f"{world.workload.name} dollars, {num_own} own engines"
     return runner.jobs(what, world, [fixed])[0].iteration_s

@@ -13,7 +13,7 @@ from sim.e2e.systems import ELASTIC, System, World
 
 from lib.e2e import paper, reasons
 from lib.e2e.rows import Row, ratios
-from lib.e2e.worlds import Runner, Scale
+from lib.e2e.worlds import Scale, WorldPool
 
 WHY_FIXED = {"GRPO": reasons.GATE, "DAPO": reasons.DEMAND, "asynchronous": reasons.ASYNCHRONOUS}
 BEST = "over the better, with SLO slack spent and policy cost"
@@ -26,7 +26,7 @@ def plans(system: System, scale: Scale, seed: int, **more: object) -> list[JobPl
     return [replace(plan, seed=seed + number, **more) for number in range(scale.num_seeds)]  # type: ignore[arg-type]
 
 
-def against_fixed(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def against_fixed(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Figure 7a to 7c: one-step-off GRPO and DAPO against ROLL, asynchronous against AReaL."""
     rows = []
     name = world.workload.name
@@ -52,7 +52,7 @@ class _Jobs:
     rose_padded: list[JobResult]
 
 
-def _jobs(runner: Runner, world: World, scale: Scale, seed: int, recipe: str) -> _Jobs:
+def _jobs(runner: WorldPool, world: World, scale: Scale, seed: int, recipe: str) -> _Jobs:
     def run(what: str, system: System, **more: object) -> list[JobResult]:
         each = plans(system, scale, seed, is_dapo=recipe == "DAPO", **more)
         return runner.jobs(f"{world.workload.name} {recipe}, {what}", world, each)
@@ -106,7 +106,7 @@ def _fixed_row(name: str, recipe: str, gains: Sequence[float], beside: dict[str,
     )
 
 
-def against_elastic(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def against_elastic(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Figure 8: rollout time and allocation overhead against spot and serverless GPUs, GRPO, one-step-off."""
     name = world.workload.name
 
@@ -197,7 +197,7 @@ def _overheads(name: str, found: dict[System, list[JobResult]], fast: list[JobRe
     ]
 
 
-def lent_gpus(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def lent_gpus(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Figure 14: rollout time with more serving GPUs, 8B."""
     workload = world.workload
     alone = runner.jobs("8B without serving GPUs", world, plans(System.FIXED, scale, seed))

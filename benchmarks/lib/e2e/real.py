@@ -58,7 +58,7 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class RealPhase:
     """One phase of one kind."""
 
     rollouts: PhaseResult
@@ -95,7 +95,7 @@ class Miniature:
         self._windows = WindowRunner(plan.traffic, plan.options.out_dir, rig, self._serving, self._borrowed)
         self._step = 0
 
-    def run(self, kind: str, index: int) -> Phase:
+    def run(self, kind: str, index: int) -> RealPhase:
         """Runs the phase of a round in one of its two kinds."""
         self._set_workers(is_lent=kind == LENT)
         self._step += 1
@@ -116,7 +116,7 @@ class Miniature:
         time.sleep(ANSWERS_S)
         replay.stop(STOP_S)
         requests = self._windows.finish_replay(replay, spec, lambda: None)
-        return Phase(
+        return RealPhase(
             rollouts=rollouts,
             requests=[each for each in requests if each.scheduled_s <= rollouts.end_s],
             serving_busy=serving_busy_s / rollouts.duration_s,
@@ -156,7 +156,7 @@ class Miniature:
             raise WorkerError(f"{method} {self._router_url}{path}: {answer.status_code} {answer.text[:300]}")
         return dict(answer.json())
 
-    def share_of_borrowed(self, phase: Phase) -> float:
+    def share_of_borrowed(self, phase: RealPhase) -> float:
         """Returns the share of a phase's tokens that the borrowed engine made."""
         tokens = phase.rollouts.tokens
         return tokens.get(worker_id(self._borrowed), 0) / max(1, sum(tokens.values()))
@@ -174,7 +174,7 @@ def measure(args: argparse.Namespace, console: Console) -> list[Figure]:
         rig.folder.mkdir(parents=True, exist_ok=True)
         options = DemoOptions(out_dir=rig.folder, quick=args.quick, seed=args.seed, trace=args.trace)
         miniature = Miniature(rig, replace(DemoPlan.of(options), serving=LOAD))
-        phases: dict[str, list[Phase]] = defaultdict(list)
+        phases: dict[str, list[RealPhase]] = defaultdict(list)
         for index in range(args.rounds if args.rounds is not None else rounds):
             kinds = (ALONE, LENT) if index % 2 == 0 else (LENT, ALONE)
             for kind in kinds:
@@ -185,7 +185,7 @@ def measure(args: argparse.Namespace, console: Console) -> list[Figure]:
     return figures(phases[ALONE], phases[LENT], shares)
 
 
-def figures(alone: Sequence[Phase], lent: Sequence[Phase], shares: Sequence[float]) -> list[Figure]:
+def figures(alone: Sequence[RealPhase], lent: Sequence[RealPhase], shares: Sequence[float]) -> list[Figure]:
     """Makes the figures of all rounds. ``shares``: the borrowed engine's part of the lent phases' tokens."""
     slo = _objectives(alone)
     ratios = [
@@ -218,7 +218,7 @@ def figures(alone: Sequence[Phase], lent: Sequence[Phase], shares: Sequence[floa
     ]
 
 
-def _attainment(name: str, alone: Sequence[Phase], lent: Sequence[Phase], slo: SLO) -> Figure:
+def _attainment(name: str, alone: Sequence[RealPhase], lent: Sequence[RealPhase], slo: SLO) -> Figure:
     return Figure(
         name=name,
         value=worse_attainment(_requests(lent), slo),
@@ -234,12 +234,12 @@ def _attainment(name: str, alone: Sequence[Phase], lent: Sequence[Phase], slo: S
     )
 
 
-def _disturbance(*phases: Phase) -> float:
+def _disturbance(*phases: RealPhase) -> float:
     """Returns the largest share of the machine's CPU time that other processes had in one of the phases."""
     return max(phase.foreign_cpu_share for phase in phases)
 
 
-def _objectives(phases: Sequence[Phase]) -> SLO:
+def _objectives(phases: Sequence[RealPhase]) -> SLO:
     """Returns serving's objectives, from phases in which it had its GPU for itself. Raises: WorkerError."""
     slo = objectives(_requests(phases))
     if slo is None:
@@ -247,11 +247,11 @@ def _objectives(phases: Sequence[Phase]) -> SLO:
     return slo
 
 
-def _requests(phases: Sequence[Phase]) -> list[RequestRecord]:
+def _requests(phases: Sequence[RealPhase]) -> list[RequestRecord]:
     return [request for phase in phases for request in phase.requests]
 
 
-def _table(phases: dict[str, list[Phase]], shares: Sequence[float]) -> Table:
+def _table(phases: dict[str, list[RealPhase]], shares: Sequence[float]) -> Table:
     """One line for each phase."""
     title = "MEASURED on three real engines: rollout phases, and serving meanwhile"
     table = Table(title=title)

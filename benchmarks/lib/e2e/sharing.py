@@ -9,12 +9,12 @@ from sim.e2e.systems import MODES, System, World
 from lib.e2e import paper, reasons
 from lib.e2e.elastic import plans
 from lib.e2e.rows import Row, attainment, p99_ms, ratios
-from lib.e2e.worlds import Runner, Scale
+from lib.e2e.worlds import Scale, WorldPool
 
 SHORT = {System.ROSE: "ROSE", System.RELOAD: "reload", System.SHARED_LIMIT: "shared limit"}
 
 
-def engines(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def engines(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Tables 1 and 2: rollout time and serving's latencies under each way to share."""
     name = world.workload.name
     systems = (System.ROSE, System.ROSE_DUAL, System.RELOAD, System.SHARED_LIMIT, System.STATIC)
@@ -109,7 +109,7 @@ def _tpots(world: World) -> list[Row]:
     ]
 
 
-def placement(runner: Runner, world: World, scale: Scale, seed: int) -> list[Row]:
+def placement(runner: WorldPool, world: World, scale: Scale, seed: int) -> list[Row]:
     """Table 3: what turn-wise routing and cache affinity save, over trajectories that stay on one engine."""
     name = world.workload.name
     times = {

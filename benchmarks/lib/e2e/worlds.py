@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
-from sim.e2e.calibration import CHANGED, WORKLOAD_8B, WORKLOAD_32B, Workload
+from sim.e2e.calibration import CHANGED, WORKLOAD_8B, WORKLOAD_32B, PaperWorkload
 from sim.e2e.fleet import Tape, autoscaled, balanced, fleet_arrivals, play
 from sim.e2e.job import JobPlan, JobResult, asynchronous_step_s, run_job
 from sim.e2e.systems import MODES, World
@@ -45,14 +45,14 @@ QUICK = Scale(num_tapes=2, tape_s=150, num_steps=3, num_seeds=1)
 FULL = Scale(num_tapes=4, tape_s=900, num_steps=4, num_seeds=3)
 
 
-class Runner:
+class WorldPool:
     """A pool of processes. Says on stderr what has been done."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)))
         self._begin_s = time.monotonic()
 
-    def __enter__(self) -> "Runner":
+    def __enter__(self) -> "WorldPool":
         return self
 
     def __exit__(
@@ -79,14 +79,14 @@ class Runner:
         return self.all(what, [(asynchronous_step_s, (world, plan)) for plan in plans])
 
 
-def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
+def workloads(*, is_quick: bool) -> tuple[PaperWorkload, ...]:
     """Returns 8B whole and half of 32B, and half of each for a quick run."""
     found = (WORKLOAD_8B, WORKLOAD_32B.halved())
     return tuple(workload.halved() for workload in found) if is_quick else found
 
 
 def make_world(
-    runner: Runner, workload: Workload, trace: Sequence[TraceRow], scale: Scale, seed: int
+    runner: WorldPool, workload: PaperWorkload, trace: Sequence[TraceRow], scale: Scale, seed: int
 ) -> World:
     """Plays the serving fleet, under each gate, alone and autoscaled."""
     num_engines = workload.scenario.num_serving

@@ -20,7 +20,7 @@ VOCABULARY = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class LoneModel:
     """A Qwen3 with random weights in float32."""
 
     hidden: int
@@ -47,7 +47,7 @@ def lone_engine(model: Path, slab_bytes: int, num_requests: int) -> Iterator[tup
         yield rig.wait_engine("lone"), time.monotonic() - started_s
 
 
-def write_model(folder: Path, size: Size, seed: int) -> Path:
+def write_model(folder: Path, size: LoneModel, seed: int) -> Path:
     """A checkpoint with a tokenizer."""
     # Heavy, and not needed for --help.
     import torch

@@ -22,7 +22,7 @@ _START_S = 60.0
 _POLL_S = 0.05
 
 
-class Fleet:
+class FleetRig:
     """A context manager: engines and routers."""
 
     def __init__(

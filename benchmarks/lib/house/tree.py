@@ -45,7 +45,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class Largest:
     """How large the largest thing of a kind is, and where it stands."""
 
     value: int
@@ -69,7 +69,7 @@ class Tree:
                 return len(file.text.split())
         raise ConfigError(f"{self.root} tracks no {path}")
 
-    def largest_room(self) -> Size:
+    def largest_room(self) -> Largest:
         """Returns the product's folder with the most source files; `__init__.py` does not count."""
         rooms = Counter(
             file.path.parent
@@ -77,23 +77,34 @@ class Tree:
             if file.is_product and file.is_source and file.path.name != "__init__.py"
         )
         room, count = rooms.most_common(1)[0]
-        return Size(value=count, where=str(room))
+        return Largest(value=count, where=str(room))
 
-    def longest_file(self) -> Size:
+    def longest_file(self) -> Largest:
         """Returns the longest source file, tests and benchmarks included."""
         longest = max((file for file in self.files if file.is_source), key=lambda file: file.num_lines)
-        return Size(value=longest.num_lines, where=str(longest.path))
+        return Largest(value=longest.num_lines, where=str(longest.path))
 
-    def longest_function(self) -> Size:
+    def longest_function(self) -> Largest:
         """Returns the longest Python function, from its `def` to its last line."""
         sizes = (
-            Size(value=node.end_lineno - node.lineno + 1, where=f"{file.path}:{node.name}")
+            Largest(value=node.end_lineno - node.lineno + 1, where=f"{file.path}:{node.name}")
             for file in self.files
             if file.path.suffix == ".py"
             for node in ast.walk(self.parsed[file.path])
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
         )
         return max(sizes, key=lambda size: size.value)
+
+    def names_of_several(self) -> list[str]:
+        """Returns the public class names that several modules of the product and the benchmarks define."""
+        found = Counter(
+            node.name
+            for path, module in self.parsed.items()
+            if path.parts[0] != "tests"
+            for node in module.body
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        )
+        return sorted(name for name, count in found.items() if count > 1)
 
     @cached_property
     def parsed(self) -> dict[PurePosixPath, ast.Module]:

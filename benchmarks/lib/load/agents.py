@@ -55,7 +55,7 @@ KINDS: tuple[tuple[str, Json], ...] = (
 
 
 @dataclass(slots=True)
-class Asked:
+class AgentTurn:
     """One turn of an agent."""
 
     body: Json
@@ -69,7 +69,7 @@ class Agent:
 
     name: str
     is_streaming: bool = False
-    turns: list[Asked] = field(default_factory=list)
+    turns: list[AgentTurn] = field(default_factory=list)
 
     async def play(self, http: aiohttp.ClientSession, url: str, model: str, is_over: asyncio.Event) -> None:
         """Asks until it is told to stop; the turn under way is ended."""
@@ -82,7 +82,7 @@ class Agent:
                     return
                 word, more = KINDS[(number + turn) % len(KINDS)]
                 messages = [*messages, *_next_messages(calls, f"{_output(by_chance)} {word}")]
-                asked = Asked({"model": model, "messages": messages, "temperature": 0.0, **more})
+                asked = AgentTurn({"model": model, "messages": messages, "temperature": 0.0, **more})
                 self.turns.append(asked)
                 headers = {"X-Session-ID": f"{self.name}-{number}", "X-Rose-Job": "agents"}
                 await ask(http, url, asked, headers, is_streamed=self.is_streaming)
@@ -96,7 +96,7 @@ class Agent:
 async def ask(
     http: aiohttp.ClientSession,
     url: str,
-    asked: Asked,
+    asked: AgentTurn,
     headers: dict[str, str],
     *,
     is_streamed: bool = False,

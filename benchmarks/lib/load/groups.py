@@ -36,7 +36,7 @@ MAX_KEPT_ERRORS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class GroupTurn:
     """One turn of the phase."""
 
     name: str
@@ -69,7 +69,7 @@ class PhaseResult:
         return cls(**json.loads(path.read_text()))
 
 
-def samples(num_groups: int, group_size: int, vocab_size: int, seed: int) -> list[Sample]:
+def samples(num_groups: int, group_size: int, vocab_size: int, seed: int) -> list[GroupTurn]:
     """Draws a phase's turns, group by group."""
     by_chance = random.Random(seed)
     found = []
@@ -78,12 +78,12 @@ def samples(num_groups: int, group_size: int, vocab_size: int, seed: int) -> lis
         for number in range(group_size):
             length = round(by_chance.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))
             num_tokens = max(MIN_TOKENS, min(MAX_TOKENS, length))
-            found.append(Sample(name=f"{seed}-{group}-{number}", prompt=prompt, num_tokens=num_tokens))
+            found.append(GroupTurn(name=f"{seed}-{group}-{number}", prompt=prompt, num_tokens=num_tokens))
     return found
 
 
 async def play(
-    url: str, model: str, turns: Sequence[Sample], start_s: float, cache_salt: str | None
+    url: str, model: str, turns: Sequence[GroupTurn], start_s: float, cache_salt: str | None
 ) -> PhaseResult:
     """Sends all turns at ``start_s``; returns once the last one has ended."""
     async with open_session() as session:
@@ -107,7 +107,7 @@ async def play(
 
 
 async def _turn(
-    session: aiohttp.ClientSession, url: str, model: str, turn: Sample, cache_salt: str | None
+    session: aiohttp.ClientSession, url: str, model: str, turn: GroupTurn, cache_salt: str | None
 ) -> RequestRecord:
     record = RequestRecord(request_id=turn.name, prompt=turn.prompt, max_tokens=turn.num_tokens)
     body: dict[str, Any] = completion_body(model, turn.prompt, turn.num_tokens, temperature=1.0)

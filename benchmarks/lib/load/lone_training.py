@@ -24,7 +24,7 @@ from rose.trainers.fine_tune.sequences import Sequences
 WARM_UP_STEPS = 5
 
 
-class StepTimes(TrainerCallback):  # type: ignore[misc]
+class StepClock(TrainerCallback):  # type: ignore[misc]
     """Notes when each optimizer step ended."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     own, rest = flags.parse_known_args(list(argv))
     args = parser().parse_args([*rest, "--pool", "none", "--relay", "none", "--run", "none"])
     torch.set_num_threads(1)
-    loaded, times = load(args), StepTimes()
+    loaded, times = load(args), StepClock()
     from transformers import AutoTokenizer
 
     examples = [each for each in read_examples(own.evaluate) if isinstance(each, Example)]

@@ -32,7 +32,7 @@ class Target:
         return f"{lines}{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-class Connection:
+class LoadConnection:
     """One kept-alive connection."""
 
     def __init__(self, target: Target) -> None:
@@ -75,7 +75,7 @@ async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: in
     latencies: list[float] = []
 
     async def work() -> None:
-        connection = Connection(target)
+        connection = LoadConnection(target)
         try:
             for request in left:
                 latencies.append(await connection.send(request))
@@ -113,12 +113,12 @@ async def open_loop(
     targets: Sequence[tuple[Target, Sequence[bytes]]], per_s: float, clocks: Sequence[Clock] = ()
 ) -> list[list[Sample]]:
     """Samples per target of requests at a fixed rate each, to the targets in turn: their drift is shared."""
-    idle: list[list[Connection]] = [[] for _ in targets]
+    idle: list[list[LoadConnection]] = [[] for _ in targets]
     samples: list[list[Sample]] = [[] for _ in targets]
     began = time.perf_counter()
 
     async def send(index: int, request: bytes, due: float) -> None:
-        connection = idle[index].pop() if idle[index] else Connection(targets[index][0])
+        connection = idle[index].pop() if idle[index] else LoadConnection(targets[index][0])
         before = [clock.read() for clock in clocks]
         late_s = time.perf_counter() - due
         latency_s = await connection.send(request)

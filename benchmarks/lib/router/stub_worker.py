@@ -28,7 +28,7 @@ _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ScriptedAnswer:
     """How long an answer is and how fast it comes."""
 
     num_chunks: int
@@ -41,7 +41,7 @@ class Answer:
 class StubProtocol(asyncio.Protocol):
     """One connection; requests one after the other."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ScriptedAnswer) -> None:
         self._answer = answer
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -122,7 +122,7 @@ class StubProtocol(asyncio.Protocol):
         transport.write(_sse(usage) + _sse(b"[DONE]") + b"0\r\n\r\n")
 
 
-def _chat(answer: Answer) -> dict[str, object]:
+def _chat(answer: ScriptedAnswer) -> dict[str, object]:
     usage = {"prompt_tokens": 1, "completion_tokens": answer.num_chunks * answer.chunk_tokens}
     choice = {"index": 0, "message": {"role": "assistant", "content": "word"}, "finish_reason": "stop"}
     return {"id": "chatcmpl-stub", "model": "stub", "choices": [choice], "usage": usage}
@@ -140,7 +140,7 @@ def _sse(payload: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _event(answer: Answer, index: int, echoed: bytes) -> bytes:
+def _event(answer: ScriptedAnswer, index: int, echoed: bytes) -> bytes:
     ids = ",".join(str(1000 + index + i) for i in range(answer.chunk_tokens)).encode()
     finish = b'"length"' if index == answer.num_chunks - 1 else b"null"
     text = b"word " * answer.chunk_tokens
@@ -151,7 +151,7 @@ def _event(answer: Answer, index: int, echoed: bytes) -> bytes:
     )
 
 
-def _completion(answer: Answer) -> object:
+def _completion(answer: ScriptedAnswer) -> object:
     text = "word " * answer.chunk_tokens * answer.num_chunks
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -164,13 +164,13 @@ def _completion(answer: Answer) -> object:
     }
 
 
-def _generated(answer: Answer) -> object:
+def _generated(answer: ScriptedAnswer) -> object:
     num_tokens = answer.chunk_tokens * answer.num_chunks
     meta = {"id": "stub", "finish_reason": {"type": "length"}, "completion_tokens": num_tokens}
     return {"text": "word " * num_tokens, "output_ids": list(range(num_tokens)), "meta_info": meta}
 
 
-async def serve(answer: Answer) -> None:
+async def serve(answer: ScriptedAnswer) -> None:
     """Serve on any free port until killed."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: StubProtocol(answer), "127.0.0.1", 0, backlog=2048)
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--stock", action="store_true")
     args = parser.parse_args()
-    answer = Answer(
+    answer = ScriptedAnswer(
         num_chunks=args.num_chunks,
         chunk_tokens=args.chunk_tokens,
         delay_s=args.delay_ms / 1000,

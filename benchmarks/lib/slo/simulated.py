@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from sim.twin.gpu import TwinGpu, TwinOutcome
 from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
-from sim.twin.serving import Arrival, for_decoder, for_prefiller
+from sim.twin.serving import ServingArrival, for_decoder, for_prefiller
 from sim.twin.traffic import RATES_RPS, sample
 
 from lib.slo.figures import (
@@ -110,7 +110,7 @@ class TwinBench:
         self._print(f"{pair.name}, autoscaled", runs)
         return figures + deployment_figures(f"{pair.name}, autoscaled", runs, IDLE, "ttft")
 
-    def _with_a_pause(self, pair: Pair) -> list[list[Arrival]]:
+    def _with_a_pause(self, pair: Pair) -> list[list[ServingArrival]]:
         """Density 1, and none of it while the instance is out of service."""
         start_s, end_s = (share * self._sampling.horizon_s for share in OUT_OF_SERVICE)
         return [
@@ -119,7 +119,7 @@ class TwinBench:
         ]
 
     def _outcomes(
-        self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool
+        self, pair: Pair, gate: GateSettings, samples: Sequence[list[ServingArrival]], *, rollouts: bool
     ) -> list[TwinOutcome]:
         return [
             TwinGpu(
@@ -134,7 +134,12 @@ class TwinBench:
         ]
 
     def run(
-        self, pair: Pair, gate: GateSettings, samples: Sequence[list[Arrival]], *, rollouts: bool = True
+        self,
+        pair: Pair,
+        gate: GateSettings,
+        samples: Sequence[list[ServingArrival]],
+        *,
+        rollouts: bool = True,
     ) -> PolicyRun:
         """Runs one policy over all samples."""
         outcomes = self._outcomes(pair, gate, samples, rollouts=rollouts)
@@ -150,7 +155,7 @@ class TwinBench:
     def _policies(
         self,
         pair: Pair,
-        samples: Sequence[list[Arrival]],
+        samples: Sequence[list[ServingArrival]],
         slo: SLO | None = None,
         policies: Sequence[str] = tuple(MODES),
         deployment: Deployment = Deployment.COLLOCATED,
@@ -192,7 +197,7 @@ class TwinBench:
 
     # Traffic ------------------------------------------------------------------------------------------
 
-    def traffic(self, pair: Pair, density: float) -> list[list[Arrival]]:
+    def traffic(self, pair: Pair, density: float) -> list[list[ServingArrival]]:
         """Samples of the trace at a density, one per repeat."""
         horizon_s = self._sampling.horizon_s
         return [
@@ -205,7 +210,7 @@ class TwinBench:
             for i in range(self._sampling.repeats)
         ]
 
-    def _bursts(self, pair: Pair) -> list[list[Arrival]]:
+    def _bursts(self, pair: Pair) -> list[list[ServingArrival]]:
         """Returns the same requests as at density 1, their arrivals pressed into the bursts."""
 
         def pressed(at_s: float) -> float:

@@ -105,7 +105,7 @@ class Process:
             pipe.close()
 
 
-class Cluster:
+class SyncCluster:
     """A context in which runs are opened one after another."""
 
     def __init__(self, num_layers: int, seed: int) -> None:
@@ -116,7 +116,7 @@ class Cluster:
         self._relay_urls: dict[tuple[str, str], list[str]] = {}
         self._run_ids = (f"run{number}" for number in itertools.count())
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "SyncCluster":
         self.link = self._stack.enter_context(SlowLink())
         return self
 

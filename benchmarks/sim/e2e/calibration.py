@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from sim.rollout.scenario import QWEN3_8B as SCENARIO_8B
 from sim.rollout.scenario import QWEN3_32B as SCENARIO_32B
-from sim.rollout.scenario import Scenario, Spread
+from sim.rollout.scenario import Lognormal, Scenario
 from sim.twin.pairs import HEAD_BYTES, PAIR_8B, PAIR_32B, QWEN3_8B, QWEN3_32B, ModelSize, Pair
 from sim.twin.traffic import RATES_RPS
 
@@ -73,7 +73,7 @@ TRANSFER_GPUS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class PaperWorkload:
     """A model, its GPUs and its RL job: ROSE §6, models and training configurations."""
 
     scenario: Scenario
@@ -117,7 +117,7 @@ class Workload:
         flops = 2 * model.parameters * tokens + 4 * HEAD_SIZE * model.layers * model.heads * pairs
         return TRAIN_PASSES * flops / (self.train_gpus * TRAIN_FLOPS_PER_S)
 
-    def profiled(self) -> "Workload":
+    def profiled(self) -> "PaperWorkload":
         """Returns the job of ROSE §2.2, in full size."""
         scenario = replace(
             self.scenario,
@@ -132,7 +132,7 @@ class Workload:
         """New weights on the job's own rollout GPUs, and on those rented beside them."""
         return self.weight_bytes / INFINIBAND_BYTES_PER_S + APPLY_S
 
-    def halved(self) -> "Workload":
+    def halved(self) -> "PaperWorkload":
         """Half of all GPUs and trajectories: the same load per engine in half the time to simulate."""
         halves = {
             name: getattr(self.scenario, name) // 2
@@ -146,7 +146,7 @@ class Workload:
         )
 
 
-def _trajectories(scenario: Scenario, turns: Spread) -> Scenario:
+def _trajectories(scenario: Scenario, turns: Lognormal) -> Scenario:
     """Trajectories end by themselves or at the context's limit (32k: ROSE §2.2, §6).
 
     Their turns were fitted to what the paper says of the job of §2.2: the 75th percentile of their times is
@@ -155,16 +155,16 @@ def _trajectories(scenario: Scenario, turns: Spread) -> Scenario:
     return replace(scenario, turns=turns, max_turns=MAX_TURNS)
 
 
-WORKLOAD_8B = Workload(
-    scenario=_trajectories(SCENARIO_8B, Spread(mean=6.0, sigma=1.35)),
+WORKLOAD_8B = PaperWorkload(
+    scenario=_trajectories(SCENARIO_8B, Lognormal(mean=6.0, sigma=1.35)),
     pair=PAIR_8B,
     model=QWEN3_8B,
     train_gpus=8,
     num_senders=8,
     max_spot_gpus=16,
 )
-WORKLOAD_32B = Workload(
-    scenario=_trajectories(SCENARIO_32B, Spread(mean=7.0, sigma=0.7)),
+WORKLOAD_32B = PaperWorkload(
+    scenario=_trajectories(SCENARIO_32B, Lognormal(mean=7.0, sigma=0.7)),
     pair=PAIR_32B,
     model=QWEN3_32B,
     train_gpus=32,

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from rose.admission.gate import GateSettings
 from rose.scheduler.sim.requests import TraceRow
 from rose.types import SLO, GateMode
-from sim.e2e.calibration import CALM_S, MAX_DENSITY, RELOAD_S, Workload
+from sim.e2e.calibration import CALM_S, MAX_DENSITY, RELOAD_S, PaperWorkload
 from sim.e2e.supply import Rented, SharedGpu, from_levels
 from sim.twin.gpu import TwinGpu
-from sim.twin.serving import Arrival, ServedRequest
+from sim.twin.serving import ServedRequest, ServingArrival
 from sim.twin.traffic import sample
 
 RATE_WINDOW_S = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latencies:
+class ServedLatencies:
     """What clients of some serving engines saw. Whoever got no answer counts as having waited for ever."""
 
     ttfts_s: tuple[float, ...]
     tpots_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, requests: Sequence[ServedRequest]) -> "Latencies":
+    def of(cls, requests: Sequence[ServedRequest]) -> "ServedLatencies":
         ttfts = [math.inf if r.ttft_s is None else r.ttft_s for r in requests]
         tpots = [math.inf if r.tpot_s is None else r.tpot_s for r in requests]
         return cls(ttfts_s=tuple(ttfts), tpots_s=tuple(tpots))
@@ -47,7 +47,7 @@ class Tape:
 
     shares: tuple[float, ...]
     steps: tuple[int, ...]
-    latencies: Latencies
+    latencies: ServedLatencies
     serving_share: float
 
     def supply(self) -> SharedGpu:
@@ -55,14 +55,18 @@ class Tape:
 
 
 def fleet_arrivals(
-    workload: Workload, trace: Sequence[TraceRow], num_engines: int, horizon_s: int, seed: int
-) -> list[Arrival]:
+    workload: PaperWorkload, trace: Sequence[TraceRow], num_engines: int, horizon_s: int, seed: int
+) -> list[ServingArrival]:
     """The traffic of the whole fleet: one stretch of the trace with its own bursts, at the fleet's rate."""
     return sample(trace, round(workload.rate_rps * num_engines * horizon_s), horizon_s, seed)
 
 
 def play(
-    workload: Workload, mode: GateMode | None, arrivals: Sequence[Arrival], horizon_s: int, seed: int
+    workload: PaperWorkload,
+    mode: GateMode | None,
+    arrivals: Sequence[ServingArrival],
+    horizon_s: int,
+    seed: int,
 ) -> Tape:
     """One serving engine under a gate; None: without rollouts."""
     settings = GateSettings(slo=workload.pair.slo, mode=mode if mode is not None else GateMode.IDLE)
@@ -84,19 +88,19 @@ def play(
     return Tape(
         shares=tuple(min(1.0, share) for share in shares),
         steps=tuple(steps[second] for second in range(horizon_s)),
-        latencies=Latencies.of(outcome.requests),
+        latencies=ServedLatencies.of(outcome.requests),
         serving_share=outcome.serving_share,
     )
 
 
-def balanced(arrivals: Sequence[Arrival], num_engines: int, engine: int) -> list[Arrival]:
+def balanced(arrivals: Sequence[ServingArrival], num_engines: int, engine: int) -> list[ServingArrival]:
     """What a fleet that takes turns gives one of its engines."""
     return list(arrivals[engine::num_engines])
 
 
 def autoscaled(
-    workload: Workload, arrivals: Sequence[Arrival], num_engines: int, horizon_s: int
-) -> tuple[list[Rented], list[list[Arrival]]]:
+    workload: PaperWorkload, arrivals: Sequence[ServingArrival], num_engines: int, horizon_s: int
+) -> tuple[list[Rented], list[list[ServingArrival]]]:
     """Time-sharing by whole GPUs, with a reload at each change (ServerlessLLM): what rollouts get, and each
     engine's requests.
 
@@ -111,7 +115,7 @@ def autoscaled(
         float(horizon_s),
         RELOAD_S,
     )
-    requests: list[list[Arrival]] = [[] for _ in range(num_engines)]
+    requests: list[list[ServingArrival]] = [[] for _ in range(num_engines)]
     for number, arrival in enumerate(arrivals):
         until = min(horizon_s - 1, int(arrival.at_s))
         serving = min(needed[max(0, until - int(RELOAD_S)) : until + 1])
@@ -119,7 +123,9 @@ def autoscaled(
     return lent, requests
 
 
-def _needed(workload: Workload, arrivals: Sequence[Arrival], num_engines: int, horizon_s: int) -> list[int]:
+def _needed(
+    workload: PaperWorkload, arrivals: Sequence[ServingArrival], num_engines: int, horizon_s: int
+) -> list[int]:
     """How many engines have to serve in each second, by what is known then."""
     counts = Counter(int(arrival.at_s) for arrival in arrivals)
     most_rps = MAX_DENSITY * workload.rate_rps

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from rose.scheduler.rollout.turn.dataplane import POLICIES
 from sim.e2e.calibration import LEASE_RECOVERY_S, MAX_SAMPLING
-from sim.e2e.phase import Demand, PhaseResult, RolloutPhase
+from sim.e2e.phase import Demand, RolloutPhase, SimulatedPhase
 from sim.e2e.pipeline import Pipeline, StepTimes, iterate, iteration_s
 from sim.e2e.supply import Supply
 from sim.e2e.systems import System, World, beside, ready, scenario_of
@@ -47,7 +47,7 @@ class JobResult:
     steps_s: tuple[float, ...]
     """From each step's end to the next one's."""
     times: tuple[StepTimes, ...]
-    phases: tuple[PhaseResult, ...]
+    phases: tuple[SimulatedPhase, ...]
 
     @property
     def rollout_s(self) -> float:
@@ -79,7 +79,7 @@ def run_job(world: World, plan: JobPlan) -> JobResult:
     if not plan.has_prefix_cache:
         scenario = replace(scenario, kv_tokens=0, serving_kv_tokens=0)
     num_groups = scenario.num_trajectories // scenario.group_size
-    phases: dict[int, PhaseResult] = {}
+    phases: dict[int, SimulatedPhase] = {}
 
     def rollout_s(step: int, start_s: float, weights_s: float) -> float:
         launched = math.ceil(sampling_of(plan, step) * num_groups)

@@ -17,8 +17,8 @@ from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.e2e.supply import Away, Supply
 from sim.rollout.engine import RunningTurn, SimulatedEngine
-from sim.rollout.loop import HEARTBEAT_S, Simulation
-from sim.rollout.scenario import Scenario, Step
+from sim.rollout.loop import HEARTBEAT_S, RolloutSimulation
+from sim.rollout.scenario import Scenario, TrajectoryStep
 
 _MIN_SHARE = 0.03
 
@@ -35,7 +35,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseResult:
+class SimulatedPhase:
     """How one phase went. Times count from its start."""
 
     seconds: float
@@ -56,7 +56,7 @@ class PhaseResult:
     """GPU time that rollouts could use, over what all engines have."""
 
 
-class RolloutPhase(Simulation):
+class RolloutPhase(RolloutSimulation):
     """Runs once. `start_s`: the time at which the phase begins, for the supplies."""
 
     def __init__(
@@ -88,11 +88,11 @@ class RolloutPhase(Simulation):
         self._lost = 0
         self._held_s = self._starting_s = self._present_s = 0.0
 
-    def play(self) -> PhaseResult:
+    def play(self) -> SimulatedPhase:
         """Runs to the end of the last trajectory that counts."""
         outcome = self.run()
         ends = [self._trajectories[index].ended_s for index in self._ended]
-        return PhaseResult(
+        return SimulatedPhase(
             seconds=outcome.makespan_s,
             ended_s=tuple(ends),
             lasted_s=tuple(end - self._began_s[i] for end, i in zip(ends, self._ended, strict=True)),
@@ -166,7 +166,7 @@ class RolloutPhase(Simulation):
             self._placement.release(run.place, made)
             trajectory = self._trajectories[run.trajectory]
             if keeps_tokens:
-                trajectory.steps[trajectory.next_step] = Step(
+                trajectory.steps[trajectory.next_step] = TrajectoryStep(
                     run.step.new_prompt_tokens + made, run.step.generated_tokens - made, run.step.env_s
                 )
                 self._counts["generated"] += made
@@ -176,7 +176,7 @@ class RolloutPhase(Simulation):
 
     # Trajectories ---------------------------------------------------------------------------------------
 
-    def _start(self, index: int, step: Step, place: Place) -> None:
+    def _start(self, index: int, step: TrajectoryStep, place: Place) -> None:
         self._began_s.setdefault(index, self._now_s)
         super()._start(index, step, place)
 

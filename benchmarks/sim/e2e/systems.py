@@ -18,7 +18,7 @@ from sim.e2e.calibration import (
     ENCODE_BYTES_PER_S,
     LEASE_RECOVERY_S,
     LINK_GBPS,
-    Workload,
+    PaperWorkload,
 )
 from sim.e2e.fleet import Tape
 from sim.e2e.supply import Away, From, Rented, Supply, serverless, spot
@@ -62,7 +62,7 @@ MODES = {
 class World:
     """What surrounds a job: its workload, and what a fleet of serving engines lends."""
 
-    workload: Workload
+    workload: PaperWorkload
     tapes: dict[GateMode, tuple[Tape, ...]]
     alone: tuple[Tape, ...]
     """The same engines without rollouts."""
@@ -85,7 +85,7 @@ class World:
         return max(sent_s, encoded_s) + decoded_s + APPLY_S
 
 
-def scenario_of(system: System, workload: Workload) -> Scenario:
+def scenario_of(system: System, workload: PaperWorkload) -> Scenario:
     """The rollouts' scenario with the KV memory that serving GPUs give them under a system."""
     scenario = replace(workload.scenario, serving_kv_tokens=workload.lent_tokens)
     if system is System.STATIC:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from rose.scheduler.rollout.turn.place import Place
-from sim.rollout.scenario import Scenario, Step
+from sim.rollout.scenario import Scenario, TrajectoryStep
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class RunningTurn:
     """A turn on an engine."""
 
     trajectory: int
-    step: Step
+    step: TrajectoryStep
     place: Place
     started_s: float
     missing_tokens: float

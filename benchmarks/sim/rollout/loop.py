@@ -26,7 +26,7 @@ from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 from sim.rollout.engine import RunningTurn, SimulatedEngine
 from sim.rollout.prompts import Prompts
-from sim.rollout.scenario import Scenario, Step, busy_fractions, trajectories
+from sim.rollout.scenario import Scenario, TrajectoryStep, busy_fractions, trajectories
 
 HEARTBEAT_S = 1.0
 _MIN_SHARE = 0.03
@@ -59,13 +59,13 @@ class RolloutOutcome:
 
 @dataclass(slots=True)
 class _Trajectory:
-    steps: list[Step]
+    steps: list[TrajectoryStep]
     next_step: int = 0
     context_tokens: int = 0
     ended_s: float = 0.0
 
 
-class Simulation:
+class RolloutSimulation:
     """One phase. `report_share` is what the workers tell of their share (tests of wrong telemetry change it);
     None: the truth. Without `has_keys` clients send no session key, and the router goes by what they ask."""
 
@@ -188,7 +188,7 @@ class Simulation:
 
     # What the engines do ---------------------------------------------------------------------------------
 
-    def _start(self, index: int, step: Step, place: Place) -> None:
+    def _start(self, index: int, step: TrajectoryStep, place: Place) -> None:
         worker_id, prompt_tokens = place.worker.id, place.turn.prompt_tokens
         engine = self._engines[worker_id]
         engine.advance(self._now_s)
@@ -256,4 +256,4 @@ class Simulation:
 
 def simulate(scenario: Scenario, policy: PlacementPolicy, seed: int) -> RolloutOutcome:
     """One phase of `scenario` under `policy`."""
-    return Simulation(scenario, policy, seed).run()
+    return RolloutSimulation(scenario, policy, seed).run()

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from rose.scheduler.rollout.formats.bodies import TokenIds
-from sim.rollout.scenario import Scenario, Step
+from sim.rollout.scenario import Scenario, TrajectoryStep
 
 _IDS = [b"%d," % token for token in range(100_000, 150_000)]
 _ID_BYTES = len(_IDS[0])
@@ -16,7 +16,9 @@ _ID_BYTES = len(_IDS[0])
 
 
 class Prompts:
-    def __init__(self, scenario: Scenario, trajectories: Sequence[Sequence[Step]], seed: int) -> None:
+    def __init__(
+        self, scenario: Scenario, trajectories: Sequence[Sequence[TrajectoryStep]], seed: int
+    ) -> None:
         chance = random.Random(f"prompts-{scenario.name}-{seed}")
         self._texts: list[bytes] = []
         shared = b""

@@ -21,7 +21,7 @@ from rose.scheduler.rollout.placing.views import Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Lognormal:
     """A lognormal distribution by its mean and the sigma of its logarithm."""
 
     mean: float
@@ -66,12 +66,12 @@ class Scenario:
     chunk_tokens: int
     """Prefill per step."""
     first_prompt_tokens: int
-    turns: Spread
-    turn_tokens: Spread
+    turns: Lognormal
+    turn_tokens: Lognormal
     """Generated per turn."""
-    reply_tokens: Spread
+    reply_tokens: Lognormal
     """What the environment adds to the prompt."""
-    env_s: Spread
+    env_s: Lognormal
     max_turns: int
     max_context_tokens: int = 32_768
     difficulty_sigma: float = 0.0
@@ -88,7 +88,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrajectoryStep:
     """One turn of a trajectory and the environment's answer to it."""
 
     new_prompt_tokens: int
@@ -96,7 +96,7 @@ class Step:
     env_s: float
 
 
-def trajectories(scenario: Scenario, seed: int) -> list[list[Step]]:
+def trajectories(scenario: Scenario, seed: int) -> list[list[TrajectoryStep]]:
     """All trajectories of the phase, each the list of its turns."""
     chance = random.Random(f"{scenario.name}-{seed}")
     made = []
@@ -107,10 +107,10 @@ def trajectories(scenario: Scenario, seed: int) -> list[list[Step]]:
     return made
 
 
-def _trajectory(scenario: Scenario, chance: random.Random, difficulty: float) -> list[Step]:
+def _trajectory(scenario: Scenario, chance: random.Random, difficulty: float) -> list[TrajectoryStep]:
     num_turns = min(scenario.max_turns, max(1, round(scenario.turns.draw(chance) * difficulty)))
     context = 0
-    steps: list[Step] = []
+    steps: list[TrajectoryStep] = []
     for turn in range(num_turns):
         added = (
             scenario.first_prompt_tokens if turn == 0 else max(1, round(scenario.reply_tokens.draw(chance)))
@@ -119,7 +119,7 @@ def _trajectory(scenario: Scenario, chance: random.Random, difficulty: float) ->
         context += added + generated
         if context > scenario.max_context_tokens and steps:
             break
-        steps.append(Step(added, generated, scenario.env_s.draw(chance)))
+        steps.append(TrajectoryStep(added, generated, scenario.env_s.draw(chance)))
     return steps
 
 
@@ -150,10 +150,10 @@ QWEN3_8B = Scenario(
     serving_kv_tokens=194_000,
     chunk_tokens=512,
     first_prompt_tokens=1_200,
-    turns=Spread(mean=10.9, sigma=0.265),
-    turn_tokens=Spread(mean=945.0, sigma=0.41),
-    reply_tokens=Spread(mean=220.0, sigma=0.45),
-    env_s=Spread(mean=1.4, sigma=0.8),
+    turns=Lognormal(mean=10.9, sigma=0.265),
+    turn_tokens=Lognormal(mean=945.0, sigma=0.41),
+    reply_tokens=Lognormal(mean=220.0, sigma=0.45),
+    env_s=Lognormal(mean=1.4, sigma=0.8),
     max_turns=16,
     traffic=ServingShare(
         mean_busy=0.32, gpu_spread=0.045, swing=0.10, memory_s=60.0, burst_every_s=167.0, burst_s=8.0
@@ -173,10 +173,10 @@ QWEN3_32B = Scenario(
     serving_kv_tokens=434_000,
     chunk_tokens=512,
     first_prompt_tokens=1_000,
-    turns=Spread(mean=20.0, sigma=0.29),
-    turn_tokens=Spread(mean=350.0, sigma=0.32),
-    reply_tokens=Spread(mean=80.0, sigma=0.45),
-    env_s=Spread(mean=4.9, sigma=0.8),
+    turns=Lognormal(mean=20.0, sigma=0.29),
+    turn_tokens=Lognormal(mean=350.0, sigma=0.32),
+    reply_tokens=Lognormal(mean=80.0, sigma=0.45),
+    env_s=Lognormal(mean=4.9, sigma=0.8),
     max_turns=26,
     difficulty_sigma=0.15,
     traffic=ServingShare(

@@ -20,7 +20,7 @@ from rose.admission.step_time import StepObservation, StepShape, StepTimeModel, 
 from rose.types import GateMode
 from sim.twin.pairs import EngineModel, Pair
 from sim.twin.rollout import TwinRollout
-from sim.twin.serving import Arrival, ServedRequest, TwinServing
+from sim.twin.serving import ServedRequest, ServingArrival, TwinServing
 
 # Steps of one shape vary by a few per cent, and now and then the host is late.
 STEP_NOISE = 0.03
@@ -64,7 +64,7 @@ class TwinGpu:
         self,
         pair: Pair,
         settings: GateSettings,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[ServingArrival],
         *,
         horizon_s: float,
         seed: int,

@@ -17,7 +17,7 @@ from sim.twin.pairs import EngineModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class ServingArrival:
     """A request of the traffic."""
 
     at_s: float
@@ -32,7 +32,7 @@ class Arrival:
 class ServedRequest:
     """How one request fared; None for what never happened."""
 
-    arrival: Arrival
+    arrival: ServingArrival
     first_token_s: float | None
     last_token_s: float | None
     max_itl_s: float
@@ -56,12 +56,14 @@ class ServedRequest:
         return (self.last_token_s - self.first_token_s) / (self.arrival.output_tokens - 1)
 
 
-def for_prefiller(arrivals: Iterable[Arrival]) -> list[Arrival]:
+def for_prefiller(arrivals: Iterable[ServingArrival]) -> list[ServingArrival]:
     """Returns the same traffic at an instance that computes prompts and first tokens alone."""
     return [replace(arrival, output_tokens=1) for arrival in arrivals]
 
 
-def for_decoder(arrivals: Iterable[Arrival], prefilled: Iterable[ServedRequest]) -> list[Arrival]:
+def for_decoder(
+    arrivals: Iterable[ServingArrival], prefilled: Iterable[ServedRequest]
+) -> list[ServingArrival]:
     """Returns what reaches the decoder behind a prefiller that served `arrivals` as `prefilled`: a request
     comes with its KV when its first token is out. Sending the KV takes no time here."""
     pairs = zip(arrivals, prefilled, strict=True)
@@ -81,7 +83,7 @@ def for_decoder(arrivals: Iterable[Arrival], prefilled: Iterable[ServedRequest])
 class _Request:
     __slots__ = ("arrival", "first_s", "gap_s", "id", "last_s", "num_out", "prompt_left", "scheduled")
 
-    def __init__(self, request_id: str, arrival: Arrival) -> None:
+    def __init__(self, request_id: str, arrival: ServingArrival) -> None:
         self.id = request_id
         self.arrival = arrival
         self.prompt_left = 0 if arrival.is_prefilled else arrival.prompt_tokens
@@ -130,7 +132,7 @@ class TwinServing:
         """Requests in the batch."""
         return len(self._running)
 
-    def add(self, arrival: Arrival) -> None:
+    def add(self, arrival: ServingArrival) -> None:
         """A request reaches the scheduler."""
         request = _Request(str(len(self._all)), arrival)
         self._all.append(request)

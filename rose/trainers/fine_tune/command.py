@@ -40,7 +40,7 @@ from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_f
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
 from rose.trainers.fine_tune.ranks import HUNG_S, Ranks
-from rose.trainers.fine_tune.rewards import Prompts, load_reward, reward_trainer
+from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward_trainer
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
 from rose.trainers.publishing import PublishWeights
@@ -74,7 +74,7 @@ class Loaded:
     tokenizer: Any
     published: str
     """The data type in which weights are published: that of the checkpoint."""
-    data: Sequences | Preferences | Prompts
+    data: Sequences | Preferences | RewardedPrompts
     reference: Any = None
     """The model as it is before training, which preferences are compared with."""
 
@@ -100,10 +100,10 @@ def load(args: argparse.Namespace) -> Loaded:
     )
 
 
-def _data(args: argparse.Namespace, tokenizer: Any, length: int) -> Sequences | Preferences | Prompts:
+def _data(args: argparse.Namespace, tokenizer: Any, length: int) -> Sequences | Preferences | RewardedPrompts:
     if args.reward is not None:
         prompts, reward = read_prompts(args.data), load_reward(args.reward)
-        return Prompts(prompts, reward, tokenizer, length, args.answer_tokens, args.samples)
+        return RewardedPrompts(prompts, reward, tokenizer, length, args.answer_tokens, args.samples)
     examples = read_examples(args.data)
     pairs = [each for each in examples if isinstance(each, Preference)]
     if pairs:
@@ -131,7 +131,7 @@ def make_trainer(
             settings=settings,
             callbacks=callbacks,
         )
-    elif isinstance(data, Prompts):
+    elif isinstance(data, RewardedPrompts):
         trainer = reward_trainer(
             data,
             model=loaded.model,
@@ -168,7 +168,7 @@ def _publisher(args: argparse.Namespace, loaded: Loaded, adapters: Adapters | No
 def _publishing(
     args: argparse.Namespace, loaded: Loaded, slack: SlackCallback, publisher: WeightPublisher
 ) -> TrainerCallback:
-    if isinstance(loaded.data, Prompts):
+    if isinstance(loaded.data, RewardedPrompts):
         # The next answers come from the new weights.
         return PublishWeights(publisher, num_workers=1, ack_timeout_s=_LIVE_S)
     if isinstance(loaded.data, Preferences):
@@ -191,7 +191,7 @@ def _train(args: argparse.Namespace, stack: ExitStack) -> None:
     # This joins the trainer's other processes, if there are any, and chooses this one's GPU.
     hung = timedelta(seconds=HUNG_S)
     is_first = PartialState(cpu=not torch.cuda.is_available(), timeout=hung).is_main_process
-    stack.callback(Ranks.part)
+    stack.enter_context(Ranks.parting("fine-tune"))
     loaded = load(args)
     if args.output is not None and is_first:
         stack.callback(save, loaded, args.output)  # runs after everything that is added below has ended

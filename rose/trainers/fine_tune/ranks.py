@@ -6,13 +6,18 @@ Owns the group of processes through which they agree. Every rank has to call the
 order.
 """
 
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from rose.errors import WorkerError
+from rose.arguments import report
+from rose.errors import RoseError, WorkerError
 
 HUNG_S = 600.0
 """A process that the others have waited for so long has hung. Publishing and saving take less."""
@@ -42,15 +47,28 @@ class Ranks:
     @classmethod
     def of_trainer(cls) -> Self | None:
         """Returns this process's; None for a trainer of one process."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return cls()
-        return None
+        return cls() if _is_one_of_several() else None
 
     @staticmethod
-    def part() -> None:
-        """Leaves the trainer's group, if there is one. A process that ends in it may abort."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+    @contextmanager
+    def parting(name: str) -> Iterator[None]:
+        """Leaves the trainer's group at the end, if there is one: a process that ends in it may abort.
+
+        An error ends a process of several here and now, printed as the command ``name`` would. The group's
+        destructor waits for the other processes, without end if one hangs.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not _is_one_of_several():
+                raise
+            if isinstance(error, RoseError):
+                os._exit(report(name, error))
+            traceback.print_exc()
+            os._exit(1)
+        finally:
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()
 
     def most(self, value: float, *, soon: bool = False) -> float:
         """Returns the largest value of all ranks, once all have come here. ``soon``: within `LATE_S`."""
@@ -61,3 +79,7 @@ class Ranks:
         except RuntimeError as error:
             raise WorkerError(f"another process of the trainer has gone or hangs: {error}") from error
         return float(shared)
+
+
+def _is_one_of_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -37,7 +37,7 @@ def load_reward(name: str) -> Reward:
     return reward
 
 
-class Prompts:
+class RewardedPrompts:
     """The prompts that leave room for an answer of ``answer_tokens`` within ``length``, and their reward.
 
     Raises: ConfigError if there is none.
@@ -78,7 +78,7 @@ class Prompts:
 
 
 def reward_trainer(
-    prompts: Prompts,
+    prompts: RewardedPrompts,
     *,
     model: Any,
     tokenizer: Any,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from sim.e2e.calibration import WORKLOAD_8B
-from sim.e2e.fleet import Latencies, Tape
+from sim.e2e.fleet import ServedLatencies, Tape
 from sim.e2e.supply import Rented
 from sim.e2e.systems import World
 
@@ -16,7 +16,7 @@ EVERY_MODE = (GateMode.IDLE, GateMode.DUAL, GateMode.OFF)
 
 def even_tape(share: float, seconds: int = 100) -> Tape:
     """A serving engine that leaves the same share of every second, and had two requests."""
-    seen = Latencies(ttfts_s=(0.1, 0.2), tpots_s=(0.01, 0.01))
+    seen = ServedLatencies(ttfts_s=(0.1, 0.2), tpots_s=(0.01, 0.01))
     return Tape(shares=(share,) * seconds, steps=(5,) * seconds, latencies=seen, serving_share=1 - share)
 
 

@@ -17,22 +17,22 @@ from sim.e2e.calibration import (
     SPOT_OVERHEAD,
     WORKLOAD_8B,
     WORKLOAD_32B,
-    Workload,
+    PaperWorkload,
 )
-from sim.e2e.fleet import Latencies, autoscaled, balanced, play
+from sim.e2e.fleet import ServedLatencies, autoscaled, balanced, play
 from sim.e2e.job import JobPlan, asynchronous_step_s, run_job
-from sim.e2e.phase import Demand, PhaseResult, RolloutPhase
+from sim.e2e.phase import Demand, RolloutPhase, SimulatedPhase
 from sim.e2e.pipeline import Pipeline, iterate, iteration_s
 from sim.e2e.supply import Away, From, Rented, SharedGpu, Supply, serverless, spot
 from sim.e2e.systems import ELASTIC, System
 from sim.rollout.scenario import trajectories
-from sim.twin.serving import Arrival, ServedRequest
+from sim.twin.serving import ServedRequest, ServingArrival
 
 from rose.scheduler.rollout.turn.dataplane import POLICIES
 from rose.types import SLO, GateMode
 
 
-def play_phase(supplies: Sequence[Supply], seed: int = 3, demand: Demand | None = None) -> PhaseResult:
+def play_phase(supplies: Sequence[Supply], seed: int = 3, demand: Demand | None = None) -> SimulatedPhase:
     return RolloutPhase(SCENARIO, POLICIES["paper"](), seed, supplies, demand=demand).play()
 
 
@@ -138,23 +138,23 @@ def test_spot_instances_lose_the_share_of_time_that_the_paper_reports(workload: 
 # Serving -----------------------------------------------------------------------------------------------
 
 
-def traffic(num: int = 400, seed: int = 1) -> list[Arrival]:
+def traffic(num: int = 400, seed: int = 1) -> list[ServingArrival]:
     rng = random.Random(seed)
     at_s, arrivals = 0.0, []
     for _ in range(num):
         at_s += rng.expovariate(2.0)
         arrivals.append(
-            Arrival(at_s=at_s, prompt_tokens=rng.randint(10, 2000), output_tokens=rng.randint(2, 60))
+            ServingArrival(at_s=at_s, prompt_tokens=rng.randint(10, 2000), output_tokens=rng.randint(2, 60))
         )
     return arrivals
 
 
 def test_a_request_without_an_answer_misses_every_slo() -> None:
-    arrival = Arrival(at_s=0.0, prompt_tokens=10, output_tokens=5)
+    arrival = ServingArrival(at_s=0.0, prompt_tokens=10, output_tokens=5)
     lost = ServedRequest(arrival=arrival, first_token_s=None, last_token_s=None, max_itl_s=0.0)
     cut = ServedRequest(arrival=arrival, first_token_s=0.1, last_token_s=None, max_itl_s=0.0)
     good = ServedRequest(arrival=arrival, first_token_s=0.1, last_token_s=0.2, max_itl_s=0.1)
-    seen = Latencies.of([lost, cut, good, good])
+    seen = ServedLatencies.of([lost, cut, good, good])
     assert seen.attainment(SLO(ttft_s=1.0, tpot_s=1.0)) == 0.5
     assert seen.ttfts_s[0] == math.inf and seen.tpots_s[:2] == (math.inf, math.inf)
 
@@ -216,7 +216,7 @@ def test_training_pays_for_attention_and_for_padding() -> None:
 
 
 @pytest.mark.parametrize("workload", [WORKLOAD_8B, WORKLOAD_32B], ids=lambda workload: workload.name)
-def test_trajectories_have_the_tail_that_the_paper_describes(workload: Workload) -> None:
+def test_trajectories_have_the_tail_that_the_paper_describes(workload: PaperWorkload) -> None:
     """ROSE §2.2: the 75th percentile is at most 30% of the phase. §4.1: 55 to 145 s, tails over 400 s."""
     scenario = workload.profiled().scenario
     engines = [Supply()] * scenario.num_dedicated

@@ -6,8 +6,8 @@ import pytest
 from e2e_worlds import even_tape, even_world
 from lib.e2e.dollars import saving
 from lib.e2e.rows import Row, attainment, markdown, p99_ms
-from lib.e2e.worlds import Runner, Scale, wire_bytes
-from sim.e2e.fleet import Latencies
+from lib.e2e.worlds import Scale, WorldPool, wire_bytes
+from sim.e2e.fleet import ServedLatencies
 
 FEW = Scale(num_tapes=1, tape_s=10, num_steps=2, num_seeds=1)
 
@@ -27,7 +27,10 @@ def test_a_row_keeps_the_papers_number_apart_from_ours() -> None:
 
 
 def test_unanswered_requests_count_in_every_percentile_and_share() -> None:
-    world, unanswered = even_world(), Latencies(ttfts_s=(float("inf"),) * 2, tpots_s=(float("inf"),) * 2)
+    world, unanswered = (
+        even_world(),
+        ServedLatencies(ttfts_s=(float("inf"),) * 2, tpots_s=(float("inf"),) * 2),
+    )
     tapes = [even_tape(0.7), replace(even_tape(0.7), latencies=unanswered)]
     assert attainment(world, tapes) == 0.5
     assert p99_ms(tapes, "ttfts_s") == float("inf")
@@ -35,7 +38,7 @@ def test_unanswered_requests_count_in_every_percentile_and_share() -> None:
 
 
 def test_owned_gpus_that_make_the_job_as_fast_cost_more() -> None:
-    with Runner() as runner:
+    with WorldPool() as runner:
         (row,) = saving(runner, even_world(), FEW, seed=1)
     assert row.value > 1.0
     assert row.beside["own rollout GPUs"] == 1.0

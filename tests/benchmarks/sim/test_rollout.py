@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 from sim.rollout.engine import RunningTurn, SimulatedEngine
-from sim.rollout.loop import Simulation, simulate
-from sim.rollout.scenario import QWEN3_8B, ServingShare, Step, busy_fractions, trajectories
+from sim.rollout.loop import RolloutSimulation, simulate
+from sim.rollout.scenario import QWEN3_8B, ServingShare, TrajectoryStep, busy_fractions, trajectories
 
 from rose.scheduler.rollout.placing.views import Speed, TurnView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
@@ -31,7 +31,9 @@ def run(missing_tokens: float, generated_tokens: int) -> RunningTurn:
     worker = Worker(WorkerSpec(url="http://w:1"), config)
     job = JobAccounts(config).get("job", 0.0)
     place = Place(worker, TurnView(session="t"), job, 0.0, missing_tokens, 0.0)
-    return RunningTurn(0, Step(0, generated_tokens, 0.0), place, 0.0, missing_tokens, int(missing_tokens))
+    return RunningTurn(
+        0, TrajectoryStep(0, generated_tokens, 0.0), place, 0.0, missing_tokens, int(missing_tokens)
+    )
 
 
 def ends_s(engine: SimulatedEngine, num_ends: int) -> list[float]:
@@ -83,7 +85,7 @@ def test_the_cache_keeps_what_fits_and_on_serving_gpus_for_the_lease() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_token_of_every_trajectory_is_made_once_and_all_places_are_given_back(policy: str) -> None:
-    simulation = Simulation(SMALL, POLICIES[policy](), seed=3)
+    simulation = RolloutSimulation(SMALL, POLICIES[policy](), seed=3)
     outcome = simulation.run()
     steps = [step for trajectory in trajectories(SMALL, 3) for step in trajectory]
     assert outcome.generated_tokens == sum(step.generated_tokens for step in steps)
@@ -107,7 +109,7 @@ def test_affinity_finds_prefixes_that_turnwise_placement_loses() -> None:
 def test_without_session_keys_the_same_prefixes_are_found() -> None:
     many = replace(SMALL, num_trajectories=96, group_size=16)
     keyed, found = (
-        Simulation(many, POLICIES["paper"](), 1, has_keys=has_keys).run() for has_keys in (True, False)
+        RolloutSimulation(many, POLICIES["paper"](), 1, has_keys=has_keys).run() for has_keys in (True, False)
     )
     assert found == keyed
     assert keyed.hit_share < keyed.ideal_hit_share < 1.0
@@ -128,7 +130,7 @@ def test_more_serving_gpus_make_a_phase_shorter() -> None:
 
 @pytest.mark.parametrize("tell", [lambda share: 1.0, lambda share: share])
 def test_workers_may_tell_anything_of_their_share(tell: Callable[[float], float]) -> None:
-    outcome = Simulation(SMALL, POLICIES["cost"](), 1, report_share=tell).run()
+    outcome = RolloutSimulation(SMALL, POLICIES["cost"](), 1, report_share=tell).run()
     assert outcome.turns == simulate(SMALL, POLICIES["paper"](), 1).turns
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.twin.gpu import TwinGpu, TwinOutcome
 from sim.twin.pairs import PAIR_8B, PAIR_32B, Pair
-from sim.twin.serving import Arrival, for_decoder, for_prefiller
+from sim.twin.serving import ServingArrival, for_decoder, for_prefiller
 
 from rose.admission.gate import GateReason, GateSettings
 from rose.admission.step_time import StepTimeModel
@@ -19,12 +19,14 @@ HORIZON_S = 6.0
 GATED = [mode for mode in GateMode if mode is not GateMode.OFF]
 
 
-def traffic(seed: int = 0, rate_rps: float = 2.0, own_slo: SLO | None = None) -> list[Arrival]:
+def traffic(seed: int = 0, rate_rps: float = 2.0, own_slo: SLO | None = None) -> list[ServingArrival]:
     rng = random.Random(seed)
     at_s, arrivals = 0.0, []
     while (at_s := at_s + rng.expovariate(rate_rps)) < HORIZON_S:
         prompt, output = rng.randint(1, 3000), rng.randint(1, 30)
-        arrivals.append(Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, own_slo=own_slo))
+        arrivals.append(
+            ServingArrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, own_slo=own_slo)
+        )
     return arrivals
 
 
@@ -32,7 +34,7 @@ def twin(
     mode: GateMode = GateMode.DUAL,
     *,
     pair: Pair = PAIR_8B,
-    arrivals: list[Arrival] | None = None,
+    arrivals: list[ServingArrival] | None = None,
     seed: int = 0,
     deployment: Deployment = Deployment.COLLOCATED,
     **more: Any,
@@ -117,7 +119,7 @@ def test_default_mode_takes_the_idle_time_around_bursts_with_steps_longer_than_s
     )
     pair = replace(PAIR_8B, serving=serving, rollout=rollout)
     arrivals = [
-        Arrival(at_s=burst_s, prompt_tokens=60 + 10 * place, output_tokens=4 + 2 * place)
+        ServingArrival(at_s=burst_s, prompt_tokens=60 + 10 * place, output_tokens=4 + 2 * place)
         for burst_s in (0.5, 2.0, 3.5, 5.0)
         for place in range(12)
     ]
@@ -141,7 +143,7 @@ def test_a_burst_keeps_its_tpot_where_slack_is_spent_almost_as_often_as_alone() 
     slo = SLO(ttft_s=0.5, tpot_s=5 * PAIR_8B.decode_step_s)
     pair = replace(PAIR_8B, serving=model, slo=slo)
     arrivals = [
-        Arrival(at_s=burst_s + 0.004 * place, prompt_tokens=700, output_tokens=8)
+        ServingArrival(at_s=burst_s + 0.004 * place, prompt_tokens=700, output_tokens=8)
         for burst_s in (1.0, 3.0, 5.0)
         for place in range(12)
     ]
@@ -193,7 +195,7 @@ def test_a_single_objective_mode_serves_the_instance_that_has_it(
 
 def test_an_idle_instance_is_given_away_whole_and_comes_back_within_one_step() -> None:
     """ROSE §4.3, autoscaling: nothing comes for a while, and then traffic returns."""
-    away = [Arrival(at_s=5.0 + 0.1 * i, prompt_tokens=100, output_tokens=2) for i in range(5)]
+    away = [ServingArrival(at_s=5.0 + 0.1 * i, prompt_tokens=100, output_tokens=2) for i in range(5)]
     gpu = twin(GateMode.IDLE, arrivals=away)
     outcome = gpu.run()
     idle_steps = [end_s - start_s for name, start_s, end_s in gpu.log if name == "rollout" and end_s < 5.0]
@@ -205,7 +207,7 @@ def test_an_idle_instance_is_given_away_whole_and_comes_back_within_one_step() -
 
 
 def test_overload_ends_and_counts_who_was_not_answered() -> None:
-    arrivals = [Arrival(at_s=0.01 * i, prompt_tokens=4000, output_tokens=200) for i in range(600)]
+    arrivals = [ServingArrival(at_s=0.01 * i, prompt_tokens=4000, output_tokens=200) for i in range(600)]
     outcome = twin(arrivals=arrivals, max_drain_s=HORIZON_S).run()
     assert len(outcome.requests) == 600
     assert not all(answered(outcome))

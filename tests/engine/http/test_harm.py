@@ -278,7 +278,11 @@ def test_forecasts_rest_on_the_time_whose_slices_are_kept(board: Words, writer: 
             seconds = 0.1 * noise.lognormvariate(0, 0.1)
             writer.add_slice(
                 SliceTime(
-                    number=number, is_closed=number % 20 == 0, seconds=seconds, predicted_s=0.1, fixed_s=0.09
+                    number=number,
+                    is_closed=(now - number) % 20 == 0,
+                    seconds=seconds,
+                    predicted_s=0.1,
+                    fixed_s=0.09,
                 )
             )
         watch = watch_of(board, writer)
@@ -326,7 +330,11 @@ def test_a_bound_below_the_noise_of_this_traffic_is_told_once(
         seconds = 0.1 * noise.lognormvariate(0, 0.3)
         writer.add_slice(
             SliceTime(
-                number=number, is_closed=number % 20 == 0, seconds=seconds, predicted_s=0.1, fixed_s=0.09
+                number=number,
+                is_closed=(number - first) % 20 == 0,
+                seconds=seconds,
+                predicted_s=0.1,
+                fixed_s=0.09,
             )
         )
     with caplog.at_level(logging.WARNING, logger="rose"):

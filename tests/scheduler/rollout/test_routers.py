@@ -111,8 +111,8 @@ async def test_turns_that_may_not_begin_hold_no_gpu() -> None:
 
 
 async def test_a_jobs_limit_is_divided_among_routers() -> None:
-    jobs = {"math": {"max_in_flight": 4}}
-    async with ScriptedWorker(leases=Leases()) as worker, two_routers(worker.url, jobs=jobs) as clients:
+    settings: dict[str, Any] = {"jobs": {"math": {"max_in_flight": 4}}, "heartbeat_s": 1.0}
+    async with ScriptedWorker(leases=Leases()) as worker, two_routers(worker.url, **settings) as clients:
         worker.hold()
         turns = [
             asyncio.create_task(client.complete(BODY, X_Rose_Job="math"))

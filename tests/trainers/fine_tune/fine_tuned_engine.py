@@ -92,4 +92,4 @@ def until(condition: Callable[[], object], what: str, served: Served, at_most_s:
         assert served.process.is_alive() and time.monotonic() < deadline_s, (
             f"{what}:\n{served.process.log_tail()}"
         )
-        time.sleep(0.2)
+        time.sleep(2.0)  # the trainer computes while nothing is asked

@@ -1,16 +1,18 @@
 """One rank of a data-parallel trainer, which trains alone and then as a guest, and compares the weights.
 
 `python ranked_trainer.py POOL FOLDER [STEPS LATE_S]`, with torchrun's environment; with STEPS it is a guest
-alone, and a rank that is LATE_S late after a piece has hung.
+alone, and a rank that is LATE_S late has hung.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from rose.arguments import run_command
@@ -37,7 +39,6 @@ def trained(folder: Path, steps: int, callbacks: list[Any]) -> dict[str, torch.T
             max_steps=steps,
             use_cpu=True,
             ddp_backend="gloo",
-            ddp_timeout=60,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -55,8 +56,11 @@ def main(argv: Sequence[str]) -> int:
     pool, folder, *steps = argv
     slack = SlackCallback(pool)
     if steps:
-        ranks.LATE_S = float(steps[1])
-        trained(Path(folder), int(steps[0]), [slack])
+        ranks.LATE_S = ranks.HUNG_S = float(steps[1])
+        # TrainingArguments hands its own timeout on only with GPUs.
+        PartialState(cpu=True, timeout=timedelta(seconds=ranks.HUNG_S))
+        with ranks.Ranks.parting("trainer"):
+            trained(Path(folder), int(steps[0]), [slack])
         return 0
     alone = trained(Path(folder), 3, [])
     as_guest = trained(Path(folder), 3, [slack])
@@ -64,8 +68,8 @@ def main(argv: Sequence[str]) -> int:
     is_same = all(torch.equal(alone[name], tensor) for name, tensor in as_guest.items())
     found = {"is_same": is_same, "grants": slack.guest.num_grants, "computed_s": slack.guest.computed_s}
     (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
-    ranks.Ranks.part()
-    return 0
+    with ranks.Ranks.parting("trainer"):
+        return 0
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_trainer_with_one_line_and_frees_the_
             time.sleep(0.05)
         follower.send_signal(number)
         wait_ended(leader)
-        assert leader.exit_status == 1
+        assert leader.exit_status == 1, leader.log_tail()
         if number == signal.SIGKILL:
             assert "another process of the trainer has gone or hangs" in leader.log_tail()
         assert not snapshot(observer.board_words).rollout.alive

@@ -9,16 +9,16 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from rose.errors import ConfigError
 from rose.measure.models import numbered_words, word_tokenizer
 from rose.node.fine_tune.examples import Prompt
-from rose.trainers.fine_tune.rewards import Prompts, load_reward
+from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward
 from tests.trainers.fine_tune.toy_reward import wanted_words
 
 TOKENIZER = word_tokenizer(numbered_words(40), 64)
 MODULE = "tests.trainers.fine_tune.toy_reward"
 
 
-def prompts(*texts: str, length: int) -> Prompts:
+def prompts(*texts: str, length: int) -> RewardedPrompts:
     rows = [Prompt(prompt=text, columns={}) for text in texts]
-    return Prompts(rows, wanted_words, TOKENIZER, length, answer_tokens=4, samples=2)
+    return RewardedPrompts(rows, wanted_words, TOKENIZER, length, answer_tokens=4, samples=2)
 
 
 def test_prompts_without_room_for_an_answer_are_left_out_and_none_left_is_refused(
