@@ -248,17 +248,7 @@ def parser() -> CommandParser:
     flags.add_argument("--pool", required=True, help="the serving engine's pool")
     flags.add_argument("--relay", required=True, help="where new weights go")
     flags.add_argument("--run", required=True, help="the run that the engine follows")
-    flags.add_argument("--reward", help="MODULE:FUNCTION that judges the served model's answers")
-    flags.add_argument("--engine", help="with --reward: the URL of who answers (default: ROSE_ROUTER_URL)")
-    flags.add_argument(
-        "--samples", type=positive_int, default=8, help="answers to each prompt (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--answer-tokens",
-        type=positive_int,
-        default=256,
-        help="tokens of the longest answer that a reward judges (default: %(default)s)",
-    )
+    _add_reward_flags(flags)
     flags.add_argument("--cpus", help="CPUs that stand for the GPU on a host without one")
     flags.add_argument(
         "--learning-rate", type=_positive, default=1e-5, help="learning rate of AdamW (default: %(default)g)"
@@ -303,6 +293,20 @@ def parser() -> CommandParser:
         "--seed", type=int, default=0, help="seed of the examples' order (default: %(default)s)"
     )
     return flags
+
+
+def _add_reward_flags(flags: CommandParser) -> None:
+    flags.add_argument("--reward", help="MODULE:FUNCTION that judges the served model's answers")
+    flags.add_argument("--engine", help="with --reward: the URL of who answers (default: ROSE_ROUTER_URL)")
+    flags.add_argument(
+        "--samples", type=positive_int, default=8, help="answers to each prompt (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--answer-tokens",
+        type=positive_int,
+        default=256,
+        help="tokens of the longest answer that a reward judges (default: %(default)s)",
+    )
 
 
 def _positive(text: str) -> float:
