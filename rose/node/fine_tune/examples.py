@@ -1,12 +1,15 @@
-"""The training examples of a JSON Lines file: whole texts, prompts with their completions, or preferences.
+"""The training examples of a JSON Lines file: whole texts, prompts with their completions, preferences, or
+prompts whose answers a reward judges.
 
 Promises one clear line about a file that can't be trained on, with the number of its first bad line. Never
 tokenizes, so a command can check its input before it starts anything.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rose.errors import ConfigError
 
@@ -14,6 +17,11 @@ _SHAPES = (
     '{"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., "chosen": ..., "rejected": ...}'
 )
 _KEYS = ({"text"}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"})
+_TAKEN = {
+    *("prompts", "completion", "completions", "completion_ids"),
+    *("trainer_state", "log_extra", "log_metric", "environments", "image", "images"),
+}
+"""Names under which TRL hands something of its own to a reward, drops a column, or expects pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +41,43 @@ class Preference:
     rejected: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt that the served model answers."""
+
+    prompt: str
+    columns: dict[str, Any]
+    """What else the line has, such as the right answer. The reward gets it by these names."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads all prompts. Raises: ConfigError if the file has none, or has a line without one."""
+    found = []
+    for number, content in _lines(path):
+        columns = dict(content) if isinstance(content, dict) else {}
+        prompt = columns.pop("prompt", None)
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ConfigError(
+                f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each "
+                'line is {"prompt": ...}, a text, and whatever else the reward needs'
+            )
+        if taken := sorted({*columns} & _TAKEN):
+            raise ConfigError(
+                f"--fine-tune {path}: line {number} has {', '.join(taken)}, a name that TRL uses itself for "
+                "rewards; use another one"
+            )
+        found.append(Prompt(prompt=prompt, columns=columns))
+    if not found:
+        raise ConfigError(
+            f'--fine-tune {path}: there is no prompt in it; each line is one, {{"prompt": ...}}'
+        )
+    return found
+
+
 def read_examples(path: Path) -> list[Example] | list[Preference]:
     """Reads all examples. Raises: ConfigError if the file has none, has a line that is not an example, or has
     both preferences and texts."""
-    try:
-        # str.splitlines would also split at the separators that JSON allows inside of a text, such as U+2028.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"--fine-tune {path}: can't be read ({error.strerror}); check the path") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--fine-tune {path}: not a text file in UTF-8") from error
-    numbered = [(number, _parse(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = [(number, _parse(path, number, content)) for number, content in _lines(path)]
     if not numbered:
         raise ConfigError(f"--fine-tune {path}: there is no example in it; each line is one, {_SHAPES}")
     texts = [each for _, each in numbered if isinstance(each, Example)]
@@ -58,11 +92,26 @@ def read_examples(path: Path) -> list[Example] | list[Preference]:
     return texts or preferences
 
 
-def _parse(path: Path, number: int, line: str) -> Example | Preference:
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Returns what the lines that are not empty hold, with their numbers. Raises: ConfigError."""
     try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--fine-tune {path}: line {number} is not JSON ({error.msg})") from error
+        # str.splitlines would also split at the separators that JSON allows inside of a text, such as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"--fine-tune {path}: can't be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--fine-tune {path}: not a text file in UTF-8") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--fine-tune {path}: line {number} is not JSON ({error.msg})") from error
+        yield number, content
+
+
+def _parse(path: Path, number: int, content: Any) -> Example | Preference:
     keys = set(content) if isinstance(content, dict) else set()
     if keys not in _KEYS or not all(isinstance(value, str) for value in content.values()):
         raise ConfigError(f"--fine-tune {path}: line {number} is not of the form {_SHAPES}, with texts")

@@ -7,22 +7,25 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rose.config import Section, parse_config
 from rose.errors import ConfigError
 from rose.host_memory import available_bytes
 from rose.memory.pool.sizing import model_folder
-from rose.node.fine_tune.examples import Preference, read_examples
+from rose.node.fine_tune.examples import Preference, read_examples, read_prompts
 from rose.scheduler.node.pieces import GIVE_WAY_S
 
 PREFIX = "fine_tune_"
 _PACKAGES = ("transformers", "accelerate")
-_PREFERENCE_PACKAGES = ("trl", "datasets")
+_TRL_PACKAGES = ("trl", "datasets")
+"""What preferences and rewards need besides."""
 _TRAINED_BYTES = 16
 """Bytes of a parameter in the trainer: weight, gradient and Adam's two moments, in single precision."""
 _ADAPTED_BYTES = 8
@@ -39,14 +42,21 @@ class FineTuneOptions(Section):
     """The settings of one fine-tuning."""
 
     data: Path
-    """The JSON Lines file with the examples."""
+    """The JSON Lines file with the examples, or with prompts if there is a reward."""
+    reward: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
+    """The function that judges answers of the served model, as MODULE:FUNCTION. The model is trained by GRPO
+    to get more of it."""
+    samples: Annotated[int, Field(gt=1)] = 8
+    """The answers to each prompt, which GRPO compares with each other. Only with a reward."""
+    answer_tokens: Annotated[int, Field(gt=0)] = 256
+    """The longest answer that a reward judges, in tokens. Only with a reward."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """The constant learning rate of AdamW."""
     lora_rank: Annotated[int, Field(gt=0)] | None = None
     """The rank of the adapters that are trained instead of all weights. None trains all weights."""
     micro_batch: Annotated[int, Field(gt=0)] = 4
-    """Sequences of one optimizer step. They are trained in parts if a part of a layer would take longer than
-    a request may wait."""
+    """Sequences of one optimizer step; with a reward, prompts. They are trained in parts if a part of a layer
+    would take longer than a request may wait."""
     processes: Annotated[int, Field(gt=0)] = 1
     """The trainer's processes, each on a GPU of its own among those of the engine. Each has a microbatch.
 
@@ -55,8 +65,9 @@ class FineTuneOptions(Section):
     """Tokens of an example that are trained on; the rest is cut off."""
     epochs: Annotated[int, Field(gt=0)] = 1
     """How often the data is gone through. Then the trainer ends, and serving goes on."""
-    publish_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds between two versions that go live. Each empties serving's prefix cache."""
+    publish_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds between two versions that go live. Each empties serving's prefix cache. None: 60 s, and with a
+    reward each step, whose answers have to come from the newest weights."""
     give_way_ms: Annotated[float, Field(gt=0)] = 1000 * GIVE_WAY_S
     """How long a request may wait for a piece of training, where a layer's pass can be made so short."""
     log: Path | None = None
@@ -67,8 +78,33 @@ class FineTuneOptions(Section):
     seed: int = 0
     """The seed of the examples' order."""
 
+    @model_validator(mode="after")
+    def _check_reward(self) -> Self:
+        if self.reward is None:
+            for name in ("samples", "answer_tokens"):
+                if name in self.model_fields_set:
+                    raise ValueError(f"{flag(name)} needs {flag('reward')}")
+        elif self.publish_s is not None:
+            raise ValueError(
+                f"{flag('publish_s')} does not go with {flag('reward')}, where each step makes a version: "
+                f"leave it out, or make steps longer with {flag('micro_batch')}"
+            )
+        elif self.answer_tokens >= self.tokens:
+            raise ValueError(
+                f"{flag('answer_tokens')} {self.answer_tokens} leaves no token for prompts: use less, or "
+                f"raise {flag('tokens')} {self.tokens}"
+            )
+        return self
+
 
 HELP = {
+    "reward": (
+        "MODULE:FUNCTION",
+        "a reward function as TRL takes it: DATA has prompts, the served model answers them, and GRPO trains "
+        "it to get more reward",
+    ),
+    "samples": ("N", "answers to each prompt of a reward (default: %(default)s)"),
+    "answer_tokens": ("N", "tokens of the longest answer that a reward judges (default: %(default)s)"),
     "learning_rate": ("RATE", "learning rate of AdamW (default: %(default)s)"),
     "lora_rank": ("N", "train adapters of this rank, and publish the merged weights (default: all weights)"),
     "micro_batch": (
@@ -81,7 +117,7 @@ HELP = {
     ),
     "tokens": ("N", "tokens of an example that are trained; the rest is cut off (default: %(default)s)"),
     "epochs": ("N", "passes over the data (default: %(default)s)"),
-    "publish_s": ("S", "seconds between two versions that go live (default: %(default)s)"),
+    "publish_s": ("S", "seconds between two versions that go live (default: 60; with a reward, each step)"),
     "give_way_ms": ("MS", "how long a request may wait for a piece of training (default: %(default)s)"),
     "log": ("FILE", "file that gets a JSON line for each optimizer step"),
     "output": (
@@ -100,8 +136,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--fine-tune",
         metavar="DATA",
         help='a file of JSON lines, {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., '
-        '"chosen": ..., "rejected": ...}: the model is trained on them while it serves, and its new weights '
-        "go live in the engine",
+        '"chosen": ..., "rejected": ...}, or {"prompt": ...} with --fine-tune-reward: the model is trained '
+        "on them while it serves, and its new weights go live in the engine",
     )
     for name, (metavar, note) in HELP.items():
         default = FineTuneOptions.model_fields[name].default
@@ -137,8 +173,14 @@ def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
             f"{flag('processes')} {options.processes}: each process needs a GPU of the engine, which has "
             f"{num_gpus}; use at most {num_gpus}, or a larger --tensor-parallel-size"
         )
-    has_preferences = isinstance(read_examples(options.data)[0], Preference)
-    needed = (*_PACKAGES, *(_PREFERENCE_PACKAGES if has_preferences else ()))
+    has_preferences = False
+    if options.reward is not None:
+        read_prompts(options.data)
+        check_reward(options.reward)
+    else:
+        has_preferences = isinstance(read_examples(options.data)[0], Preference)
+    needs_trl = options.reward is not None or has_preferences
+    needed = (*_PACKAGES, *(_TRL_PACKAGES if needs_trl else ()))
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -154,6 +196,16 @@ def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
         trained_bytes += _REFERENCE_BYTES if has_preferences else 0
         trained_ratio = options.processes * trained_bytes / _dtype_bytes(folder)
         check_memory(_weight_bytes(folder), trained_ratio, available_bytes())
+
+
+def check_reward(reward: str) -> None:
+    """Raises: ConfigError if there is no such module. Imports nothing: that is left to the trainer."""
+    package = reward.partition(":")[0].partition(".")[0]
+    if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        raise ConfigError(
+            f"{flag('reward')} {reward}: there is no module {package} in this folder or among the installed "
+            "ones; put it here, or add its folder to PYTHONPATH"
+        )
 
 
 def check_output(folder: Path) -> None:

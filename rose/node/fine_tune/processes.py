@@ -13,7 +13,7 @@ import sys
 import time
 
 from rose import ports
-from rose.config import Settings
+from rose.config import Settings, worker_api_key
 from rose.errors import RelayError
 from rose.node import checks, launch
 from rose.node.fine_tune.options import FineTuneOptions, flag
@@ -93,7 +93,10 @@ class FineTuning:
             )
         argv = [sys.executable, "-m", "rose.trainers.fine_tune.command", *self._trainer_flags()]
         count = self._options.processes
+        key = self._engine_key()
         for rank, environment in enumerate(_rank_environments(count)):
+            if key is not None:  # rollouts take the engine for a router
+                environment["ROSE_ROUTER_API_KEY"] = key
             name = "trainer" if count == 1 else f"trainer-{rank}"
             process = ServerProcess(argv, name, None, environment, cpus=self.engine.cpus, nice=TRAINER_NICE)
             self._trainers.append(group.start(process))
@@ -110,6 +113,10 @@ class FineTuning:
                 other.stop(_END_S)
             leader.stop(_SAVE_S)
 
+    def _engine_key(self) -> str | None:
+        own = self.engine.vllm_flag("--api-key")
+        return own if own is not None else worker_api_key()
+
     def _trainer_flags(self) -> list[str]:
         engine, options = self.engine, self._options
         flags = {
@@ -118,6 +125,7 @@ class FineTuning:
             "--relay": engine.relay,
             "--run": engine.run,
             "--cpus": engine.compute_cpus,
+            "--engine": engine.url if options.reward is not None else None,
             **{
                 f"--{name.replace('_', '-')}": value
                 for name, value in options.model_dump(mode="json", exclude={"processes"}).items()

@@ -1,5 +1,5 @@
-"""The trainer behind `rose serve --fine-tune`: transformers' Trainer, or TRL's for preferences, as a guest of
-the serving engine.
+"""The trainer behind `rose serve --fine-tune`: transformers' Trainer, or TRL's for preferences and rewards,
+as a guest of the serving engine.
 
 `python -m rose.trainers.fine_tune.command --model MODEL --data FILE --pool NAME --relay URL --run RUN ...`
 
@@ -35,11 +35,12 @@ from transformers import (
 
 from rose.arguments import CommandParser, positive_int, run_command
 from rose.errors import ConfigError
-from rose.node.fine_tune.examples import Example, Preference, read_examples
+from rose.node.fine_tune.examples import Example, Preference, read_examples, read_prompts
 from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
 from rose.trainers.fine_tune.ranks import HUNG_S, Ranks
+from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward_trainer
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
 from rose.trainers.publishing import PublishWeights
@@ -47,6 +48,8 @@ from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
+_LIVE_S = 600.0
+"""How long a version may take until the engine runs it. The first one is the whole model."""
 _MEASURED_PARTS = (4, 2, 1)
 """The pieces are measured at the longest sequence's length, divided by each of these."""
 
@@ -71,7 +74,7 @@ class Loaded:
     tokenizer: Any
     published: str
     """The data type in which weights are published: that of the checkpoint."""
-    data: Sequences | Preferences
+    data: Sequences | Preferences | RewardedPrompts
     reference: Any = None
     """The model as it is before training, which preferences are compared with."""
 
@@ -86,18 +89,26 @@ def load(args: argparse.Namespace) -> Loaded:
     published = str(model.dtype).removeprefix("torch.")
     most = getattr(model.config, "max_position_embeddings", args.tokens)
     length = min(args.tokens, most)
-    examples = read_examples(args.data)
-    texts = [each for each in examples if isinstance(each, Example)]
-    pairs = [each for each in examples if isinstance(each, Preference)]
-    data = Preferences(pairs, tokenizer, length) if pairs else Sequences(texts, tokenizer, length)
+    data = _data(args, tokenizer, length)
     model = model.float().to("cuda" if torch.cuda.is_available() else "cpu")
     return Loaded(
         model=model,
         tokenizer=tokenizer,
         published=published,
         data=data,
-        reference=copy.deepcopy(model) if pairs else None,
+        reference=copy.deepcopy(model) if isinstance(data, Preferences) else None,
     )
+
+
+def _data(args: argparse.Namespace, tokenizer: Any, length: int) -> Sequences | Preferences | RewardedPrompts:
+    if args.reward is not None:
+        prompts, reward = read_prompts(args.data), load_reward(args.reward)
+        return RewardedPrompts(prompts, reward, tokenizer, length, args.answer_tokens, args.samples)
+    examples = read_examples(args.data)
+    pairs = [each for each in examples if isinstance(each, Preference)]
+    if pairs:
+        return Preferences(pairs, tokenizer, length)
+    return Sequences([each for each in examples if isinstance(each, Example)], tokenizer, length)
 
 
 def make_trainer(
@@ -116,6 +127,16 @@ def make_trainer(
             model=loaded.model,
             reference=loaded.reference,
             tokenizer=loaded.tokenizer,
+            slack=slack,
+            settings=settings,
+            callbacks=callbacks,
+        )
+    elif isinstance(data, RewardedPrompts):
+        trainer = reward_trainer(
+            data,
+            model=loaded.model,
+            tokenizer=loaded.tokenizer,
+            engine_url=args.engine,
             slack=slack,
             settings=settings,
             callbacks=callbacks,
@@ -147,6 +168,9 @@ def _publisher(args: argparse.Namespace, loaded: Loaded, adapters: Adapters | No
 def _publishing(
     args: argparse.Namespace, loaded: Loaded, slack: SlackCallback, publisher: WeightPublisher
 ) -> TrainerCallback:
+    if isinstance(loaded.data, RewardedPrompts):
+        # The next answers come from the new weights.
+        return PublishWeights(publisher, num_workers=1, ack_timeout_s=_LIVE_S)
     if isinstance(loaded.data, Preferences):
         return PublishWeights(publisher, every_s=args.publish_s)
     return PublishTrained(slack, publisher, args.publish_s)
@@ -219,11 +243,12 @@ def parser() -> CommandParser:
         f"{program} --model ./model --data texts.jsonl --pool gpu0 --relay embedded://host:8400 --run chat",
     )
     flags.add_argument("--model", required=True, help="the model that is served: its folder or hub id")
-    data = "JSON lines of texts, of prompts and completions, or of preferences"
+    data = "JSON lines of texts, of prompts and completions, of preferences, or of prompts for a reward"
     flags.add_argument("--data", required=True, type=Path, help=data)
     flags.add_argument("--pool", required=True, help="the serving engine's pool")
     flags.add_argument("--relay", required=True, help="where new weights go")
     flags.add_argument("--run", required=True, help="the run that the engine follows")
+    _add_reward_flags(flags)
     flags.add_argument("--cpus", help="CPUs that stand for the GPU on a host without one")
     flags.add_argument(
         "--learning-rate", type=_positive, default=1e-5, help="learning rate of AdamW (default: %(default)g)"
@@ -253,7 +278,8 @@ def parser() -> CommandParser:
         "--publish-s",
         type=_positive,
         default=60.0,
-        help="seconds between two versions that go live (default: %(default)g)",
+        help="seconds between two versions that go live; with --reward, each step makes one (default: "
+        "%(default)g)",
     )
     flags.add_argument(
         "--give-way-ms",
@@ -267,6 +293,20 @@ def parser() -> CommandParser:
         "--seed", type=int, default=0, help="seed of the examples' order (default: %(default)s)"
     )
     return flags
+
+
+def _add_reward_flags(flags: CommandParser) -> None:
+    flags.add_argument("--reward", help="MODULE:FUNCTION that judges the served model's answers")
+    flags.add_argument("--engine", help="with --reward: the URL of who answers (default: ROSE_ROUTER_URL)")
+    flags.add_argument(
+        "--samples", type=positive_int, default=8, help="answers to each prompt (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--answer-tokens",
+        type=positive_int,
+        default=256,
+        help="tokens of the longest answer that a reward judges (default: %(default)s)",
+    )
 
 
 def _positive(text: str) -> float:

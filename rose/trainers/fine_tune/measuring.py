@@ -4,7 +4,8 @@ Promises that the model's gradients and torch's random state are the same afterw
 hooks of PassBorders, each piece runs under a grant. Source: LeMix §IV-A.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def measure_pieces(model: Any, lengths: Sequence[int], repeats: int = REPEATS) -
             for _ in range(repeats):
                 tokens = torch.randint(0, model.config.vocab_size, (1, length), device=device)
                 kept = _KeptBytes(model)
-                with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
+                with kept.watching():
                     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                 loss.backward()
                 model.zero_grad(set_to_none=True)
@@ -41,15 +42,42 @@ class _KeptBytes:
     """The tensors that autograd keeps of a forward pass, except weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        self._model = model
+        self._weights = _storages(model.parameters())
+        """Where weights lie. Those that FSDP shards are whole only while their module computes."""
         self._kept: dict[int, int] = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(self._kept.values())
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts what is kept of the passes meanwhile."""
+        with ExitStack() as stack:
+            for part in self._model.modules():
+                if any(_is_shard(weight) for weight in part.parameters(recurse=False)):
+                    stack.callback(part.register_forward_pre_hook(self._begin).remove)
+                    stack.callback(part.register_forward_hook(self._end).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
+            yield
+
+    def _begin(self, part: torch.nn.Module, *_: object) -> None:
+        self._weights |= _storages(part.parameters(recurse=False))
+
+    def _end(self, part: torch.nn.Module, *_: object) -> None:
+        self._weights -= _storages(part.parameters(recurse=False))
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._weights:
             self._kept[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+
+def _storages(weights: Iterable[torch.Tensor]) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in weights if not _is_shard(each)}
+
+
+def _is_shard(weight: torch.Tensor) -> bool:
+    return hasattr(weight, "to_local")  # a DTensor has no storage of its own

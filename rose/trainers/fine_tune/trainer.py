@@ -128,8 +128,8 @@ class PublishTrained(PublishWeights):
 
 
 class StepLines(TrainerCallback):
-    """Adds a JSON line to a file for each optimizer step: its loss, its number, and the guest's totals so
-    far."""
+    """Adds a JSON line to a file for each optimizer step: its loss, its reward if there is one, its number,
+    and the guest's totals so far."""
 
     def __init__(self, path: Path, slack: SlackCallback, publisher: WeightPublisher) -> None:
         self._path = path
@@ -153,6 +153,7 @@ class StepLines(TrainerCallback):
             "t_s": time.monotonic(),
             "step": state.global_step,
             "loss": logs["loss"],
+            **({"reward": logs["reward"]} if "reward" in logs else {}),
             "grants": guest.num_grants,
             "computed_s": guest.computed_s,
             "waited_s": guest.waited_s,

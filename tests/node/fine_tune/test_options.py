@@ -7,8 +7,15 @@ import pytest
 from rose.arguments import run_command
 from rose.errors import ConfigError
 from rose.node import serve
-from rose.node.fine_tune.examples import Example, Preference, read_examples
-from rose.node.fine_tune.options import FineTuneOptions, check, check_memory, check_output, take_options
+from rose.node.fine_tune.examples import Example, Preference, Prompt, read_examples, read_prompts
+from rose.node.fine_tune.options import (
+    FineTuneOptions,
+    check,
+    check_memory,
+    check_output,
+    check_reward,
+    take_options,
+)
 
 
 def test_texts_and_pairs_are_read_and_empty_lines_are_not(tmp_path: Path) -> None:
@@ -24,6 +31,39 @@ def test_preferences_are_read(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
     assert read_examples(path) == [Preference(prompt="q", chosen="a", rejected="b")]
+
+
+def test_prompts_keep_what_else_their_reward_needs(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "q"}\n')
+    assert read_prompts(path) == [
+        Prompt(prompt="1+1=", columns={"answer": 2}),
+        Prompt(prompt="q", columns={}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "there is no prompt in it"),
+        ('{"text": "a"}', "line 1 has no prompt to answer"),
+        ('{"prompt": "q"}\n{"prompt": ["q"]}', "line 2 has no prompt to answer"),
+        ('{"prompt": "q", "completion": "a"}', "line 1 has completion, a name that TRL uses itself"),
+    ],
+)
+def test_bad_prompts_are_one_line_with_its_number(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(path)
+
+
+def test_a_reward_whose_module_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="--fine-tune-reward judges:exact: there is no module judges"):
+        check_reward("judges:exact")
+    (tmp_path / "judges.py").touch()
+    check_reward("judges:exact")
 
 
 def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) -> None:
@@ -83,6 +123,19 @@ def test_flags_become_options_and_leave_the_engines_alone() -> None:
             "--fine-tune-learning-rate: input should be greater",
         ),
         (["--fine-tune", "x", "--fine-tune-tokens", "1"], "--fine-tune-tokens: input should be greater"),
+        (["--fine-tune", "x", "--fine-tune-reward", "judges"], "--fine-tune-reward: string should match"),
+        (
+            ["--fine-tune", "x", "--fine-tune-samples", "4"],
+            "--fine-tune-samples needs --fine-tune-reward",
+        ),
+        (
+            ["--fine-tune", "x", "--fine-tune-reward", "judges:exact", "--fine-tune-publish-s", "9"],
+            "--fine-tune-publish-s does not go with --fine-tune-reward",
+        ),
+        (
+            ["--fine-tune", "x", "--fine-tune-reward", "judges:exact", "--fine-tune-tokens", "256"],
+            "--fine-tune-answer-tokens 256 leaves no token for prompts",
+        ),
         (["--fine-tune", "x", "--role", "rollout"], "a rollout engine has a trainer of its own"),
         (
             ["--fine-tune", "x", "--relay", "embedded://h:1"],

@@ -1,32 +1,20 @@
 """`rose serve --fine-tune` on a real engine: it learns texts or preferences, and the trainer may die."""
 
 import json
-import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import httpx
-import psutil
 import pytest
-from forked_server import ForkedServer
-from tiny_models import make_rollout_model
 
 from rose.admission.board_snapshot import snapshot
 from rose.memory.pool.pool import PoolClient
-from rose.node.processes import ServerProcess
-from rose.ports import free_port
+from tests.trainers.fine_tune.fine_tuned_engine import Served, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-READY_S = 1200.0
-TRAINER = "rose.trainers.fine_tune.command"
 WORDS = [f"w{number}" for number in range(100)]
+OFTEN = ("--fine-tune-publish-s", "3")
 TEXTS = [" ".join(WORDS[start : start + 24]) for start in range(0, 72, 6)]
 """Each word is followed by the next one."""
 PAIRS = [
@@ -39,83 +27,18 @@ PAIRS = [
 ]
 
 
-class Served:
-    """`rose serve` with fine-tuning, and a client of it."""
-
-    def __init__(self, folder: Path, rows: Sequence[dict[str, str]], *flags: str) -> None:
-        model = make_rollout_model(folder / "model")
-        data, self.lines = folder / "data.jsonl", folder / "steps.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.runtime_dir = folder / "run"
-        self.runtime_dir.mkdir(mode=0o700)
-        port = free_port()
-        self.pool = f"serve-{port}"
-        environment = {"ROSE_RUNTIME_DIR": str(self.runtime_dir), "ROSE_CACHE_DIR": str(folder / "cache")}
-        argv = [
-            *(sys.executable, "-m", "rose.cli", "serve", str(model), "--port", str(port)),
-            *("--fine-tune", str(data), "--fine-tune-learning-rate", "0.002", "--fine-tune-epochs", "100000"),
-            *("--fine-tune-publish-s", "3", "--fine-tune-log", str(self.lines)),
-            *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", "512", "--max-num-seqs", "4"),
-            *flags,
-        ]
-        self.log = folder / "serve.log"
-        serve = ServerProcess(argv, "serve", self.log, environment)
-        self.process = ForkedServer(serve, "vllm.entrypoints.openai.api_server", TRAINER).start()
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0, trust_env=False)
-        self.process.wait_ready(f"http://127.0.0.1:{port}/health", READY_S)
-
-    def loss(self, texts: Sequence[str] = tuple(TEXTS)) -> float:
-        """The mean loss of the texts by the logprobs that the engine answers with."""
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body = {"model": "tiny", "prompt": list(texts), **sampling}
-        answer = self._http.post("/v1/completions", json=body)
-        answer.raise_for_status()
-        positions = [
-            each for choice in answer.json()["choices"] for each in choice["prompt_logprobs"] if each
-        ]
-        return -fmean(next(iter(position.values()))["logprob"] for position in positions)
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._http.get("/rose/v1/status").raise_for_status().json()
-        return found
-
-    def trainers(self) -> list[psutil.Process]:
-        """The living processes of the trainer, in the order of their ranks."""
-        found = []
-        for pid in re.findall(r"started name=trainer(?:-\d+)? pid=(\d+)", self.log.read_text()):
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(int(pid))
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def close(self) -> None:
-        self._http.close()
-        self.process.stop()
-
-
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with TemporaryDirectory(prefix="rose-test-") as folder:  # short, as a socket's path may have 107 bytes
-        made = Served(Path(folder), [{"text": text} for text in TEXTS])
+        made = Served(Path(folder), [{"text": text} for text in TEXTS], *OFTEN)
         yield made
         made.close()
 
 
-def until(condition: Callable[[], object], what: str, served: Served, at_most_s: float = 600.0) -> None:
-    deadline_s = time.monotonic() + at_most_s
-    while not condition():
-        assert served.process.is_alive() and time.monotonic() < deadline_s, (
-            f"{what}:\n{served.process.log_tail()}"
-        )
-        time.sleep(2.0)  # the trainer computes while nothing is asked
-
-
 def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_trainer(served: Served) -> None:
-    before = served.loss()
+    before = served.loss(TEXTS)
     engine_id = served.status()["engine_id"]
-    until(lambda: served.loss() < before - 1.0, "the served loss falls", served)
+    until(lambda: served.loss(TEXTS) < before - 1.0, "the served loss falls", served)
     status = served.status()
     assert status["engine_id"] == engine_id
     assert int(status["weight_version"].rpartition("/")[2]) >= 1
@@ -130,7 +53,7 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
         trainer.kill()
         until(lambda: not snapshot(board).rollout.alive, "the trainer is gone", served)
         versions = {served.status()["weight_version"] for _ in range(3)}
-        after = [served.loss() for _ in range(3)]
+        after = [served.loss(TEXTS) for _ in range(3)]
     assert max(after) < before - 1.0 and len(versions) == 1
     until(lambda: "died name=trainer" in served.log.read_text(), "a line about the trainer", served)
     assert served.process.is_alive()
@@ -138,10 +61,12 @@ def test_the_served_loss_falls_without_a_restart_and_serving_outlives_the_traine
 
 def test_two_processes_train_as_one_guest_and_end_together() -> None:
     with TemporaryDirectory(prefix="rose-test-") as folder:
-        served = Served(Path(folder), [{"text": text} for text in TEXTS], "--fine-tune-processes", "2")
+        served = Served(
+            Path(folder), [{"text": text} for text in TEXTS], *OFTEN, "--fine-tune-processes", "2"
+        )
         try:
-            before = served.loss()
-            until(lambda: served.loss() < before - 0.3, "the served loss falls", served)
+            before = served.loss(TEXTS)
+            until(lambda: served.loss(TEXTS) < before - 0.3, "the served loss falls", served)
             _, follower = served.trainers()
             with PoolClient.observe(served.pool, runtime_dir=served.runtime_dir) as observer:
                 board = observer.board_words
@@ -151,7 +76,7 @@ def test_two_processes_train_as_one_guest_and_end_together() -> None:
                 until(lambda: not served.trainers(), "the end of the other process", served)
                 assert not snapshot(board).rollout.alive
             until(lambda: "died name=trainer-1" in served.log.read_text(), "a line about it", served)
-            assert served.loss() < before - 0.3 and served.process.is_alive()
+            assert served.loss(TEXTS) < before - 0.3 and served.process.is_alive()
         finally:
             served.close()
 
@@ -159,7 +84,7 @@ def test_two_processes_train_as_one_guest_and_end_together() -> None:
 def test_what_is_served_learns_to_prefer_the_chosen_answers() -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     with TemporaryDirectory(prefix="rose-test-") as folder:
-        served = Served(Path(folder), PAIRS)
+        served = Served(Path(folder), PAIRS, *OFTEN)
         try:
 
             def preference() -> float:

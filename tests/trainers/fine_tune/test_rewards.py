@@ -1,0 +1,46 @@
+"""The prompts and the reward of `rose serve --fine-tune-reward`: what is kept, and what is refused."""
+
+import logging
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from rose.errors import ConfigError
+from rose.measure.models import numbered_words, word_tokenizer
+from rose.node.fine_tune.examples import Prompt
+from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward
+from tests.trainers.fine_tune.toy_reward import wanted_words
+
+TOKENIZER = word_tokenizer(numbered_words(40), 64)
+MODULE = "tests.trainers.fine_tune.toy_reward"
+
+
+def prompts(*texts: str, length: int) -> RewardedPrompts:
+    rows = [Prompt(prompt=text, columns={}) for text in texts]
+    return RewardedPrompts(rows, wanted_words, TOKENIZER, length, answer_tokens=4, samples=2)
+
+
+def test_prompts_without_room_for_an_answer_are_left_out_and_none_left_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = prompts("w1 w2", "w1 w2 w3", length=6)
+    assert [each.prompt for each in found.kept] == ["w1 w2"] and found.longest == 6
+    assert "1 of 2 prompts are left out" in caplog.text
+    with pytest.raises(ConfigError, match="of 1 prompts none leaves room for an answer of 4 tokens within 6"):
+        prompts("w1 w2 w3", length=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{MODULE}_of_nobody:wanted_words", "can't be imported"),
+        (f"{MODULE}:unwanted_words", f"{MODULE} has no function unwanted_words"),
+    ],
+)
+def test_a_reward_is_imported_or_refused_with_one_line(name: str, message: str) -> None:
+    assert load_reward(f"{MODULE}:wanted_words") is wanted_words
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_reward(name)
+    assert "\n" not in str(refused.value)
