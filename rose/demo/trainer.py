@@ -9,7 +9,6 @@ and publishes bfloat16. A stop signal ends it with status 0. Never generates a t
 
 import asyncio
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from rose.arguments import INTERRUPTED_STATUS, CommandParser, run_command
 from rose.config import Settings
 from rose.demo.frozenlake import STARTS, FrozenLakeGame
 from rose.demo.records import TrainingStep
+from rose.node.signals import take_sigterm_as_sigint
 from rose.trainers.publishing import PublishWeights
 from rose.trainers.router import Announce, router_announcer
 from rose.trainers.turns import RouterTurns
@@ -222,8 +222,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # On SIGINT asyncio.Runner cancels what runs in its loop; an exception from a handler would break into it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    take_sigterm_as_sigint()
     status = run_command("demo trainer", main, sys.argv[1:])
     sys.exit(0 if status == INTERRUPTED_STATUS else status)

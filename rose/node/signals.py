@@ -48,6 +48,15 @@ def _stop(signum: int, _frame: FrameType | None) -> NoReturn:
     raise _Stopped(signal.Signals(signum).name)
 
 
+def take_sigterm_as_sigint() -> None:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does. Main thread only.
+
+    In asyncio.Runner both cancel what runs in its loop; an exception from a handler would break into it.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 @contextmanager
 def signals_wait() -> Iterator[None]:
     """Lets signals that would end this command come after the ``with`` block, which should be short.

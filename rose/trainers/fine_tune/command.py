@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ from transformers import (
 from rose.arguments import CommandParser, positive_int, run_command
 from rose.errors import ConfigError
 from rose.node.fine_tune.examples import Example, Preference, read_examples, read_prompts
+from rose.node.signals import take_sigterm_as_sigint
 from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
@@ -58,10 +59,9 @@ def main(argv: Sequence[str]) -> int:
     """Trains until the data ends or a signal comes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     args = parser().parse_args(list(argv))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
-    with redirect_stdout(sys.stderr), ExitStack() as stack:  # transformers prints its metrics
-        _train(args, stack)
+    take_sigterm_as_sigint()
+    with redirect_stdout(sys.stderr), suppress(KeyboardInterrupt), ExitStack() as stack:
+        _train(args, stack)  # transformers prints its metrics
     return 0
 
 
