@@ -276,7 +276,7 @@ class RouterSpec(Section):
         urls = [each.strip().rstrip("/") for each in url.split(",")]
         for parts in map(urlsplit, urls):
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"want http://HOST:PORT of rose router, got {url!r}")
+                raise ValueError(f"expected http://HOST:PORT of rose router, got {url!r}")
         return ",".join(urls)
 
     def variables(self, key: str) -> dict[str, str]:
