@@ -180,8 +180,8 @@ class JobSpec(Section):
             raise ConfigError(f"job {self.name}: {name} has no seconds; rose sched profile measures them")
         if phase.memory_gb * _GB > pool.host_bytes:
             raise ConfigError(
-                f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, but {pool.name} nodes have "
-                f"{pool.host_bytes / _GB:g} GB; use more nodes or a smaller state"
+                f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, but {pool.name} nodes "
+                f"have {pool.host_bytes / _GB:g} GB; use more nodes or a smaller state"
             )
         if pool.num_nodes is not None and phase.nodes > pool.num_nodes:
             raise ConfigError(
