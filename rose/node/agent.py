@@ -63,7 +63,7 @@ def _check(node: NodeConfig, settings: Settings, path: Path) -> None:
 def _check_pool_unowned(pool: str, settings: Settings) -> None:
     if checks.has_pool(settings, pool):
         raise ConfigError(
-            f"pool {pool} already owned: a daemon answers at {settings.pool_socket(pool)}; "
+            f"pool {pool} is already owned: a daemon answers at {settings.pool_socket(pool)}; "
             "stop it, or choose another name for the pool"
         )
 

@@ -79,7 +79,7 @@ def check_adapters(engine: EngineConfig) -> None:
         return
     if (stages := engine.vllm_count("--pipeline-parallel-size", "-pp")) > 1:
         raise ConfigError(
-            f"--adapter {engine.adapters[0]}: adapters go with no pipeline parallelism, and "
+            f"--adapter {engine.adapters[0]}: adapters don't work with pipeline parallelism, and "
             f"--pipeline-parallel-size is {stages}; use --tensor-parallel-size, or leave --adapter out"
         )
     installed = installed_vllm()

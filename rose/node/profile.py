@@ -157,7 +157,7 @@ def concurrency_page(profile: ConcurrencyProfile) -> Table:
 def _check_plot(path: Path) -> None:
     """Raises: ConfigError before minutes are spent on measuring."""
     if path.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {path}: want a name that ends with {', '.join(PLOT_SUFFIXES)}")
+        raise ConfigError(f"--plot {path}: expected a name that ends with {', '.join(PLOT_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: no such folder; create {path.absolute().parent} first")
     if find_spec("matplotlib") is None:

@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     launch.remove_dead_status_pages(settings)
     if options is not None and engine.pool is None and engine.num_data_ranks > 1:
         raise ConfigError(
-            f"--fine-tune with --data-parallel-size {engine.num_data_ranks}: the pool that it starts is one "
-            f"rank's: start the pools of all ranks with rose pool, and name the first one with --pool"
+            f"--fine-tune with --data-parallel-size {engine.num_data_ranks}: it starts a pool for one rank "
+            f"alone; start the pools of all ranks with rose pool, and name the first one with --pool"
         )
     for rank, pool in enumerate(engine.pools):
         checks.check_pool(settings, pool, rank)

@@ -173,18 +173,20 @@ class JobSpec(Section):
     def _check_phase(self, name: str, phase: PhaseSpec, pool: Pool) -> None:
         if phase.pool is not None and phase.pool != pool.name:
             raise ConfigError(
-                f"job {self.name}: {name} wants pool {phase.pool}, {name} phases run on {pool.name}"
+                f"job {self.name}: {name} names pool {phase.pool}, but {name} phases run on "
+                f"{pool.name}; correct `pool`, or leave it out"
             )
         if phase.seconds is None:
             raise ConfigError(f"job {self.name}: {name} has no seconds; rose sched profile measures them")
         if phase.memory_gb * _GB > pool.host_bytes:
             raise ConfigError(
-                f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, a {pool.name} node has "
-                f"{pool.host_bytes / _GB:g} GB; use more nodes or a smaller state"
+                f"job {self.name}: {name} keeps {phase.memory_gb:g} GB on each node, but {pool.name} nodes "
+                f"have {pool.host_bytes / _GB:g} GB; use more nodes or a smaller state"
             )
         if pool.num_nodes is not None and phase.nodes > pool.num_nodes:
             raise ConfigError(
-                f"job {self.name}: {name} needs {phase.nodes} nodes, pool {pool.name} has {pool.num_nodes}"
+                f"job {self.name}: {name} needs {phase.nodes} nodes, but pool {pool.name} has "
+                f"{pool.num_nodes}; use fewer"
             )
 
 

@@ -47,7 +47,7 @@ class WorkerSpec(_Settings):
 def _checked_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
-        raise ValueError(f"want http://HOST:PORT, got {url!r}")
+        raise ValueError(f"expected http://HOST:PORT, got {url!r}")
     return url.rstrip("/")
 
 
@@ -72,12 +72,12 @@ class RouterJob(_Settings):
     weight: float = Field(
         default=1.0, gt=0, description="part of the generated tokens under contention, relative to other jobs"
     )
-    max_in_flight: int | None = Field(default=None, ge=1, description="most concurrent turns")
+    max_in_flight: int | None = Field(default=None, ge=1, description="the most turns that it runs at a time")
     max_serving_gpus: int | None = Field(
-        default=None, ge=0, description="most serving GPUs that it may borrow: N_serving (ROSE §4)"
+        default=None, ge=0, description="the most serving GPUs that it may borrow: N_serving (ROSE §4)"
     )
     max_queued: int | None = Field(
-        default=None, ge=1, description="most waiting turns; by default max_queued_per_job"
+        default=None, ge=1, description="the most turns that wait; by default max_queued_per_job"
     )
 
 
@@ -120,16 +120,20 @@ class RouterConfig(_Settings):
     max_lag: int = Field(
         default=1, ge=0, description="the most versions behind the newest, under version_mode max-lag"
     )
-    turns_per_gpu: int = Field(default=16, ge=1, description="concurrent turns on one GPU (ROSE §4.3)")
+    turns_per_gpu: int = Field(
+        default=16, ge=1, description="the most turns on one GPU at a time (ROSE §4.3)"
+    )
     concurrency_profile: Path | None = Field(
         default=None,
         description="file of rose profile --concurrency that sets turns_per_gpu (ROSE Appendix A)",
     )
-    max_sessions: int = Field(default=65536, ge=1, description="most trajectories whose worker is remembered")
+    max_sessions: int = Field(
+        default=65536, ge=1, description="the most trajectories whose worker is remembered"
+    )
     max_fingerprints: int = Field(
         default=8192,
         ge=1,
-        description="most finished turns by which trajectories without a key are recognized",
+        description="the most finished turns by which trajectories without a key are recognized",
     )
 
     fronts: FrontSpec = Field(
@@ -151,20 +155,22 @@ class RouterConfig(_Settings):
     max_connections: int = Field(
         default=65536,
         ge=1,
-        description="most connections of clients, at most half of the open files, or a quarter with fronts;"
-        " others are answered 503",
+        description="the most connections of clients: at most half of the open files, or a quarter with"
+        " fronts; others are answered 503",
     )
     max_jobs: int = Field(
         default=1024,
         ge=1,
-        description="most jobs that have turns at once; a turn of another one is answered 429, unless the job"
-        " is declared",
+        description="the most jobs that have turns at a time; a turn of another one is answered 429, unless"
+        " the job is declared",
     )
     max_queued_per_job: int = Field(
-        default=4096, ge=1, description="most waiting turns of a job; further turns are answered 429"
+        default=4096, ge=1, description="the most waiting turns of a job; further turns are answered 429"
     )
     deadline_s: float = Field(
-        default=3600.0, gt=0, description="most time for a turn, queueing included; then it is answered 504"
+        default=3600.0,
+        gt=0,
+        description="the longest time for a turn, queueing included; then it is answered 504",
     )
     stall_s: float = Field(
         default=2.0, gt=0, description="a turn without a token for this long is rerouted (ROSE §4.3)"
@@ -175,7 +181,7 @@ class RouterConfig(_Settings):
     stream_interval: int = Field(
         default=14,
         ge=1,
-        description="most tokens per chunk from a worker; a killed worker loses up to this many",
+        description="the most tokens per chunk from a worker; up to this many are lost when it is killed",
     )
     max_failures: int = Field(
         default=5, ge=1, description="worker errors of a turn after which it is answered 502"

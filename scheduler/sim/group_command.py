@@ -32,7 +32,7 @@ def simulate_groups(argv: Sequence[str]) -> int:
         "--least",
         type=float,
         default=0.5,
-        help="the shortest a phase takes, over its worst case (default: %(default)s)",
+        help="shortest time of a phase, as a share of its worst case (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"

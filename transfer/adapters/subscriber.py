@@ -119,14 +119,14 @@ def _parser() -> CommandParser:
         action="append",
         required=True,
         metavar="RUN",
-        help="run id of an adapter; once for each",
+        help="run id of an adapter; may be repeated",
     )
     parser.add_argument(
         "--worker",
         type=worker_url,
         action="append",
         required=True,
-        help="http://HOST:PORT of an engine's server on this host; once for each engine",
+        help="http://HOST:PORT of an engine's server on this host; may be repeated",
     )
     parser.add_argument(
         "--staging", type=Path, required=True, help="folder for the adapters, preferably under /dev/shm"

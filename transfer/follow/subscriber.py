@@ -134,7 +134,7 @@ def _parser() -> CommandParser:
         type=worker_url,
         action="append",
         required=True,
-        help="http://HOST:PORT of an engine's server on this host; once for each engine",
+        help="http://HOST:PORT of an engine's server on this host; may be repeated",
     )
     parser.add_argument(
         "--staging", type=Path, required=True, help="folder for the weights, preferably under /dev/shm"

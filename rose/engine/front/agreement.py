@@ -89,7 +89,8 @@ class RouterQuestions:
                 continue
             if response.status_code == 401:
                 raise ConfigError(
-                    f"--router {self._url}: wants a key; set ROSE_ROUTER_API_KEY to the router's api_key"
+                    f"--router {self._url}: the router asks for a key; set ROSE_ROUTER_API_KEY to the "
+                    "router's api_key"
                 )
             if response.status_code < 500 and response.status_code not in _PASSING:
                 return response

@@ -234,6 +234,6 @@ def packed(spec: RunSpec) -> bytes | None:
                         )
     except OSError as error:
         raise ConfigError(
-            f"runtime_env.working_dir {folder}: can't be read ({error}); mend that and submit the job again"
+            f"runtime_env.working_dir {folder}: can't be read ({error}); correct it and submit the job again"
         ) from error
     return file.getvalue()

@@ -115,7 +115,7 @@ HELP = {
         "N",
         "trainer processes, one on each of the engine's GPUs; each has a microbatch (default: %(default)s)",
     ),
-    "tokens": ("N", "tokens of an example that are trained; the rest is cut off (default: %(default)s)"),
+    "tokens": ("N", "tokens of an example that are trained on; the rest is cut off (default: %(default)s)"),
     "epochs": ("N", "passes over the data (default: %(default)s)"),
     "publish_s": ("S", "seconds between two versions that go live (default: 60; with a reward, each step)"),
     "give_way_ms": ("MS", "how long a request may wait for a piece of training (default: %(default)s)"),

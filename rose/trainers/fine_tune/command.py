@@ -266,13 +266,13 @@ def parser() -> CommandParser:
         "--tokens",
         type=positive_int,
         default=512,
-        help="tokens of an example that count (default: %(default)s)",
+        help="tokens of an example that are trained on (default: %(default)s)",
     )
     flags.add_argument(
         "--epochs",
         type=positive_int,
         default=1,
-        help="how often the data is gone through (default: %(default)s)",
+        help="passes over the data (default: %(default)s)",
     )
     flags.add_argument(
         "--publish-s",

@@ -116,7 +116,7 @@ class Intake:
         if given is None:
             return catalogue.default()
         if not isinstance(given, str):
-            raise BadRequest(f"model: want a name, got {given!r}")
+            raise BadRequest(f"model: expected a name, got {given!r}")
         if self._is_known(given) or self._may_serve_any():
             return given
         await self._registry.refresh_models()  # the model may have been loaded meanwhile

@@ -306,7 +306,8 @@ class QueueCalls:
             quota, wanted = team.quota(phase), spec.phases[phase].nodes
             if quota is not None and used[phase] + wanted > quota:
                 return (
-                    f"team {spec.team} uses {used[phase]} of its {quota} {phase} nodes, {wanted} more needed"
+                    f"team {spec.team} uses {used[phase]} of its {quota} {phase} nodes, and the job needs "
+                    f"{wanted}"
                 )
         return None
 
@@ -325,8 +326,8 @@ class QueueCalls:
             quota, wanted = teams[spec.team].quota(phase), spec.phases[phase].nodes
             if quota is not None and wanted > quota:
                 raise JobRefused(
-                    f"{spec.name}: {phase} needs {wanted} nodes, team {spec.team} may use {quota}; ask for "
-                    f"fewer, or raise max_{phase}_nodes in the cluster's file"
+                    f"{spec.name}: {phase} needs {wanted} nodes, but team {spec.team} may use {quota}; ask "
+                    f"for fewer, or raise max_{phase}_nodes in the cluster's file"
                 )
 
     def _add(self, call: Submit, spec: RunSpec, caller: str) -> JobRecord:

@@ -201,7 +201,7 @@ def _refuse_unknown(job: RunningJob, phase: str) -> None:
     if phase not in known and job.recorder is None:
         raise ConfigError(
             f"job {job.file.name}: no phase {phase!r} in its file, which has {', '.join(known)}; add it "
-            "there with nodes: 0 and its seconds, or mend the name"
+            "there with nodes: 0 and its seconds, or correct the name"
         )
 
 

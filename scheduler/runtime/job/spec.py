@@ -208,10 +208,11 @@ class GroupSpec(Section):
 
 
 class TeamSpec(Section):
-    """A team's part in the cluster. It uses the nodes that its running jobs ask for, shared or not."""
+    """A team's part in the cluster. It uses the nodes that its running jobs ask for, shared or not: their
+    price counts for its share, their number for its quota."""
 
     share: float = Field(default=1.0, gt=0)
-    """Queued jobs of equal priority go by it: those of the team that uses least for its share come first."""
+    """Orders queued jobs of equal priority: those of the team that uses least for its share come first."""
     max_rollout_nodes: int | None = Field(default=None, ge=1)
     """Its quota: the most that it may use. None: no quota."""
     max_train_nodes: int | None = Field(default=None, ge=1)
@@ -276,7 +277,7 @@ class RouterSpec(Section):
         urls = [each.strip().rstrip("/") for each in url.split(",")]
         for parts in map(urlsplit, urls):
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"want http://HOST:PORT of rose router, got {url!r}")
+                raise ValueError(f"expected http://HOST:PORT of rose router, got {url!r}")
         return ",".join(urls)
 
     def variables(self, key: str) -> dict[str, str]:

@@ -104,7 +104,7 @@ async def test_a_router_that_wants_another_key_is_named() -> None:
     async with ScriptedWorker() as worker, running_router(worker.url, api_key="secret") as router:
         with (
             http_client(router.url, key=None, timeout=30) as client,
-            pytest.raises(ConfigError, match="wants a key; set ROSE_ROUTER_API_KEY"),
+            pytest.raises(ConfigError, match="the router asks for a key; set ROSE_ROUTER_API_KEY"),
         ):
             await asyncio.to_thread(RouterQuestions(client).card, [], "dir")
 

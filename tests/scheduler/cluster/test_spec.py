@@ -31,12 +31,15 @@ def test_the_example_is_a_job() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (changed("rollout", memory_gb=2001), "rollout keeps 2001 GB on each node, a h20 node has 2000 GB"),
+        (
+            changed("rollout", memory_gb=2001),
+            "rollout keeps 2001 GB on each node, but h20 nodes have 2000 GB",
+        ),
         (changed("train", nodes=0), "train with nodes: 0; train needs at least one node"),
         (changed("sync", nodes=2), "sync with nodes: 2; only rollout and train hold nodes, write nodes: 0"),
         (changed("sync", seconds=None), "sync has no seconds; rose sched profile measures them"),
-        (changed("train", nodes=21), "train needs 21 nodes, pool h800 has 20"),
-        (changed("train", pool="a100"), "train wants pool a100, train phases run on h800"),
+        (changed("train", nodes=21), "train needs 21 nodes, but pool h800 has 20"),
+        (changed("train", pool="a100"), "train names pool a100, but train phases run on h800"),
         (changed("train", seconds=None), "train has no seconds; rose sched profile measures them"),
         (changed("train", after=["sync"]), "phases wait for each other"),
         (changed("rollout", after=["nothing"]), "rollout comes after nothing, which is no phase"),

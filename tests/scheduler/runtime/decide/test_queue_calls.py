@@ -189,7 +189,7 @@ def test_a_job_that_could_never_run_is_refused_with_the_numbers() -> None:
     full = Full(num_nodes=2, groups={"main": {}})
     phases = {"rollout": {"seconds": 1.0, "nodes": 3}, "train": {"seconds": 1.0}}
     refused = full.scheduler.submit("a", group=None, phases=phases)
-    assert "rollout needs 3 nodes, pool h20 has 2" in error_of(refused)
+    assert "rollout needs 3 nodes, but pool h20 has 2" in error_of(refused)
     memory = {"rollout": {"seconds": 1.0}, "train": {"seconds": 1.0, "memory_gb": 3000}}
     assert "keeps 3000 GB" in error_of(full.scheduler.submit("a", group="main", phases=memory))
     assert "a" not in full.states()

@@ -86,7 +86,7 @@ def test_a_job_waits_for_its_teams_quota_and_keeps_nobody_waiting(is_restarted: 
     ("fields", "words"),
     [
         ({"team": "maths"}, "no team 'maths'; the cluster's file has vision, math"),
-        ({"team": "math", "num_nodes": 2}, "rollout needs 2 nodes, team math may use 1"),
+        ({"team": "math", "num_nodes": 2}, "rollout needs 2 nodes, but team math may use 1"),
     ],
 )
 def test_a_job_of_no_known_team_or_beyond_its_quota_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -130,7 +130,7 @@ def test_a_job_that_borrows_is_refused_where_nobody_lends() -> None:
     ("cluster", "problem"),
     [
         ({"router": {"url": URL}}, "pools.serving_gpus is 0"),
-        ({"router": {"url": "router:8100"}, "pools": {"serving_gpus": 1}}, "want http://HOST:PORT"),
+        ({"router": {"url": "router:8100"}, "pools": {"serving_gpus": 1}}, "expected http://HOST:PORT"),
     ],
 )
 def test_a_router_that_can_lend_nothing_is_refused(cluster: dict[str, Any], problem: str) -> None:
