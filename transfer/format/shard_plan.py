@@ -4,18 +4,18 @@ Owns one rank's plan as data, its regions of each tensor, and applying the plan 
 exact: where a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks
 at a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
 (shard-aware transfer). Where we differ: plans record what the loader does instead of inferring it from module
-types and shapes, so merged, replicated, padded and fused tensors need no rules.
+types and shapes, so merged, replicated, padded and fused tensors need no rules. An engine's ranks are on one
+host and need all shards together, so they are cut behind the host's mirror and not in the relay.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 Array = NDArray[Any]
 
@@ -124,14 +124,6 @@ class ShardPlan(_Body):
         for copy in self.copies:
             target = copy.target.of(parameters[copy.target.name])
             target[...] = copy.source.of(tensors[copy.source.name]).reshape(target.shape)
-
-
-def read_plan(path: Path) -> ShardPlan:
-    """Returns the plan in a file. Raises: ValueError naming the file."""
-    try:
-        return ShardPlan.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ValueError(f"--plan {path}: {error}") from error
 
 
 def box_of(view: StridedView, shape: Sequence[int]) -> Box:
