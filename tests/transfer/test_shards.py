@@ -4,6 +4,7 @@ arrive.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -266,9 +267,8 @@ def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(
     check_holds(late, trainer, PLANS[1:3])
     layout = trainer.publishers[0].layout
     assert held_by(late) == held_buckets(layout, PLANS[1:3])
-    odd = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))}).model_copy(
-        update={"whole": ["1.down"]}
-    )
+    cut = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))})
+    odd = replace(cut, whole=["1.down"])
     other = Follower(relay, "run", WeightMirror([odd]))
     assert other.advance()
     check_holds(other, trainer, [odd])

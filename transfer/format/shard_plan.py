@@ -15,16 +15,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 Array = NDArray[Any]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StridedView(_Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedView:
     """Elements of a flat tensor; offset and strides count elements."""
 
     name: str
@@ -47,7 +43,8 @@ class StridedView(_Body):
         return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, steps)
 
 
-class ShardCopy(_Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCopy:
     """One copy that the loader makes, from the checkpoint's tensor to the rank's parameter."""
 
     source: StridedView
@@ -87,7 +84,8 @@ class Box:
         return cls(start=tuple(start for start, _ in ends), stop=tuple(stop for _, stop in ends))
 
 
-class ShardPlan(_Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
     """What one rank copies out of the checkpoint."""
 
     rank: str

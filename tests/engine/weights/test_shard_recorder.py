@@ -43,7 +43,6 @@ def test_a_plan_fills_every_parameter_as_the_loader_does(
                 plan = record_loading(config, checkpoint.specs).plan
                 assert plan.rank == f"pp{pp_rank}-tp{tp_rank}" and plan.whole == []
                 assert wrong_parameters(config, plan, checkpoint.tensors) == []
-            assert ShardPlan.model_validate_json(plan.model_dump_json()) == plan
             plans.append(plan)
     check_shares(checkpoint, plans, tp_size * pp_size)
 

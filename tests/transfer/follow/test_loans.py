@@ -171,7 +171,7 @@ def loans_of(
         )
 
         def open_run(run: str, accept: Callable[[loans.LentRun, LayoutBody], None]) -> loans.LentRun:
-            return loans.LentRun(run, folder / run, link, clients, (), None, None, accept)
+            return loans.LentRun(run, folder / run, link, clients, None, None, accept)
 
         opened.enter_context(closing(loans.Loans(home, clients, open_run, architecture)))
         yield
