@@ -288,7 +288,7 @@ def test_a_lent_run_leaves_the_files_of_another_subscriber_alone(embedded_url: s
     (tmp_path / "kept").touch()
     with closing(SharedMirror(tmp_path)), pytest.raises(ValueError, match="another subscriber"):
         loans.LentRun(
-            "a", tmp_path, partial(open_relay, embedded_url), {}, (), None, None, lambda run, body: None
+            "a", tmp_path, partial(open_relay, embedded_url), {}, None, None, lambda run, body: None
         )
     assert (tmp_path / "kept").exists()
 
