@@ -1,10 +1,11 @@
-"""Shard plans recorded from vLLM's own loaders: exact, quick, and each rank pulls little more than its share.
+"""Shard plans recorded from vLLM's own loaders: exact, quick, and each rank needs little more than its share.
 
 `plan_exact` is the share of ranks whose plan fills every parameter of a small model bit for bit as the loader
 does: Qwen3 dense (untied and tied) and mixture of experts, at TP 1, 2, 4, 8 and TP4 x PP2, with GQA replicas,
 merged projections and a padded vocabulary. `plan_s` is the time to record one rank's plan of a full-size
-model (built without memory), and `pulled_share` what the rank with most of it pulls, over the checkpoint.
-Nothing is transferred.
+model (built without memory). `pulled_share` is what the rank with most of it would pull alone, over the
+checkpoint, and `host_share` what the host of all ranks pulls, by whole buckets of a layout that is cut for
+them: no less than everything, which is why a host's mirror is whole. Nothing is transferred.
 
     python benchmarks/bench_plan.py --json plan.json
 """
@@ -18,12 +19,15 @@ from typing import Any
 
 import torch
 from lib.harness import median_figure, run_benchmark
+from lib.transfer.pretended_rank import pretended_rank
 from lib.transfer.shard_check import wrong_parameters
 from vllm.engine.arg_utils import EngineArgs
 
-from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
+from rose.engine.weights.shard_recorder import record_loading
 from rose.measure.figures import Figure
-from rose.transfer.format.layout import TensorSpec
+from rose.transfer.format.layout import Layout, TensorSpec
+from rose.transfer.format.partition import cut_by_holdings, held_buckets
+from rose.transfer.format.shard_plan import ShardPlan
 
 GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2))
 TINY = {
@@ -87,7 +91,7 @@ def _exactness(folder: Path, seed: int) -> Figure:
         }
         for ranks in (rank for grid in GRIDS for rank in _ranks(*grid)):
             with pretended_rank(vllm_config, **ranks) as rank_config:
-                plan = record_shard_plan(rank_config, _specs(config))
+                plan = record_loading(rank_config, _specs(config)).plan
                 exact.append(not plan.whole and not wrong_parameters(rank_config, plan, tensors))
     return Figure(
         name="plan_exact",
@@ -106,24 +110,32 @@ def _full_size(folder: Path, name: str, shape: dict[str, int]) -> list[Figure]:
     figures: list[Figure] = []
     for tp_size, pp_size in GRIDS[1:]:
         times: list[float] = []
-        held: list[int] = []
+        plans: list[ShardPlan] = []
         for ranks in _ranks(tp_size, pp_size):
             with pretended_rank(vllm_config, **ranks) as rank_config:
                 started = time.perf_counter()
-                plan = record_shard_plan(rank_config, specs)
+                plan = record_loading(rank_config, specs).plan
                 times.append(time.perf_counter() - started)
-            held.append(plan.held_elements())
+            plans.append(plan)
         case = f"{name}, TP{tp_size}" + (f" x PP{pp_size}" if pp_size > 1 else "")
         figures += [
             median_figure(f"plan_s[{case}]", times, "s", target="< 1"),
             Figure(
                 name=f"pulled_share[{case}]",
-                value=max(held) / total,
+                value=max(plan.held_elements() for plan in plans) / total,
                 unit="of the checkpoint",
                 peers={"even share": 1 / (tp_size * pp_size)},
             ),
+            Figure(name=f"host_share[{case}]", value=_host_share(specs, plans), unit="of the checkpoint"),
         ]
     return figures
+
+
+def _host_share(specs: list[TensorSpec], plans: list[ShardPlan]) -> float:
+    """Returns what ranks with these plans need together."""
+    layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
+    held = held_buckets(layout, plans)
+    return sum(layout.buckets[index].num_elements for index in held) / layout.num_elements
 
 
 def _ranks(tp_size: int, pp_size: int) -> list[dict[str, int]]:

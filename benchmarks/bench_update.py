@@ -247,10 +247,9 @@ def random_weights(vllm_config: Any, seed: int) -> tuple[dict[str, Any], int]:
 @contextmanager
 def ranked_config(layers: int) -> Iterator[Any]:
     """Yields the configuration of an engine with one rank."""
+    from lib.transfer.pretended_rank import pretended_rank
     from transformers import Qwen3Config
     from vllm.engine.arg_utils import EngineArgs
-
-    from rose.engine.weights.shard_recorder import pretended_rank
 
     hf_config = Qwen3Config(
         hidden_size=HIDDEN,

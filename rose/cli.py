@@ -57,11 +57,6 @@ COMMANDS = (
         name="relay", module="rose.transfer.relay.server", summary="carry weights from a trainer to engines"
     ),
     Command(
-        name="plan",
-        module="rose.engine.weights.plan",
-        summary="write which weights each rank of an engine holds",
-    ),
-    Command(
         name="router",
         module="rose.scheduler.rollout.http.command",
         summary="place rollout turns on engines, behind one endpoint",

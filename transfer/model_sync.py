@@ -98,7 +98,8 @@ class ModelSender:
 class ModelReceiver:
     """One rollout rank; holds a version's bits in host memory.
 
-    plans: those of the shards that this rank holds (rose.engine.weights.shard_recorder); none: all weights.
+    plans: those of the shards that this rank holds, which all ModelSenders were given as well; none: all
+    weights.
     Raises: RelayError when no relay answers; ValueError.
     """
 

@@ -12,8 +12,6 @@ from rose.messages import WeightUpdate
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.codec import Elements
 from rose.transfer.format.layout import Bucket, Layout, TensorCut
-from rose.transfer.format.partition import held_buckets
-from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.shared_planes import SharedPlanes
 from rose.transfer.publish.torch_source import TorchSource
 from rose.types import WeightVersion
@@ -26,14 +24,11 @@ BUCKET_BYTES = 4096
 
 
 class Mirrored:
-    """Versions 0, 1, ... of a run. plans: those of the ranks whose part alone it holds; none: everything."""
+    """Versions 0, 1, ... of a run."""
 
-    def __init__(
-        self, folder: Path, cuts: dict[str, TensorCut] | None = None, plans: Sequence[ShardPlan] = ()
-    ) -> None:
+    def __init__(self, folder: Path, cuts: dict[str, TensorCut] | None = None) -> None:
         self.store = SharedMirror(folder)
         self._cuts = cuts
-        self._plans = plans
         self._planes: SharedPlanes | None = None
         self._number = -1
 
@@ -49,9 +44,8 @@ class Mirrored:
         version = WeightVersion(run_id="test", number=self._number)
         if self._planes is None:
             layout = Layout(source.specs(), BUCKET_BYTES, self._cuts)
-            held = held_buckets(layout, self._plans) if self._plans else None
-            planes = self._planes = self.store.make_planes(layout, held)
-            for bucket in (layout.buckets[index] for index in planes.held):
+            planes = self._planes = self.store.make_planes(layout)
+            for bucket in layout.buckets:
                 planes.fill(bucket, np.concatenate(source.read(layout, bucket)))
             self.store.arrived(planes, version, planes.state_hash)
         else:
@@ -60,7 +54,7 @@ class Mirrored:
 
     def _change(self, planes: SharedPlanes, source: TorchSource, version: WeightVersion) -> None:
         changes: list[tuple[Bucket, Elements]] = []
-        for bucket in (planes.layout.buckets[index] for index in sorted(planes.held)):
+        for bucket in planes.layout.buckets:
             old, new = planes.bits(bucket), np.concatenate(source.read(planes.layout, bucket))
             places = np.flatnonzero(old != new).astype(np.int32)
             if places.size > 0:

@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 import safetensors.torch
 import torch
+from lib.transfer.pretended_rank import pretended_rank
 from mirrored import Mirrored, prepare
 from rank_models import without_weights
 from vllm import ModelRegistry
@@ -17,7 +18,6 @@ from vllm.config import WeightTransferConfig
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine, check_staged
 from rose.errors import FrameError
 from rose.messages import WeightUpdate

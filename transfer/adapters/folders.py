@@ -42,8 +42,8 @@ class AdapterFolders:
         for left in folder.iterdir():  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 
-    def make_planes(self, layout: Layout, held: frozenset[int] | None) -> WeightPlanes:
-        return WeightPlanes(layout, held)
+    def make_planes(self, layout: Layout) -> WeightPlanes:
+        return WeightPlanes(layout)
 
     def has_room(self) -> bool:
         return True

@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.architecture import Architecture
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.manifest import LayoutBody, check_name
-from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ class LentRun:
         folder: Path,
         relay: Callable[[], Relay],
         workers: Mapping[str, WorkerClient],
-        plans: Iterable[ShardPlan],
         base: Path | None,
         public_key: str | None,
         accept: Callable[["LentRun", LayoutBody], None],
@@ -65,7 +63,7 @@ class LentRun:
             store = SharedMirror(folder)  # another one's files stay, if it has the folder
             opened.callback(shutil.rmtree, folder, ignore_errors=True)
             opened.enter_context(closing(store))
-            self.mirror = WeightMirror(tuple(plans), store)
+            self.mirror = WeightMirror(store=store)
 
             def accept_anew(body: LayoutBody) -> None:
                 self.granted_bytes = 0

@@ -48,8 +48,8 @@ Note = Callable[[Bucket, Elements], None]
 class MirrorStore(Protocol):
     """Where a mirror's bits lie, if other processes read them."""
 
-    def make_planes(self, layout: Layout, held: frozenset[int] | None) -> WeightPlanes:
-        """Returns new planes. Raises: OSError when there is no room."""
+    def make_planes(self, layout: Layout) -> WeightPlanes:
+        """Returns new planes of all buckets. Raises: OSError when there is no room."""
 
     def has_room(self) -> bool:
         """Whether one more version may arrive without that the changes of those since the last look go."""
@@ -70,11 +70,12 @@ class MirrorStore(Protocol):
 class WeightMirror:
     """A mirror is empty until its first snapshot.
 
-    plans: those of the ranks that this mirror feeds, whose shards alone it then holds; none: everything.
-    store: where the bits are to lie; None: in this process's own memory.
+    store: where the bits are to lie; None: in this process's own memory. plans: those of the ranks that a
+    mirror without a store feeds, whose shards alone it then holds; none: everything.
     """
 
-    def __init__(self, plans: Sequence[ShardPlan] = (), store: MirrorStore | None = None) -> None:
+    def __init__(self, plans: Sequence[ShardPlan] = (), *, store: MirrorStore | None = None) -> None:
+        assert store is None or not plans
         self._plans = tuple(plans)
         self._store = store
         self.version: WeightVersion | None = None
@@ -103,8 +104,9 @@ class WeightMirror:
 
     def make_planes(self, layout: Layout) -> WeightPlanes:
         """Returns empty planes for the buckets that this mirror holds."""
-        held = held_buckets(layout, self._plans) if self._plans else None
-        return WeightPlanes(layout, held) if self._store is None else self._store.make_planes(layout, held)
+        if self._store is not None:
+            return self._store.make_planes(layout)
+        return WeightPlanes(layout, held_buckets(layout, self._plans) if self._plans else None)
 
     def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
         """Replaces everything by a snapshot.

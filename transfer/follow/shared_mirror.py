@@ -69,10 +69,10 @@ class SharedMirror:
         self._is_followed = False
         """Whether an engine runs or takes a version from which the kept changes lead on."""
 
-    def make_planes(self, layout: Layout, held: frozenset[int] | None) -> SharedPlanes:
+    def make_planes(self, layout: Layout) -> SharedPlanes:
         """Returns new planes; those in use stay until these hold a version. Raises: OSError."""
         self.drop_coming()
-        self._coming = SharedPlanes(self._folder / "weights.partial", layout, held)
+        self._coming = SharedPlanes(self._folder / "weights.partial", layout)
         return self._coming
 
     @property
@@ -166,9 +166,9 @@ class SharedMirror:
 
     def _begin_changes(self, planes: SharedPlanes, counts: Sequence[tuple[Bucket, int]]) -> str | None:
         """Opens the next changes file; returns why there is to be none, or None."""
-        num_changed, num_held = sum(count for _, count in counts), _num_held(planes)
-        if num_changed > MOST_CHANGED * num_held:
-            return f"{num_changed} of {num_held} elements change"
+        num_changed, num_elements = sum(count for _, count in counts), planes.layout.num_elements
+        if num_changed > MOST_CHANGED * num_elements:
+            return f"{num_changed} of {num_elements} elements change"
         try:
             path = self._folder / "changes-partial"
             self._writer = ChangesWriter(path, planes.layout, self._state_hash, counts)
@@ -217,8 +217,3 @@ class SharedMirror:
         for pattern in patterns:
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
-
-
-def _num_held(planes: WeightPlanes) -> int:
-    """Returns the number of elements that the planes keep up to date."""
-    return sum(planes.layout.buckets[index].num_elements for index in planes.held)

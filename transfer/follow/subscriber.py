@@ -31,7 +31,6 @@ from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.architecture import Architecture
 from rose.transfer.format.manifest import LayoutBody
-from rose.transfer.format.shard_plan import read_plan
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
 
@@ -47,7 +46,6 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
     ValueError on bad input.
     """
     names = worker_names(args.name, args.worker)
-    plans = [read_plan(path) for path in args.plan]
 
     def link() -> Relay:
         return open_relay(args.relay, settings.follower_key)
@@ -61,13 +59,13 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
             name: open_now.enter_context(closing(WorkerClient(url, settings.key, ca=settings.tls_ca)))
             for name, url in zip(names, args.worker, strict=True)
         }
-        mirror = WeightMirror(plans, store)
+        mirror = WeightMirror(store=store)
         follower = Follower(relay, args.run, mirror, args.base, settings.public_key)
         home = Subscriber(relay, follower, store, list(workers.items()))
 
         def open_run(run_id: str, accept: Callable[[LentRun, LayoutBody], None]) -> LentRun:
             folder, key = lent_dir / run_id, settings.public_key
-            return LentRun(run_id, folder, link, workers, plans, args.base, key, accept)
+            return LentRun(run_id, folder, link, workers, args.base, key, accept)
 
         def architecture() -> Architecture | None:
             layout = mirror.planes.layout if mirror.planes is not None else None
@@ -143,14 +141,6 @@ def _parser() -> CommandParser:
         "--base",
         type=_existing_path,
         help="checkpoint that the trainer starts from: the first snapshot then need not be fetched",
-    )
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="plans that `rose plan` wrote for this host's ranks: only their shards are fetched",
     )
     parser.add_argument(
         "--name", help="name under which a single worker acknowledges versions (default: its host and port)"

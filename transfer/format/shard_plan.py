@@ -4,27 +4,23 @@ Owns one rank's plan as data, its regions of each tensor, and applying the plan 
 exact: where a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks
 at a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
 (shard-aware transfer). Where we differ: plans record what the loader does instead of inferring it from module
-types and shapes, so merged, replicated, padded and fused tensors need no rules.
+types and shapes, so merged, replicated, padded and fused tensors need no rules. An engine's ranks are on one
+host and need all shards together, so they are cut behind the host's mirror and not in the relay.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 Array = NDArray[Any]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StridedView(_Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedView:
     """Elements of a flat tensor; offset and strides count elements."""
 
     name: str
@@ -47,7 +43,8 @@ class StridedView(_Body):
         return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, steps)
 
 
-class ShardCopy(_Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCopy:
     """One copy that the loader makes, from the checkpoint's tensor to the rank's parameter."""
 
     source: StridedView
@@ -87,7 +84,8 @@ class Box:
         return cls(start=tuple(start for start, _ in ends), stop=tuple(stop for _, stop in ends))
 
 
-class ShardPlan(_Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
     """What one rank copies out of the checkpoint."""
 
     rank: str
@@ -124,14 +122,6 @@ class ShardPlan(_Body):
         for copy in self.copies:
             target = copy.target.of(parameters[copy.target.name])
             target[...] = copy.source.of(tensors[copy.source.name]).reshape(target.shape)
-
-
-def read_plan(path: Path) -> ShardPlan:
-    """Returns the plan in a file. Raises: ValueError naming the file."""
-    try:
-        return ShardPlan.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ValueError(f"--plan {path}: {error}") from error
 
 
 def box_of(view: StridedView, shape: Sequence[int]) -> Box:

@@ -1,8 +1,8 @@
 """Weight planes in a file in memory, which the engines of a host map: the mirror's bits are the checkpoint.
 
     8 bytes                     length of the header
-    header                      JSON as in a safetensors file; its metadata has the layout, the held buckets,
-                                and a state of fixed size that is rewritten in place
+    header                      JSON as in a safetensors file; its metadata has the layout, and a
+                                state of fixed size that is rewritten in place
     planes                      one vector of bits per dtype, the widest elements first
 
 A file of uncut tensors is a safetensors file. Owns that format, and the lock between the process that changes
@@ -30,7 +30,6 @@ from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.state_hash import StateHash
 
 LAYOUT_KEY = "rose_layout"
-_HELD_KEY = "rose_buckets"
 _STATE_KEY = "rose_state"
 _STATE_BYTES = 256
 """A flag, a version of up to 150 bytes, a hash of 32."""
@@ -45,24 +44,21 @@ _LOCK_POLL_S = 0.02
 class SharedPlanes(WeightPlanes):
     """Planes in a new file. Their process alone writes them."""
 
-    def __init__(self, path: Path, layout: Layout, held: frozenset[int] | None) -> None:
+    def __init__(self, path: Path, layout: Layout) -> None:
         """Raises: OSError with the numbers when the memory or disk is full; the file is then removed."""
-        super().__init__(layout, held, planes={})
+        super().__init__(layout, planes={})
         self.path = path
         order = _order(layout)
-        head = _head(layout, self.held, order)
+        head = _head(layout, order)
         self._state_at = head.index(_STATE_KEY.encode()) + len(_STATE_KEY) + len('":"')
         path.unlink(missing_ok=True)
         self._file = path.open("wb+")
         try:
             self._file.write(head)
             self._file.truncate(len(head) + layout.num_bytes)
+            # A write to a mapped hole of a full disk would end the process; this reports it.
+            os.posix_fallocate(self._file.fileno(), 0, len(head) + layout.num_bytes)
             starts = _plane_starts(layout, order, len(head))
-            for bucket in (layout.buckets[index] for index in sorted(self.held)):
-                width = DTYPE_BYTES[bucket.dtype]
-                # A write to a mapped hole of a full disk would end the process; this reports it.
-                at = starts[bucket.dtype] + bucket.begin * width
-                os.posix_fallocate(self._file.fileno(), at, bucket.num_elements * width)
             self.planes = _planes(np.memmap(path, np.uint8, "r+"), layout, starts)
         except OSError as error:
             self.remove()  # before the free space is measured
@@ -128,14 +124,12 @@ class PlanesFile:
         self._file = path.open("rb")
         try:
             self._data_at, metadata = _read_head(self._file.fileno(), path)
-            self.layout, self.held = _described(metadata, path)
-            self.tensors = _held_tensors(self.layout, self.held)
-            """Those of which anything is held."""
+            self.layout = _described(metadata, path)
             starts = _plane_starts(self.layout, _order(self.layout), self._data_at)
             raw: NDArray[np.uint8] = np.memmap(self._file, np.uint8, "r")
             if raw.size != self._data_at + self.layout.num_bytes:
                 raise FrameError(f"{path}: has {raw.size} bytes, its layout needs {self.layout.num_bytes}")
-            self._planes = WeightPlanes(self.layout, self.held, _planes(raw, self.layout, starts))
+            self._planes = WeightPlanes(self.layout, planes=_planes(raw, self.layout, starts))
         except BaseException:
             self._file.close()
             raise
@@ -165,18 +159,18 @@ class PlanesFile:
         return words[0], words[1]
 
     def state_hash(self) -> StateHash:
-        """Returns the hash of the held bits, computed from them."""
-        buckets = (self.layout.buckets[index] for index in self.held)
+        """Returns the hash of the bits, computed from them."""
+        buckets = self.layout.buckets
         hashes = (StateHash.of(self._planes.bits(bucket), bucket.first_index) for bucket in buckets)
         return sum(hashes, StateHash())
 
     def tensor(self, spec: TensorSpec) -> NDArray[Any]:
-        """Returns a tensor's bits: in place, or put together where it is cut; what is not held is zero."""
+        """Returns a tensor's bits: in place, or put together where it is cut."""
         parts = self.layout.parts_by_tensor[spec.name]
         if len(parts) == 1:
             at = parts[0].offset
             return self._planes.planes[spec.dtype][at : at + spec.num_elements].reshape(spec.shape)
-        whole = np.zeros(spec.shape, bits_dtype(spec.dtype))
+        whole = np.empty(spec.shape, bits_dtype(spec.dtype))
         for part in parts:
             self._planes.read_part_into(part, whole)
         return whole
@@ -219,12 +213,11 @@ def _planes(raw: NDArray[np.uint8], layout: Layout, starts: dict[str, int]) -> d
     }
 
 
-def _head(layout: Layout, held: frozenset[int], order: list[str]) -> bytes:
+def _head(layout: Layout, order: list[str]) -> bytes:
     metadata = {
         "format": "pt",
         _STATE_KEY: _CHANGING.ljust(_STATE_BYTES),
         LAYOUT_KEY: LayoutBody.of(layout).model_dump_json(),
-        _HELD_KEY: ",".join(str(index) for index in sorted(held)),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     starts = _plane_starts(layout, order, 0)
@@ -245,13 +238,6 @@ def _head(layout: Layout, held: frozenset[int], order: list[str]) -> bytes:
     return len(body).to_bytes(8, "little") + body
 
 
-def _held_tensors(layout: Layout, held: frozenset[int]) -> list[TensorSpec]:
-    if len(held) == len(layout.buckets):
-        return list(layout.tensors)
-    names = {piece.tensor.name for index in held for piece in layout.pieces(layout.buckets[index])}
-    return [spec for spec in layout.tensors if spec.name in names]
-
-
 def _start_of(part: TensorPart, starts: dict[str, int]) -> int:
     return starts[part.tensor.dtype] + part.offset * DTYPE_BYTES[part.tensor.dtype]
 
@@ -268,9 +254,8 @@ def _read_head(file: int, path: Path) -> tuple[int, dict[str, str]]:
         raise FrameError(f"{path}: not a safetensors file: {error!r}") from error
 
 
-def _described(metadata: dict[str, str], path: Path) -> tuple[Layout, frozenset[int]]:
+def _described(metadata: dict[str, str], path: Path) -> Layout:
     try:
-        layout = unpack_body(metadata[LAYOUT_KEY].encode(), LayoutBody, str(path)).to_layout()
-        return layout, frozenset(int(index) for index in metadata[_HELD_KEY].split(",") if index)
+        return unpack_body(metadata[LAYOUT_KEY].encode(), LayoutBody, str(path)).to_layout()
     except (RelayError, KeyError, ValueError) as error:
         raise FrameError(f"{path}: its metadata holds no layout: {error}") from error

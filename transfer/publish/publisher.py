@@ -104,8 +104,8 @@ class WeightPublisher:
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
     snapshot_every, snapshot_share: the relay folds its deltas into a new snapshot for late joiners after this
     many versions, or when they exceed this share of the snapshot's size.
-    plans: those of the serving ranks, so that each can fetch what it holds
-    (rose.engine.weights.shard_recorder).
+    plans: those of receivers that hold a part of the weights (rose.transfer.model_sync), so that each can
+    fetch its own.
     rank, num_ranks: for a trainer that is spread over processes. Each publishes its own TensorShards, or its
     share of what several hold, under one run id, and calls publish() as often as the others; they wait
     ranks_timeout_s for each other.

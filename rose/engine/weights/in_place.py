@@ -169,7 +169,7 @@ class InPlaceWriter:
         self._vllm_config = vllm_config
         self._routes: list[LiveRoutes] = []
         self._problem = ""
-        self._recorded: tuple[str, frozenset[int]] | None = None
+        self._recorded: str | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-changes")
         self._coming: Future[PreparedChanges] | None = None
         self.stale: list[LiveModel] = []
@@ -185,36 +185,22 @@ class InPlaceWriter:
         hashes = [base_hash, *(file.head.state_hash for file in files)]
         if [file.head.base_hash for file in files] != hashes[:-1] or hashes[-1] != state_hash:
             raise FrameError("the changes don't lead from the weights in use to the new ones")
-        self.record(planes.layout, planes.held)
+        self.record(planes.layout)
         if not self._routes:
             raise FrameError(f"no plan of this model: {self._problem}")
         self._coming = self._thread.submit(self._prepare, planes.layout, files)
 
-    def record(self, layout: Layout, held: frozenset[int]) -> None:
-        """Records the ways from a run's tensors to the models, unless that was done.
-
-        held: the buckets that are there. Raises: FrameError where the main model needs others.
-        """
-        if self._recorded == (layout.digest, held):
+    def record(self, layout: Layout) -> None:
+        """Records the ways from a run's tensors to the models, unless that was done."""
+        if self._recorded == layout.digest:
             return
         self._recorded, self._routes = None, []
         names = [spec.name for spec in layout.tensors]
         self.stale = [model for model in self._models[1:] if not any(map(model.owns, names))]
         routes = self._routes_of(layout)
-        if not routes and len(held) < len(layout.buckets):
-            raise FrameError(f"nobody knows which part of the weights this rank needs: {self._problem}")
-        for each in routes:
-            missing = each.missing_in(layout, held)
-            if each.model is self._models[0]:
-                if missing:
-                    raise FrameError(
-                        f"the mirror lacks a part of {missing[0]} that rank {each.plan.rank} needs: give the "
-                        "subscriber the plans of all ranks that it feeds (--plan)"
-                    )
-            elif missing or not each.takes_any:
-                self.stale.append(each.model)
+        self.stale += [each.model for each in routes[1:] if not each.takes_any]
         self._routes = [each for each in routes if each.model not in self.stale]
-        self._recorded = (layout.digest, held)
+        self._recorded = layout.digest
 
     def _routes_of(self, layout: Layout) -> list[LiveRoutes]:
         """Returns the ways to each model that owns tensors; none where a loader can't be recorded."""

@@ -18,8 +18,6 @@ from rose.engine.weights.reload import LiveModel
 from rose.engine.weights.shard_recorder import RecordedLoading
 from rose.errors import FrameError
 from rose.transfer.format.element_routes import ElementRoutes, whole_targets
-from rose.transfer.format.layout import Layout
-from rose.transfer.format.partition import held_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class LiveRoutes:
             self._targets.setdefault(copy.source.name, set()).add(copy.target.name)
         for source, names in self._targets.items():
             self._targets[source] = {name for name in names if self.owner(name) not in shared}
-        self.plan = plan = loading.plan
+        plan = loading.plan
         only_loaded = whole_targets(plan.copies).union(*loading.computed.values())
         self._unclear = set(plan.whole) - set(loading.computed)
         named = {name for names in self._targets.values() for name in names}
@@ -80,14 +78,6 @@ class LiveRoutes:
     def takes_any(self) -> bool:
         """Whether any tensor goes into a parameter that is the model's own and no other model's."""
         return any(self._targets.values())
-
-    def missing_in(self, layout: Layout, held: frozenset[int]) -> list[str]:
-        """Returns the tensors that go into the model's own parameters, and of which these buckets lack
-        something that this rank needs.
-        """
-        missing = held_buckets(layout, [self.plan]) - held
-        pieces = (piece for index in missing for piece in layout.pieces(layout.buckets[index]))
-        return sorted({piece.tensor.name for piece in pieces if self._targets.get(piece.tensor.name)})
 
     def owner(self, parameter: str) -> torch.nn.Module:
         """Returns the module whose own parameter this is. Raises: FrameError where the model has none."""

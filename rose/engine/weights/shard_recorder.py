@@ -8,9 +8,9 @@ Never guesses from names or shapes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,25 +36,6 @@ class RecordedLoading:
     """The parameters into which more than a copy of a tensor goes, by the tensor's name."""
 
 
-def record_shard_plan(vllm_config: Any, tensors: Iterable[TensorSpec]) -> ShardPlan:
-    """Returns the plan of :func:`record_loading`, with what a speculative head in the model's own checkpoint
-    takes.
-    """
-    specs = list(tensors)
-    plan = record_loading(vllm_config, specs).plan
-    speculative = vllm_config.speculative_config
-    head = speculative.draft_model_config if speculative is not None else None
-    is_here = parallel_state.get_pp_group().is_last_rank
-    if head is None or head.model != vllm_config.model_config.model or not is_here:
-        return plan
-    of_head = record_loading(vllm_config, specs, LiveModel(torch.nn.Module(), head)).plan
-    copies = list(plan.copies)
-    for each in of_head.copies:
-        target = each.target.model_copy(update={"name": f"head.{each.target.name}"})
-        copies.append(ShardCopy(source=each.source, target=target))
-    return plan.model_copy(update={"copies": copies, "whole": sorted({*plan.whole, *of_head.whole})})
-
-
 def record_loading(
     vllm_config: Any, tensors: Iterable[TensorSpec], live: LiveModel | None = None
 ) -> RecordedLoading:
@@ -62,8 +43,8 @@ def record_loading(
 
     live: the model whose loading is to be recorded, if it may be another than the engine's main one.
 
-    Call it where vLLM's parallel groups are set up, or under :func:`pretended_rank`. Raises: ValueError on a
-    dtype that no loader copies unchanged, and where the loader puts another tensor in a parameter's place.
+    Call it where vLLM's parallel groups are set up. Raises: ValueError on a dtype that no loader copies
+    unchanged, and where the loader puts another tensor in a parameter's place.
     """
     specs = list(tensors)
     model: Any = _model_without_memory(vllm_config, live)
@@ -213,79 +194,3 @@ def detached_config(vllm_config: Any) -> Any:
     detached.compilation_config = copy.copy(vllm_config.compilation_config)
     detached.compilation_config.static_forward_context = {}
     return detached
-
-
-# Other ranks --------------------------------------------------------------------------------------------
-
-
-class _PretendedPeers:
-    """A process group that is asked only for its size and rank."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
-@dataclass(frozen=True, slots=True)
-class _PretendedGroup:
-    """The part of vLLM's GroupCoordinator that building a model and loading its weights needs."""
-
-    rank_in_group: int
-    world_size: int
-    ranks: Sequence[int] = field(default=())
-    local_rank: int = 0
-    rank: int = 0
-    cpu_group: None = None
-    device_communicator: None = None
-
-    @property
-    def device_group(self) -> _PretendedPeers:
-        return _PretendedPeers(self.rank_in_group, self.world_size)
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self.rank_in_group == 0
-
-    @property
-    def is_last_rank(self) -> bool:
-        return self.rank_in_group == self.world_size - 1
-
-
-@contextmanager
-def pretended_rank(
-    vllm_config: Any, *, tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
-) -> Iterator[Any]:
-    """Yields the configuration of one rank of a larger engine, in one process and without any peer.
-
-    Inside, models can be built and loaded; nothing may communicate.
-    """
-    config = copy.copy(vllm_config)
-    config.parallel_config = copy.copy(vllm_config.parallel_config)
-    config.parallel_config.tensor_parallel_size = tp_size
-    config.parallel_config.pipeline_parallel_size = pp_size
-    config.parallel_config.world_size = tp_size * pp_size
-    alone = _PretendedGroup(0, 1, ranks=(0,))
-    # vLLM's own group would need a process group of all ranks, each in its own process.
-    world_rank, world_size = pp_rank * tp_size + tp_rank, pp_size * tp_size
-    groups: dict[str, Any] = {
-        "_WORLD": _PretendedGroup(world_rank, world_size, ranks=range(world_size), rank=world_rank),
-        "_TP": _PretendedGroup(tp_rank, tp_size, ranks=range(tp_size), rank=tp_rank),
-        "_PP": _PretendedGroup(pp_rank, pp_size, ranks=range(pp_size), rank=pp_rank),
-        # Without expert parallelism every rank holds its slice of all experts.
-        "_EP": _PretendedGroup(tp_rank, tp_size, ranks=range(tp_size), rank=tp_rank),
-        **dict.fromkeys(("_DP", "_PCP", "_DCP"), alone),
-    }
-    before = {name: getattr(parallel_state, name) for name in groups}
-    try:
-        for name, group in groups.items():
-            setattr(parallel_state, name, group)
-        yield config
-    finally:
-        for name, group in before.items():
-            setattr(parallel_state, name, group)

@@ -89,12 +89,11 @@ class StagedFile:
                 raise FrameError(f"{self._name}: holds {holds}, expected {state_hash}; weights kept")
             yield version, found
 
-    def layout_and_held(self) -> tuple[Layout, frozenset[int]]:
-        """Returns the layout of the run's tensors, and the buckets of which the file has the bits."""
+    def layout(self) -> Layout:
+        """Returns the layout of the run's tensors."""
         if self.planes is not None:
-            return self.planes.layout, self.planes.held
-        layout = Layout(spec for spec, _ in read_checkpoint(self._path).values())
-        return layout, frozenset(range(len(layout.buckets)))
+            return self.planes.layout
+        return Layout(spec for spec, _ in read_checkpoint(self._path).values())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors by name. Call it inside reading()."""
@@ -113,7 +112,7 @@ class StagedFile:
 
 def tensors_of(planes: PlanesFile, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the mirror's tensors of these names, or all of them. Call it while the mirror is being read."""
-    for spec in planes.tensors:
+    for spec in planes.layout.tensors:
         if names is None or spec.name in names:
             # A copy: whatever the model keeps of it must not follow the mirror.
             bits = torch.from_numpy(planes.tensor(spec).copy())

@@ -249,14 +249,10 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self.state_hash = state[1] if state is not None else self.state_hash
 
     def _stale_in(self, staged: StagedFile) -> list[LiveModel]:
-        """Returns the speculative heads and drafters of which the file lacks tensors.
-
-        Raises: FrameError where the file is a mirror that lacks something of the main model.
-        """
-        layout, held = staged.layout_and_held()
-        if len(self._models) == 1 and len(held) == len(layout.buckets):
+        """Returns the speculative heads and drafters of which the file lacks tensors."""
+        if len(self._models) == 1:
             return []
-        self._writer.record(layout, held)
+        self._writer.record(staged.layout())
         return self._writer.stale
 
     def _load_all(
@@ -277,7 +273,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
                 fix = f"publish them under their names behind {DRAFTER_PREFIX!r}"
             else:
                 what = "the speculative head"
-                fix = "publish them too, and make plans with rose plan --speculative-config"
+                fix = "publish them too"
             self.stale_drafter = f"{what} keeps the weights that it has: the run has no tensors for it; {fix}"
             if was_stale is None:
                 logger.warning("drafter not updated: %s", self.stale_drafter)

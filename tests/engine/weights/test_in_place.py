@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from lib.transfer.pretended_rank import pretended_rank
 from mirrored import Mirrored, prepare
 from rank_models import (
     KINDS,
@@ -25,7 +26,6 @@ from rank_models import (
 from rose import _delta
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges, replace_on_device
 from rose.engine.weights.reload import LiveModel
-from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
 from rose.errors import FrameError
 from rose.transfer.format.shared_planes import PlanesFile

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from lib.transfer.pretended_rank import pretended_rank
 from mirrored import Mirrored, prepare
 from rank_models import Checkpoint, after_a_step, dense, differing, loaded_model
 
-from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
 from rose.errors import FrameError
 

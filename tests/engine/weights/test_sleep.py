@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from lib.transfer.pretended_rank import pretended_rank
 from mirrored import Mirrored
 from rank_models import KINDS, Checkpoint, after_a_step, differing, loaded_model
 
 from rose.engine.weights.device_weights import device_bytes, storages
 from rose.engine.weights.pinned import PinnedWeightsBackend
-from rose.engine.weights.shard_recorder import pretended_rank
 from rose.engine.weights.sleep import HostWeightsBackend
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
 from rose.errors import FrameError

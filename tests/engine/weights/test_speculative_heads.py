@@ -10,17 +10,14 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from lib.transfer.pretended_rank import pretended_rank
 from mirrored import Mirrored, prepare
 from rank_models import Checkpoint, after_a_step, biased, dense, differing, loaded_model, with_head
 
 from rose.engine.weights.reload import DRAFTER_PREFIX
-from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
 from rose.engine.weights.weights import StagedUpdate, StagedWeightEngine
-from rose.errors import FrameError
 from rose.messages import WeightUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash
-from rose.transfer.format.partition import cut_by_holdings
-from rose.transfer.format.shard_plan import ShardPlan
 
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
@@ -102,32 +99,6 @@ def test_a_head_without_tensors_in_the_run_keeps_its_weights_and_is_reported(
     as_was = {name: as_was[name] if "mtp_layers" in name else each for name, each in later.items()}
     assert served.differing(later, as_was) == []
     assert served.engine.stale_drafter == stale
-
-
-def test_a_mirror_by_plans_holds_the_head_if_the_plans_were_made_for_it(
-    served: WithHead, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    def loaded(name: str, plan: ShardPlan) -> str | None:
-        """Loads what one rank of a plan holds of a run that was cut for two ranks."""
-        mirrored = Mirrored(tmp_path / name, cuts, [plan])
-        try:
-            return served.load(mirrored.put(checkpoint.tensors))
-        finally:
-            mirrored.close()
-
-    def plan(*, has_head: bool, **rank: int) -> ShardPlan:
-        with pretended_rank(checkpoint.vllm_config, **rank) as config:
-            config.speculative_config = config.speculative_config if has_head else None
-            return record_shard_plan(config, checkpoint.specs)
-
-    halves = [plan(has_head=True, tp_rank=rank, tp_size=2) for rank in range(2)]
-    cuts = cut_by_holdings(checkpoint.specs, [each.boxes() for each in halves])
-    assert loaded("with", plan(has_head=True)) is None
-    assert "rose plan --speculative-config" in str(loaded("without", plan(has_head=False)))
-    with pytest.raises(
-        FrameError, match=r"lacks a part of lm_head\.weight that rank pp0-tp0 needs: .* \(--plan\)"
-    ):
-        loaded("half", halves[1])
 
 
 def test_a_drafter_with_a_checkpoint_of_its_own_follows_the_tensors_that_are_published_for_it(

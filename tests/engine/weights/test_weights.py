@@ -292,16 +292,17 @@ def test_a_mirror_that_is_cut_for_several_ranks_loads_like_a_whole_checkpoint(
 
 
 def plans_of_ranks(model: Path, specs: list[TensorSpec], num_ranks: int) -> list[ShardPlan]:
-    """Returns the plans that `rose plan` would make."""
+    """Returns what each rank of a larger engine takes from the checkpoint."""
+    from lib.transfer.pretended_rank import pretended_rank
     from vllm.engine.arg_utils import EngineArgs
 
-    from rose.engine.weights.shard_recorder import pretended_rank, record_shard_plan
+    from rose.engine.weights.shard_recorder import record_loading
 
     config = EngineArgs(str(model), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
     plans = []
     for rank in range(num_ranks):
         with pretended_rank(config, tp_rank=rank, tp_size=num_ranks) as ranked:
-            plans.append(record_shard_plan(ranked, specs))
+            plans.append(record_loading(ranked, specs).plan)
     return plans
 
 

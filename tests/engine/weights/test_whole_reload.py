@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from lib.transfer.pretended_rank import pretended_rank
 from rank_models import Checkpoint, after_a_step, biased, differing, experts, latent, loaded_model
 
 from rose.engine.weights.reload import LiveModel, load_layers
-from rose.engine.weights.shard_recorder import pretended_rank
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -171,7 +171,7 @@ def loans_of(
         )
 
         def open_run(run: str, accept: Callable[[loans.LentRun, LayoutBody], None]) -> loans.LentRun:
-            return loans.LentRun(run, folder / run, link, clients, (), None, None, accept)
+            return loans.LentRun(run, folder / run, link, clients, None, None, accept)
 
         opened.enter_context(closing(loans.FollowedLoans(home, clients, open_run, architecture)))
         yield
@@ -290,7 +290,7 @@ def test_a_lent_run_leaves_the_files_of_another_subscriber_alone(embedded_url: s
     (tmp_path / "kept").touch()
     with closing(SharedMirror(tmp_path)), pytest.raises(ValueError, match="another subscriber"):
         loans.LentRun(
-            "a", tmp_path, partial(open_relay, embedded_url), {}, (), None, None, lambda run, body: None
+            "a", tmp_path, partial(open_relay, embedded_url), {}, None, None, lambda run, body: None
         )
     assert (tmp_path / "kept").exists()
 

@@ -81,7 +81,7 @@ def test_a_store_that_is_closed_gives_back_the_memory_of_the_weights(tmp_path: P
 def test_a_snapshot_that_was_not_fetched_to_its_end_is_removed_when_a_delta_arrives(
     store: SharedMirror, versions: Versions, mirror: WeightMirror, tmp_path: Path
 ) -> None:
-    store.make_planes(LAYOUT, None)
+    store.make_planes(LAYOUT)
     partial = tmp_path / "mirror" / "weights.partial"
     assert partial.exists()
     manifest, frames = versions.deltas[1]

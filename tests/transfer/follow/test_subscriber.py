@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from loading_worker import LoadingWorker
-from shard_plans import plan_of
 from training_steps import Weights, step
 from waiting_for import DEADLINE_S, wait_for
 
@@ -23,7 +22,6 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
 from rose.transfer.format.manifest import BucketEntry, worker_name
-from rose.transfer.format.shard_plan import Box
 from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
@@ -188,36 +186,6 @@ def test_a_subscriber_stops_although_its_worker_hangs(
     publisher.close()
 
 
-def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
-    embedded_url: str,
-    worker: LoadingWorker,
-    subscribe: Subscribe,
-    weights: Weights,
-    tmp_path: Path,
-) -> None:
-    shapes: dict[str, tuple[int, ...]] = {name: (200, 50) for name in weights}
-    halves = [
-        plan_of(
-            f"pp0-tp{tp}",
-            shapes,
-            {name: Box(start=(100 * tp, 0), stop=(100 * tp + 100, 50)) for name in shapes},
-        )
-        for tp in range(2)
-    ]
-    path = tmp_path / "plan.json"
-    path.write_text(halves[1].model_dump_json())
-    publisher = WeightPublisher(weights, embedded_url, "run", plans=halves)
-    subscribe(embedded_url, "--name", "w", "--plan", str(path))
-    for _ in range(3):
-        report = publisher.publish()
-        publisher.wait_acked(report.version, ["w"], DEADLINE_S)
-        # This is the hash of half of the weights; the worker has checked it against the file.
-        assert publisher.acks()["w"].state_hash != report.state_hash
-        step(weights)
-    assert worker.loaded == ["run/0", "run/1", "run/2"]
-    publisher.close()
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
@@ -227,7 +195,6 @@ def test_a_subscriber_with_plans_stages_the_shards_of_its_ranks(
         ("--worker", "127.0.0.1:1", "not of the form http://HOST:PORT"),
         ("--staging", "/dev/null/folder", "--staging /dev/null/folder: Not a directory"),
         ("--base", "/nowhere", "/nowhere does not exist"),
-        ("--plan", "/nowhere", "--plan /nowhere: "),
         ("--name", "a/b", "worker name 'a/b' must be"),
     ],
 )

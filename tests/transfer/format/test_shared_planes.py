@@ -29,7 +29,7 @@ TENSORS = {
 
 def shared_planes(path: Path, cuts: dict[str, TensorCut] | None = None) -> SharedPlanes:
     source = TorchSource(TENSORS, dtype=None)
-    planes = SharedPlanes(path, Layout(source.specs(), 16, cuts), None)
+    planes = SharedPlanes(path, Layout(source.specs(), 16, cuts))
     with planes.changing():
         for bucket in planes.layout.buckets:
             planes.fill(bucket, np.concatenate(source.read(planes.layout, bucket)))
@@ -120,7 +120,7 @@ from pathlib import Path
 from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.shared_planes import SharedPlanes
 
-planes = SharedPlanes(Path(sys.argv[1]), Layout([TensorSpec(name="w", dtype="BF16", shape=(64,))]), None)
+planes = SharedPlanes(Path(sys.argv[1]), Layout([TensorSpec(name="w", dtype="BF16", shape=(64,))]))
 with planes.changing():
     planes.settle("run/1", str(planes.state_hash))
 with planes.changing():
@@ -159,16 +159,6 @@ def big_layout(dim: int, point: int) -> Layout:
 def test_a_full_disk_is_reported_with_the_numbers_and_nothing_is_left(small_disk: Path, dim: int) -> None:
     numbers = r"524288 bytes of weights, \d+ of 262144 free.*weights"
     with pytest.raises(OSError, match=numbers) as error:
-        SharedPlanes(small_disk / "weights", big_layout(dim, 384), frozenset({0}))
+        SharedPlanes(small_disk / "weights", big_layout(dim, 384))
     assert error.value.errno == errno.ENOSPC
     assert list(small_disk.iterdir()) == []
-
-
-def test_a_rank_keeps_its_rows_on_a_disk_that_is_too_small_for_all_rows(small_disk: Path) -> None:
-    planes = SharedPlanes(small_disk / "weights", big_layout(0, 128), frozenset({0}))
-    bucket = planes.layout.buckets[0]
-    planes.fill(bucket, np.arange(bucket.num_elements, dtype=np.uint16))
-    file = PlanesFile(planes.path)
-    assert file.state_hash() == planes.state_hash
-    file.close()
-    planes.close()
