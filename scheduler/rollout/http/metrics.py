@@ -24,6 +24,8 @@ class _RouterCollector(Collector):
         counts = self._plane.records.counters
         yield _by("rose_router_turns", "Single requests by result.", "result", counts.turns)
         yield _by("rose_router_reroutes", "Attempts that did not finish, by cause.", "cause", counts.reroutes)
+        text = "TLS handshakes of clients by result."
+        yield _by("rose_router_tls_handshakes", text, "result", counts.handshakes)
         yield CounterMetricFamily("rose_router_resumed", "Turns resumed elsewhere.", value=counts.resumed)
         yield CounterMetricFamily("rose_router_restarted", "Turns started again.", value=counts.restarted)
         kept, dropped = counts.tokens_kept, counts.tokens_dropped
