@@ -1,8 +1,8 @@
 """`rose top`: live tables of running engines, of this host's pools, of who computes on their GPUs, and of a
 router's jobs.
 
-A worker or router that does not answer is shown with the reason, and the view goes on. `rose top` changes nothing on a
-worker or in a pool.
+A worker or router that does not answer is shown with the reason, and the view goes on. `rose top` changes
+nothing on a worker, in a pool or at a router.
 """
 
 import sys
@@ -23,9 +23,9 @@ from rose.config import Settings
 from rose.http import http_client
 from rose.messages import WorkerStatus
 from rose.node.control import urls_on_this_host
+from rose.node.harm import harm_line
 from rose.node.pages.fitted_table import FittedTable
 from rose.node.pages.grants import BoardReadings, grants_page
-from rose.node.harm import harm_line
 from rose.node.pages.jobs import JobsSample, jobs_page, sample_jobs
 from rose.node.pages.pools import PoolSample, pools_page, sample_pools
 from rose.node.signals import StopOnSignals
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         readings = read()
         if readings.is_empty:
             parser.error(
-                f"no engine and no pool in {settings.runtime_dir}; name engines with --worker URL, or a router "
+                f"no engine and no pool in {settings.runtime_dir}; name engines with --worker URL or routers "
                 "with --router URL, or start a pool"
             )
         page = _page(readings, _NOTHING)
@@ -203,8 +203,8 @@ def _rate(sample: WorkerSample, before: WorkerSample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, who computes on their GPUs, "
-        "and the jobs of routers, until Ctrl-C.",
+        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, who computes on their "
+        "GPUs, and the jobs of routers, until Ctrl-C.",
         "rose top --worker http://127.0.0.1:8000 --router http://127.0.0.1:8100",
     )
     parser.add_argument(
