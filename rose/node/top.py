@@ -59,7 +59,8 @@ class _Readings:
 
     @property
     def has_answer(self) -> bool:
-        return any(each.error is None for each in (*self.workers, *self.pools, *self.jobs))
+        errors = [worker.error for worker in self.workers] + [pool.error for pool in self.pools]
+        return None in [*errors, *(each.error for each in self.jobs)]
 
 
 _NOTHING = _Readings(workers=(), pools=(), jobs=())
