@@ -1,7 +1,8 @@
-"""`rose top`: live tables of running engines, of this host's pools, and of who computes on their GPUs.
+"""`rose top`: live tables of running engines, of this host's pools, of who computes on their GPUs, and of a
+router's jobs.
 
-A worker that does not answer is shown with the reason, and the view goes on. `rose top` changes nothing on a
-worker or in a pool.
+A worker or router that does not answer is shown with the reason, and the view goes on. `rose top` changes
+nothing on a worker, in a pool or at a router.
 """
 
 import sys
@@ -22,10 +23,11 @@ from rose.config import Settings
 from rose.http import http_client
 from rose.messages import WorkerStatus
 from rose.node.control import urls_on_this_host
-from rose.node.fitted_table import FittedTable
-from rose.node.grants_page import BoardReadings, grants_page
 from rose.node.harm import harm_line
-from rose.node.pool_page import PoolSample, pools_page, sample_pools
+from rose.node.pages.fitted_table import FittedTable
+from rose.node.pages.grants import BoardReadings, grants_page
+from rose.node.pages.jobs import JobsSample, jobs_page, sample_jobs
+from rose.node.pages.pools import PoolSample, pools_page, sample_pools
 from rose.node.signals import StopOnSignals
 from rose.types import Deployment
 
@@ -43,48 +45,76 @@ class WorkerSample:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Readings:
+    """What is shown at one moment."""
+
+    workers: Sequence[WorkerSample]
+    pools: Sequence[PoolSample]
+    jobs: Sequence[JobsSample]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.workers or self.pools or self.jobs)
+
+    @property
+    def has_answer(self) -> bool:
+        errors = [worker.error for worker in self.workers] + [pool.error for pool in self.pools]
+        return None in [*errors, *(each.error for each in self.jobs)]
+
+
+_NOTHING = _Readings(workers=(), pools=(), jobs=())
+
+
 def main(argv: Sequence[str]) -> int:
     """Refreshes until a signal comes. With --once it prints the tables, and returns 1 if nothing answered."""
     parser = _parser()
     arguments = parser.parse_args(list(argv))
     settings = Settings.from_environment()
     console = Console()
-    pools = sample_pools(settings)
-    with http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S, ca=settings.tls_ca) as client:
-        samples = _take_samples(client, arguments.worker, settings)
-        if not samples and not pools:
-            parser.error(
-                f"no engine and no pool in {settings.runtime_dir}; name engines with --worker URL, or start "
-                "a pool"
+    with (
+        http_client(key=settings.key, timeout=REQUEST_TIMEOUT_S, ca=settings.tls_ca) as engines,
+        http_client(key=settings.admin_key, timeout=REQUEST_TIMEOUT_S, ca=settings.tls_ca) as routers,
+    ):
+
+        def read() -> _Readings:
+            return _Readings(
+                workers=_take_samples(engines, arguments.worker, settings),
+                pools=sample_pools(settings),
+                jobs=[sample_jobs(routers, router) for router in arguments.router],
             )
-        page = _page(samples, {}, pools, {})
+
+        readings = read()
+        if readings.is_empty:
+            parser.error(
+                f"no engine and no pool in {settings.runtime_dir}; name engines with --worker URL or routers "
+                "with --router URL, or start a pool"
+            )
+        page = _page(readings, _NOTHING)
         if arguments.once:
             console.print(page)
-            failures = [*(sample.error for sample in samples), *(pool.error for pool in pools)]
-            return int(None not in failures)
+            return int(not readings.has_answer)
         with StopOnSignals(), Live(page, console=console, screen=console.is_terminal) as live:
             while True:
                 time.sleep(arguments.interval_s)
-                before = {sample.worker: sample for sample in samples}
-                pools_before = {pool.name: pool for pool in pools}
-                samples = _take_samples(client, arguments.worker, settings)
-                pools = sample_pools(settings)
-                live.update(_page(samples, before, pools, pools_before), refresh=True)
+                before, readings = readings, read()
+                live.update(_page(readings, before), refresh=True)
     return 0
 
 
-def _page(
-    samples: Sequence[WorkerSample],
-    before: Mapping[str, WorkerSample],
-    pools: Sequence[PoolSample],
-    pools_before: Mapping[str, PoolSample],
-) -> RenderableType:
+def _page(now: _Readings, before: _Readings) -> RenderableType:
+    pools_before = {pool.name: pool for pool in before.pools}
     boards = {
         pool.name: BoardReadings(now=pool.board, before=_board_before(pool.name, pools_before))
-        for pool in pools
+        for pool in now.pools
         if pool.board is not None
     }
-    return Group(status_page(samples, before), pools_page(pools), grants_page(boards))
+    return Group(
+        status_page(now.workers, {sample.worker: sample for sample in before.workers}),
+        pools_page(now.pools),
+        grants_page(boards),
+        jobs_page(now.jobs, {sample.router: sample for sample in before.jobs}),
+    )
 
 
 def _board_before(name: str, pools_before: Mapping[str, PoolSample]) -> BoardSnapshot | None:
@@ -174,9 +204,9 @@ def _rate(sample: WorkerSample, before: WorkerSample | None) -> str:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "rose top",
-        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, and who computes on their "
-        "GPUs, until Ctrl-C.",
-        "rose top --worker http://127.0.0.1:8000 --worker http://127.0.0.1:8001",
+        "Shows engines (load, slabs, pressure, gate, weights), this host's pools, who computes on their "
+        "GPUs, and the jobs of routers, until Ctrl-C.",
+        "rose top --worker http://127.0.0.1:8000 --router http://127.0.0.1:8100",
     )
     parser.add_argument(
         "--worker",
@@ -184,6 +214,13 @@ def _parser() -> CommandParser:
         default=[],
         metavar="URL",
         help="an engine; may be repeated (default: all of this host)",
+    )
+    parser.add_argument(
+        "--router",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a router whose jobs are shown, asked with the admin key; may be repeated",
     )
     parser.add_argument(
         "--interval-s", type=positive_seconds, default=1.0, help="seconds between refreshes (default 1)"

@@ -158,6 +158,12 @@ class RouterConfig(_Settings):
         description="the most connections of clients: at most half of the open files, or a quarter with"
         " fronts; others are answered 503",
     )
+    max_handshakes: int | None = Field(
+        default=None,
+        ge=1,
+        description="most TLS handshakes that one address (IPv6: a /64) may have under way; its further"
+        " connections are closed; by default an eighth of max_connections, and at least 64",
+    )
     max_jobs: int = Field(
         default=1024,
         ge=1,

@@ -20,8 +20,8 @@ from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.messages import HarmEstimate, HarmStatus, HarmWindow, Harvest, WorkerStatus
-from rose.node.grants_page import BoardReadings, grants_page
-from rose.node.pool_page import PoolSample, pools_page, sample_pools
+from rose.node.pages.grants import BoardReadings, grants_page
+from rose.node.pages.pools import PoolSample, pools_page, sample_pools
 from rose.node.top import WorkerSample, main, status_page
 from rose.types import Deployment, GateMode, Role
 

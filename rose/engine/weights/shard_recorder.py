@@ -161,8 +161,27 @@ def _model_without_memory(vllm_config: Any, live: LiveModel | None) -> torch.nn.
     config, model_config = detached_config(vllm_config), live.config if live is not None else None
     if live is not None and live.is_drafter and config.speculative_config.method == "draft_model":
         config.model_config = model_config  # such a drafter is a model like others, and no head
-    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), _expert_maps():
+    with (
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+        _expert_maps(),
+        _own_ropes(),
+    ):
         return initialize_model(vllm_config=config, model_config=model_config)
+
+
+@contextmanager
+def _own_ropes() -> Iterator[None]:
+    """A context whose rotary embeddings vLLM does not keep: a later model would get them, without memory."""
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    before = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(before)
 
 
 @contextmanager

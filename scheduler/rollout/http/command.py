@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import aiohttp
 import uvloop
@@ -29,7 +28,8 @@ from rose.config import Settings, make_private_dir, read_yaml
 from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
 from rose.ports import url_host
-from rose.scheduler.rollout.http.guard import ClientConnection, Handshake, RefusedConnection
+from rose.scheduler.rollout.http.guard import ClientConnection, RefusedConnection
+from rose.scheduler.rollout.http.handshakes import Handshakes
 from rose.scheduler.rollout.http.service import Service
 from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
 from rose.scheduler.rollout.turn.dataplane import POLICIES, DataPlane
@@ -52,6 +52,9 @@ _ADMINS_IDLE_S = 2.0
 """Such a connection is closed after this time without a whole request head: clients that wait hold none."""
 _HANDSHAKE_S = 10.0
 """The most time for a client's TLS handshake, and for its end."""
+_LEAST_HANDSHAKES = 64
+_HANDSHAKES_PART = 8
+"""By default one address may have this part of `max_connections`, or a few, in their handshakes."""
 
 
 class RunningRouter:
@@ -61,7 +64,8 @@ class RunningRouter:
         self._config = config
         self._listeners: list[asyncio.Server] = []
         self._connections = set[ClientConnection]()
-        self._handshakes = WeakSet[Handshake]()
+        self._handshakes: Handshakes | None = None
+        """None: the router serves plain HTTP."""
         self.url = ""
         self.fronts: asyncio.Task[None] | None = None
         """Ends with a ConfigError if the fronts refuse their flags."""
@@ -86,7 +90,11 @@ class RunningRouter:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
-            host, port = await self._listen(self._accepted, config.host, config.port, shows)
+            if shows is not None:
+                self._handshakes = self._make_handshakes(shows)
+                host, port = await self._handshakes.listen(config.host, config.port)
+            else:
+                host, port = await self._listen(self._accepted, config.host, config.port)
         except OSError as error:
             await self._close()
             reason = error.strerror or str(error)
@@ -104,33 +112,37 @@ class RunningRouter:
         self._service.peers.start()
         if self._service.fronts.are_configured:
             # Their turns belong to chats whose connections count, and a certificate need not name loopback.
-            _, port = await self._listen(lambda: self._connection(set()), "127.0.0.1", 0, None)
+            _, port = await self._listen(lambda: self._connection(set()), "127.0.0.1", 0)
             self.fronts = self._service.fronts.start(f"http://127.0.0.1:{port}")
         return self
 
     async def _listen(
-        self,
-        accepted: Callable[[], asyncio.BaseProtocol],
-        host: str,
-        port: int,
-        shows: ssl.SSLContext | None,
+        self, accepted: Callable[[], asyncio.BaseProtocol], host: str, port: int
     ) -> tuple[str, int]:
         """Returns the address that it got. Raises: OSError."""
-        limit_s = min(self._config.idle_s, _HANDSHAKE_S) if shows is not None else None
-        listener = await asyncio.get_running_loop().create_server(
-            *(accepted, host, port), ssl=shows, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
-        )
+        listener = await asyncio.get_running_loop().create_server(accepted, host, port)
         self._listeners.append(listener)
         own_host, own_port = listener.sockets[0].getsockname()[:2]
         return str(own_host), int(own_port)
 
-    def _accepted(self) -> ClientConnection | Handshake | RefusedConnection:
-        num_over = len(self._connections) + len(self._handshakes) - self._config.max_connections
-        if num_over >= _FOR_ADMINS:
+    def _make_handshakes(self, shows: ssl.SSLContext) -> Handshakes:
+        config, counts = self._config, self.plane.records.counters.handshakes
+        most = config.max_handshakes
+        if most is None:
+            most = max(_LEAST_HANDSHAKES, config.max_connections // _HANDSHAKES_PART)
+        limit_s = min(config.idle_s, _HANDSHAKE_S)
+        return Handshakes(shows, self._accepted, lambda: self._num_over < _FOR_ADMINS, counts, most, limit_s)
+
+    @property
+    def _num_over(self) -> int:
+        """The number of connections above the limit; below it, a negative number."""
+        num_unfinished = len(self._handshakes) if self._handshakes is not None else 0
+        return len(self._connections) + num_unfinished - self._config.max_connections
+
+    def _accepted(self) -> ClientConnection | RefusedConnection:
+        if self._num_over >= _FOR_ADMINS:
             return RefusedConnection(self._config.max_connections)
-        connection = self._connection(self._connections, is_for_admins=num_over >= 0)
-        has_tls = self._config.tls_certificate is not None
-        return Handshake(self._handshakes, connection) if has_tls else connection
+        return self._connection(self._connections, is_for_admins=self._num_over >= 0)
 
     def _connection(self, is_open: set[ClientConnection], *, is_for_admins: bool = False) -> ClientConnection:
         assert self._runner.server is not None
@@ -154,6 +166,8 @@ class RunningRouter:
     async def _close(self) -> None:
         for listener in self._listeners:
             listener.close()
+        if self._handshakes is not None:
+            await self._handshakes.close()
         await self._service.fronts.close()
         await self._service.peers.close()
         await self._runner.cleanup()

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
-from weakref import WeakSet
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -183,25 +182,6 @@ class ClientConnection(web.RequestHandler):
             response = error_response(500, "the router failed; its log holds the reason")
         response.force_close()
         return response
-
-
-class Handshake(asyncio.Protocol):
-    """A client's TLS handshake, which hands over to its connection once it has succeeded.
-
-    uvloop does not tell a protocol that its handshake has failed, but drops it at once. So nothing else may
-    refer to this object: ClientConnection refers to itself, and would stay until the next garbage collection.
-    """
-
-    def __init__(self, is_open: WeakSet["Handshake"], connection: ClientConnection) -> None:
-        """is_open: the open handshakes, which it joins and leaves."""
-        is_open.add(self)
-        self._open = is_open
-        self._connection = connection
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._open.discard(self)
-        transport.set_protocol(self._connection)
-        self._connection.connection_made(transport)
 
 
 class RefusedConnection(asyncio.Protocol):

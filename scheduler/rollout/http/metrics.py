@@ -24,6 +24,8 @@ class _RouterCollector(Collector):
         counts = self._plane.records.counters
         yield _by("rose_router_turns", "Single requests by result.", "result", counts.turns)
         yield _by("rose_router_reroutes", "Attempts that did not finish, by cause.", "cause", counts.reroutes)
+        text = "TLS handshakes of clients by result."
+        yield _by("rose_router_tls_handshakes", text, "result", counts.handshakes)
         yield CounterMetricFamily("rose_router_resumed", "Turns resumed elsewhere.", value=counts.resumed)
         yield CounterMetricFamily("rose_router_restarted", "Turns started again.", value=counts.restarted)
         kept, dropped = counts.tokens_kept, counts.tokens_dropped
@@ -42,6 +44,8 @@ class _RouterCollector(Collector):
     def _by_job(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("rose_router_job_tokens", "Tokens generated.", labels=["job"])
         in_flight = GaugeMetricFamily("rose_router_job_in_flight", "Turns on workers.", labels=["job"])
+        text = "Part of the generated tokens under contention, relative to other jobs."
+        weight = GaugeMetricFamily("rose_router_job_weight", text, labels=["job"])
         following = CounterMetricFamily(
             "rose_router_next_turns",
             "Later turns of trajectories, by whether their prompts begin with all tokens of the last turn.",
@@ -52,7 +56,8 @@ class _RouterCollector(Collector):
                 following.add_metric([job.name, tokens_are], count)
             tokens.add_metric([job.name], job.num_tokens)
             in_flight.add_metric([job.name], job.in_flight)
-        yield from (tokens, in_flight, following)
+            weight.add_metric([job.name], job.spec.weight)
+        yield from (tokens, in_flight, weight, following)
 
     def _workers(self) -> Iterable[Metric]:
         workers = self._plane.registry.workers()

@@ -42,7 +42,6 @@ class _Found(Generic[Item, Kind, Place]):
 
 @dataclass(slots=True)
 class _Queue(Generic[Item, Kind]):
-    weight: float
     deficit: float = 0.0
     entries: dict[Kind, deque[tuple[int, Item, float]]] = field(default_factory=dict)
     """Kind -> (number, item, cost). The lowest number of all kinds goes first."""
@@ -83,10 +82,17 @@ def _anything(_kind: object) -> bool:
     return True
 
 
+def _equal(_job: str) -> float:
+    return 1.0
+
+
 class FairQueue(Generic[Item, Kind]):
     """Items of several jobs. The first job in `_queues` is the one being visited."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_of: Callable[[str], float] = _equal) -> None:
+        """`weight_of` returns a job's weight, more than 0. It is asked at each decision, so that a new weight
+        holds for what is waiting."""
+        self._weight_of = weight_of
         self._queues: OrderedDict[str, _Queue[Item, Kind]] = OrderedDict()
         self._numbers = itertools.count(1)
 
@@ -115,15 +121,11 @@ class FairQueue(Generic[Item, Kind]):
         *,
         kind: Kind,
         cost: float,
-        weight: float = 1.0,
         is_first: bool = False,
     ) -> None:
         """Queues an item; `cost` is in tokens. `is_first`: ahead of the job's other items. `kind`: see
         take()."""
-        if weight <= 0:
-            raise ValueError(f"weight of job {job}: want more than 0, got {weight}")
-        queue = self._queues.setdefault(job, _Queue(weight))
-        queue.weight = weight
+        queue = self._queues.setdefault(job, _Queue())
         entries, number = queue.entries.setdefault(kind, deque()), next(self._numbers)
         if is_first:
             entries.appendleft((-number, item, cost))
@@ -161,7 +163,7 @@ class FairQueue(Generic[Item, Kind]):
             # Visits go round, so that jobs behind the winner have had one visit less.
             visits = won.rounds if other.position <= won.position else won.rounds - 1
             queue = self._queues[other.job]
-            queue.deficit += max(0, visits) * _QUANTUM * queue.weight
+            queue.deficit += max(0, visits) * self._quantum(other.job)
         queue, found = self._queues[won.job], won.found
         queue.deficit -= found.cost
         del queue.entries[found.kind][found.index]
@@ -177,10 +179,13 @@ class FairQueue(Generic[Item, Kind]):
         for position, (job, queue) in enumerate(self._queues.items()):
             if (found := queue.first(place, may_go)) is None:
                 continue
-            rounds = max(0, math.ceil((found.cost - queue.deficit) / (_QUANTUM * queue.weight)))
+            rounds = max(0, math.ceil((found.cost - queue.deficit) / self._quantum(job)))
             # The first job is being visited now; its next visit comes after those of all others.
             behind = len(self._queues) if position == 0 and rounds > 0 else position
             yield _Candidate(job, found, rounds, behind)
+
+    def _quantum(self, job: str) -> float:
+        return _QUANTUM * self._weight_of(job)
 
     def _visit(self, job: str) -> None:
         """Moves the circle on until this job is first."""

@@ -22,6 +22,8 @@ class Counters:
     tokens_dropped: int = 0
     """Tokens that a restart threw away."""
     late_chunks: int = 0
+    handshakes: Counter[str] = field(default_factory=Counter)
+    """TLS handshakes of clients by result: finished, failed, late or refused."""
 
     def as_json(self) -> dict[str, object]:
         return {

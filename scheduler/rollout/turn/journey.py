@@ -6,6 +6,7 @@ Never does: decide where a request goes next (placing/policy.py).
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rose.errors import RoseError
@@ -47,6 +48,8 @@ class Journey:
     """Estimated prompt tokens of the next attempt."""
     max_tokens: int | None = None
     avoid_until: dict[str, float] = field(default_factory=dict)
+    silences: Counter[str] = field(default_factory=Counter)
+    """How often each worker has stalled before an attempt's first token."""
     num_failures: int = 0
     unloaded_since: float | None = None
     """Since when workers have said that they don't hold the adapter; None: the last one did not say so."""

@@ -69,7 +69,7 @@ class Places:
         self._missing_since: dict[Wants, float] = {}
         self._policy = policy
         self._jobs = jobs
-        self._queue: FairQueue[Waiter, Wants] = FairQueue()
+        self._queue: FairQueue[Waiter, Wants] = FairQueue(lambda job: jobs.spec(job).weight)
         self._lent_at: tuple[int, int, int] | None = None
         """The revisions of jobs, fleet and loans at which GPUs were assigned; None: they have to be again."""
         self._entitled: dict[str, str] = {}
@@ -121,9 +121,9 @@ class Places:
 
     def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
         """Queues a turn; `is_first`: ahead of its job's other turns. Call pump() afterwards."""
-        job, wants, weight = waiter.job, waiter.turn.wants, waiter.job.spec.weight
+        job, wants = waiter.job, waiter.turn.wants
         self._jobs.asked(job, waiter.turn)
-        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, weight=weight, is_first=is_first)
+        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, is_first=is_first)
 
     def set_policy(self, policy: PlacementPolicy) -> None:
         """Places turns by another policy from now on."""

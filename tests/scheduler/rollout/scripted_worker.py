@@ -89,6 +89,8 @@ class ScriptedWorker:
     """What routers may have, as ROSE's engines divide it; None: everything."""
     hold_after: int | None = None
     """Every answer waits after so many tokens for let_pass()."""
+    prefill_s: float = 0.0
+    """How long every answer takes to its first token. Nothing of it is kept when the request is given up."""
     num_held: int = 0
     most_in_flight: int = 0
     url: str = ""
@@ -299,6 +301,7 @@ class ScriptedWorker:
         tokens, total = list(prompt), body.get("max_tokens", 16)
         if "messages" in body:
             await _send(response, self._speaker(body))
+        await asyncio.sleep(self.prefill_s)
         for position in range(total):
             is_due = fault is not None and position == fault.after_tokens
             if is_due and not await self._fail(request, response, fault):

@@ -2,18 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from rose.ports import free_port
-from rose.tls import client_context
-from tests.certificates import make_certificate
-from tests.scheduler.rollout.conftest import Client, StartRouter, router_process
+from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
@@ -202,50 +195,6 @@ async def test_a_client_takes_no_connection_from_an_admin_who_has_no_key_of_his_
             async with client.http.get(f"{client.router.url}/admin/status", headers=headers) as response:
                 assert response.status == 503
         held.close()
-
-
-@asynccontextmanager
-async def two_tls_connections(
-    folder: Path, **settings: Any
-) -> AsyncIterator[tuple[int, aiohttp.ClientSession]]:
-    """The port of a router that has room for two connections, and a client that trusts it."""
-    certificate, key = make_certificate(folder)
-    shown = {"max_connections": 2, "tls_certificate": str(certificate), "tls_key": str(key)}
-    file, port = folder / "router.yaml", free_port()
-    file.write_text(json.dumps({**shown, **settings}))
-    async with (
-        router_process(port, str(file)),
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_context(certificate))) as http,
-    ):
-        yield port, http
-
-
-async def test_connections_whose_tls_handshake_fails_make_room_at_once(tmp_path: Path) -> None:
-    async with two_tls_connections(tmp_path) as (port, http):
-        for _ in range(2):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert await reader.read() == b"", "the router has closed it"
-            writer.close()
-        with pytest.raises(aiohttp.ClientConnectorCertificateError):
-            await http.get(f"https://127.0.0.1:{port}/metrics", ssl=client_context(None))
-        for _ in range(2):
-            async with http.get(f"https://127.0.0.1:{port}/metrics") as response:
-                assert response.status == 200
-
-
-@pytest.mark.slow
-async def test_connections_that_begin_no_tls_handshake_count_and_are_closed(tmp_path: Path) -> None:
-    async with two_tls_connections(tmp_path, idle_s=5) as (port, http):
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        statuses = []
-        while 200 not in statuses:
-            async with http.get(f"https://127.0.0.1:{port}/metrics") as response:
-                statuses.append(response.status)
-        assert statuses[0] == 503
-        for reader, writer in silent:
-            assert await reader.read() == b"", "the router has closed it"
-            writer.close()
 
 
 async def test_many_new_jobs_at_once_get_no_account_over_the_limit(start_router: StartRouter) -> None:

@@ -66,6 +66,24 @@ async def test_a_cut_turn_is_finished_on_the_other_worker(
                 await until(lambda: bad.num_cancelled == 1)
 
 
+async def test_a_resumed_turn_whose_prefill_outlasts_the_stall_limit_finishes_on_the_one_worker_left(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker(prefill_s=1.0) as left, ScriptedWorker() as dying:
+        dying.faults.append(Fault(kind="disconnect", after_tokens=4))
+        limits = {"first_token_s": 0.2, "deadline_s": 60, "policy": "paper"}
+        async with start_router((left, "serving"), dying, max_failures=1000, avoid_s=0.1, **limits) as client:
+            dying_one = client.known(dying)
+            asked = asyncio.create_task(client.complete(BODY))
+            await until(lambda: bool(left.requests))
+            assert left.requests[0]["prompt"] == PROMPT + expected_tokens(PROMPT, 4)
+            dying_one.drain()
+            assert_whole((await asked)["choices"][0])
+            counts = client.counters()["reroutes"]
+            assert counts["lost"] == 1
+            assert counts["stalled"] >= 1
+
+
 async def test_several_cuts_in_a_row_are_all_resumed(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.extend(Fault(kind="abort_reclaimed", after_tokens=n) for n in (2, 1, 0, 3))

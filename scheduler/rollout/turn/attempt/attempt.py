@@ -123,6 +123,8 @@ class TurnAttempt:
                 return Ending(kind=EndKind.OUTDATED, detail=f"{name} has other weights now")
             if watch.is_over:
                 raise DeadlineExceeded(f"the turn's deadline passed while {name} was generating") from None
+            if not self._place.num_tokens:
+                self._journey.silences[name] += 1
             return Ending(kind=EndKind.STALLED, detail=f"{name} made no token in time")
         except OSError as error:
             return self._lost(error)
@@ -131,7 +133,9 @@ class TurnAttempt:
 
     async def _stream(self, watch: Watch, headers: bytes) -> Ending:
         worker, generation, config = self._worker, self._generation, self._parts.config
-        watch.allow(config.first_token_s)
+        # The turn is back at a worker that was silent: no other is left, and its prefill may take longer.
+        first_token_s = config.first_token_s * 2 ** self._journey.silences[worker.id]
+        watch.allow(first_token_s)
         status, text = await stream(
             self._parts.wire,
             worker.turn_urls[generation.path],
@@ -145,7 +149,7 @@ class TurnAttempt:
             ),
             self._receiver,
             watch,
-            config.first_token_s,
+            first_token_s,
             worker.stall_allowance_s(config),
         )
         if status == HTTPStatus.NOT_FOUND and self._adapter is not None:

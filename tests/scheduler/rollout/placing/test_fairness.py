@@ -28,10 +28,10 @@ def served(queue: FairQueue[tuple[str, float], str], tokens: float) -> dict[str,
 def filled(
     costs: dict[str, float], weights: dict[str, float], count: int
 ) -> FairQueue[tuple[str, float], str]:
-    queue: FairQueue[tuple[str, float], str] = FairQueue()
+    queue: FairQueue[tuple[str, float], str] = FairQueue(lambda job: weights.get(job, 1.0))
     for job, cost in costs.items():
         for _ in range(count):
-            queue.push(job, (job, cost), kind="k", cost=cost, weight=weights.get(job, 1.0))
+            queue.push(job, (job, cost), kind="k", cost=cost)
     return queue
 
 
@@ -108,9 +108,13 @@ def test_an_absent_job_accumulates_no_deficit() -> None:
     assert jain(got.values()) > 0.95
 
 
-def test_a_weight_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight of job a"):
-        FairQueue[str, str]().push("a", "x", kind="k", cost=1, weight=0)
+def test_a_new_weight_holds_for_turns_that_wait_already() -> None:
+    weights: dict[str, float] = {}
+    queue = filled({"a": 100.0, "b": 100.0}, weights, 20_000)
+    assert jain(served(queue, 100_000).values()) > 0.99
+    weights["a"] = 4.0
+    got = served(queue, 100_000)
+    assert got["a"] / got["b"] == pytest.approx(4.0, rel=0.05)
 
 
 @given(

@@ -15,7 +15,7 @@ from rose.config import Settings
 from rose.errors import BoardError, PoolError
 from rose.memory.ledger.ledger_words import LedgerWord
 from rose.memory.pool.pool import PoolClient
-from rose.node.fitted_table import FittedTable
+from rose.node.pages.fitted_table import FittedTable
 from rose.types import Role
 
 COLUMNS = (
@@ -31,7 +31,7 @@ class PoolSample:
     name: str
     cells: tuple[str, ...] = ()
     board: BoardSnapshot | None = None
-    """The board at the same moment; grants_page.py shows it."""
+    """The board at the same moment; grants.py shows it."""
     error: str | None = None
 
 

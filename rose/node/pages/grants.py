@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rose.admission.board_snapshot import BoardSnapshot, SideSnapshot
 from rose.admission.gate import GateReason
 from rose.admission.slack import NEVER
-from rose.node.fitted_table import FittedTable
+from rose.node.pages.fitted_table import FittedTable
 
 COLUMNS = ("GPU of pool", "serving", "rollout", "slack", "tok/s", "admitted", "refused for", "stalls")
 PARTY_COLUMNS = ("engine or guest", "pid", "time in steps", "steps/s")
