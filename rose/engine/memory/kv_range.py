@@ -66,7 +66,7 @@ class KVRange:
         self._range = slabs.reserve(self._client.num_slabs, poison=poison, guard=self._is_cuda)
         self._pinned_slab = pinned_slab(self._client, acquire=rank == 0)
         self._range.map(PINNED_POSITION, self._pinned_slab)
-        self._has_window = False
+        self._window: Any = None
 
     def place(self, config: KVCacheConfig) -> None:
         place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
@@ -82,8 +82,8 @@ class KVRange:
         position in the first range. A card or a copy engine that is told its addresses once finds every block
         there for as long as this engine owns the block's slab. What it holds of other slabs is theirs.
         """
-        self._has_window = True
-        window = self._slabs.reserve(self._client.num_slabs)
+        # Kept here, because a connector may keep the addresses alone.
+        self._window = window = self._slabs.reserve(self._client.num_slabs)
         slabs = list(range(self._client.num_slabs))
         window.map_many([position_of(slab, self._pinned_slab) for slab in slabs], slabs, zero=False)
         storage = self._bytes_of(window, _num_block_bytes(kv_caches)).untyped_storage()
@@ -118,7 +118,7 @@ class KVRange:
                 self._client.ledger.release(slab)
             self._client.ledger.notify()
         if ops.map:
-            is_queued = self._is_cuda and not self._has_window
+            is_queued = self._is_cuda and self._window is None
             stream = torch.cuda.current_stream(self._device).cuda_stream if is_queued else None
             self._range.map_many([p for p, _ in ops.map], [slab for _, slab in ops.map], stream=stream)
         if ops.unmap:
