@@ -2,14 +2,13 @@
 
 `greedy_equal_moves[FEATURE]`: the share of answers that are token for token stock vLLM's, an answer that a
 cut ended as far as it came. A rollout engine is alone in its pool. In each round it gets all prompts at
-once (delta nets: one after the other), and in the midst of decoding it loses half of the slabs that it uses;
+once (delta_net: one after the other), and in the midst of decoding it loses half of the slabs that it uses;
 the next round gets them back. A slab that leaves is overwritten with NaN. Rounds go on until slabs have
 changed hands 1,000 times for each feature; with `--quick`, 60 times. Beside it: how many answers were
 compared and came whole, and the moves.
 
     sync, async      dense attention, without and with async scheduling
     mamba2, parallel, delta_net   states beside attention (Granite, Falcon-H1, Qwen3-Next), prefix cache on
-    delta_net_ngram  the same without prefix cache, three draft tokens of ngram, in stock vLLM too
     draft_model      dense attention, three draft tokens of another model, with async scheduling
 
 Engines with async scheduling compute on a device that imitates a GPU's lateness. The engines are those of
@@ -70,17 +69,6 @@ FEATURES = {
         slab_bytes=WIDE_SLAB,
         # In bfloat16, stock vLLM's answers change with the batch.
         stock={"num_at_once": 1, "dtype": "bfloat16"},
-    ),
-    "delta_net_ngram": Feature(
-        make_model="make_delta_net_model",
-        slab_bytes=WIDE_SLAB,
-        stock={
-            **{"num_at_once": 1, "dtype": "bfloat16", "enable_prefix_caching": False},
-            "speculative_config": {
-                **{"method": "ngram", "num_speculative_tokens": NUM_DRAFTS},
-                **{"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-            },
-        },
     ),
     "draft_model": Feature(make_model="make_rollout_model", is_late=True, has_drafter=True),
 }

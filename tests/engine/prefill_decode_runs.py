@@ -65,7 +65,7 @@ def decode(
     return replies
 
 
-def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Event, **args: Any) -> Moves:
+def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Event) -> Moves:
     """Answers the prompts round after round, until told to stop. RL steps follow each other fast, so that
     the budget grows again soon after a cut."""
     settings = {
@@ -75,7 +75,7 @@ def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Ev
         "lease_s": LEASE_S,
         "stall_s": STALL_S,
     }
-    driver = Driver(make_engine(model, settings, **args))
+    driver = Driver(make_engine(model, settings))
     before, replies = num_changes(tenant_of(driver)), []
     began_s, step = time.monotonic(), 0
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import async_runs
 import engine_runs
-import prefill_decode_runs
 import pytest
 import speculative_runs
 from forked_engines import Fork, forks
 from preloaded import FORKS
 from probes import prompt
-from real_engine import runtime_dir, until
+from real_engine import runtime_dir
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
 from tiny_models import (
     BLOCK_TOKENS,
@@ -46,7 +45,7 @@ UNCACHED = {"enable_prefix_caching": False}
 POOL_NUMBERS = count()
 
 Run = Callable[..., Fork]
-NewPool = Callable[..., str]
+NewPool = Callable[[int], str]
 
 
 class Models:
@@ -72,13 +71,13 @@ def run(engines_dir: Path) -> Iterator[Run]:
 def new_pool(run: Run, engines_dir: Path) -> Iterator[NewPool]:
     with ExitStack() as undo:
 
-        def start(slab_bytes: int, num_slabs: int = NUM_SLABS, headroom_slabs: int = HEADROOM_SLABS) -> str:
+        def start(slab_bytes: int) -> str:
             name = f"hybrid-{next(POOL_NUMBERS)}"
             daemon = start_daemon(
                 name,
-                num_slabs=num_slabs,
+                num_slabs=NUM_SLABS,
                 slab_bytes=slab_bytes,
-                headroom_slabs=headroom_slabs,
+                headroom_slabs=HEADROOM_SLABS,
                 runtime_dir=runtime_dir(engines_dir / "hybrids"),
             )
             undo.callback(daemon.stop)
@@ -151,48 +150,6 @@ def test_states_with_draft_tokens_answer_as_stock_without_while_slabs_leave(
     assert drafted.num_drafts > drafted.num_accepted
     assert drafted.num_accepted > 0 or kind == "states_alone", "that model repeats nothing of its prompts"
     assert (drafted.num_granted > 0) == (kind == "mamba")
-
-
-def test_gated_delta_nets_with_draft_tokens_answer_as_stock_with_the_same_drafts_while_slabs_leave(
-    run: Run, new_pool: NewPool, hybrids: Models
-) -> None:
-    """One prompt at a time: in bfloat16, stock vLLM's answers change with the tokens of a step."""
-    alone = {"model": hybrids.delta_net, "prompts": PROMPTS, "max_tokens": TOKENS, "num_at_once": 1}
-    given = {**alone, **UNCACHED, "dtype": "bfloat16"}
-    ngram = speculative_runs.speculation("ngram")
-    drafted: speculative_runs.Drafted = run(
-        speculative_runs.draft_over_cuts,
-        **{**given, "num_rounds": NUM_ROUNDS, "speculative": ngram},
-        pool=new_pool(DELTA_NET_SLAB),
-    ).result()
-    assert_greedy(drafted.moves, run(engine_runs.stock_answers, **given, speculative_config=ngram).result())
-    assert drafted.num_drafts > drafted.num_accepted > 0
-
-
-def test_gated_delta_nets_with_draft_tokens_serve_beside_rollouts_with_draft_tokens(
-    run: Run, new_pool: NewPool, hybrids: Models
-) -> None:
-    """Both answer one request at a time, and the pool is too small for two."""
-    given = {
-        **{"model": hybrids.delta_net, "prompts": PROMPTS, "max_tokens": TOKENS, "max_num_seqs": 1},
-        **{**UNCACHED, "dtype": "bfloat16", "speculative_config": speculative_runs.speculation("ngram")},
-    }
-    num_slabs, burst, stop = 14, FORKS.Event(), FORKS.Event()
-    shared = {"pool": new_pool(DELTA_NET_SLAB, num_slabs, 3), "stop": stop}
-    rolled_out = run(prefill_decode_runs.roll_out, **given, **shared)
-    served = run(engine_runs.serve_bursts, **given, **shared, burst=burst)
-    for _ in range(NUM_ROUNDS):
-        burst.set()
-        until(lambda: not burst.is_set() or served.has_ended, "a burst has begun", at_most_s=1200.0)
-    stop.set()
-    expected = run(engine_runs.stock_answers, **given).result()
-    answers = served.result()
-    assert answers == expected * NUM_ROUNDS
-    moves = rolled_out.result()
-    assert moves.num_moves > num_slabs
-    for replies in moves.replies:
-        for reply, tokens in zip(replies, expected, strict=True):
-            assert reply.tokens == tokens[: len(reply.tokens)]
 
 
 def test_two_hybrids_share_a_pool(
