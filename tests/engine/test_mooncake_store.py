@@ -54,7 +54,7 @@ def test_blocks_come_back_right_from_a_store_whose_engine_lends_its_slabs_to_rol
 ) -> None:
     """A stock engine reads the same store, and rollouts answer as stock vLLM all along."""
     folder = store.parent
-    prompts = [one for part in ROUNDS for one in part]
+    asked = {"prompts": [one for part in ROUNDS for one in part], "max_tokens": TOKENS}
     rollouts = wave_prompts(Role.ROLLOUT, 0)
     stored, stop = FORKS.Event(), FORKS.Event()
     with ExitStack() as undo:
@@ -72,7 +72,7 @@ def test_blocks_come_back_right_from_a_store_whose_engine_lends_its_slabs_to_rol
             runtime_dir=runtime_dir(folder),
         )
         undo.callback(daemon.stop)
-        reference = fork(engine_runs.stock_answers, models.serving, prompts=prompts, max_tokens=TOKENS)
+        reference = fork(engine_runs.stock_answers, models.serving, **asked)
         rollout = fork(
             prefill_decode_runs.roll_out,
             models.untied[0],
@@ -93,14 +93,7 @@ def test_blocks_come_back_right_from_a_store_whose_engine_lends_its_slabs_to_rol
         )
         until(lambda: stored.is_set() or serving.has_ended, "all blocks are stored")
         assert stored.is_set(), serving.result()
-        peer = fork(
-            connector_runs.answer_from_a_store,
-            models.serving,
-            prompts=prompts,
-            max_tokens=TOKENS,
-            store=store,
-        )
-        shared = peer.result()
+        shared = fork(connector_runs.answer_from_a_store, models.serving, store=store, **asked).result()
         stop.set()
         kept = [reply for part in serving.result() for reply in part]
         moves, expected = rollout.result(), reference.result()
