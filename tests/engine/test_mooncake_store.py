@@ -54,7 +54,7 @@ def test_blocks_come_back_right_from_a_store_whose_engine_lends_its_slabs_to_rol
 ) -> None:
     """A stock engine reads the same store, and rollouts answer as stock vLLM all along."""
     folder = store.parent
-    asked = {"prompts": [one for part in ROUNDS for one in part], "max_tokens": TOKENS}
+    asked: dict[str, Any] = {"prompts": [one for part in ROUNDS for one in part], "max_tokens": TOKENS}
     rollouts = wave_prompts(Role.ROLLOUT, 0)
     stored, stop = FORKS.Event(), FORKS.Event()
     with ExitStack() as undo:
