@@ -66,6 +66,10 @@ class Node:
             httpx.Client(base_url=url, timeout=READY_TIMEOUT_S, limits=limits, trust_env=False)
         )
 
+    def is_ready(self) -> bool:
+        log = self.home.log("node")
+        return all(f"ready name={name}" in log for name in self.names)
+
     def observe(self) -> list[PoolClient]:
         pools = [PoolClient.observe(name, runtime_dir=self.home.runtime_dir) for name in POOLS]
         for pool in pools:
@@ -109,10 +113,7 @@ def test_both_ranks_of_both_engines_answer_as_stock_vllm_while_slabs_move_in_bot
             role: fork(engine_runs.stock_answers, model=model, prompts=prompts[role], max_tokens=TOKENS[role])
             for role, model in models.items()
         }
-        for name in node.names:
-            home.processes["node"].wait_until(
-                lambda name=name: f"ready name={name}" in home.log("node"), name, READY_TIMEOUT_S
-            )
+        home.processes["node"].wait_until(node.is_ready, "engines", READY_TIMEOUT_S)
         expected = {role: one.result() for role, one in references.items()}
         pools = node.observe()
         before, wave = [num_moves(pool) for pool in pools], 0
