@@ -1,5 +1,7 @@
 """What the forked engines do in the tests of KV connectors. Each function runs in a process of its own."""
 
+import os
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +78,10 @@ def _want_everything(tenant: Tenant) -> None:
 def answer_again_from_the_host(
     model: Path, pool: str, rounds: list[Prompts], max_tokens: int
 ) -> list[list[Reply]]:
-    """An engine that offloads, whose slabs leave as soon as nobody holds them. In each round it answers
-    prompts, loses every slab and answers them again. In the last round it does not hold the slabs of pending
-    copies. Returns the second answers."""
+    """An engine that offloads. In the last round it does not hold the slabs of pending copies. Returns the
+    second answers of each round."""
     from vllm.config import KVTransferConfig
 
-    settings = {"role": "serving", "pool": pool, "serving_window_s": WINDOW_S, "floor_slabs": 0}
     connector = KVTransferConfig(
         kv_connector="OffloadingConnector",
         kv_role="kv_both",
@@ -91,18 +91,67 @@ def answer_again_from_the_host(
             "cpu_bytes_to_use": 64 << 20,
         },
     )
-    driver = Driver(make_engine(model, settings, kv_transfer_config=connector))
-    tenant = tenant_of(driver)
-    _want_everything(tenant)
+    driver = _lending_engine(model, pool, connector)
+    _want_everything(tenant_of(driver))
     answers = []
     for prompts in rounds:
         if prompts is rounds[-1]:
-            tenant.holds = None
-        driver.answer(prompts, max_tokens)
-        driver.step_until(lambda: _is_offloaded(driver) and tenant.num_owned == 1, "the slabs have gone")
-        answers.append(driver.answer(prompts, max_tokens))
-    tenant.pool.check_integrity()
+            tenant_of(driver).holds = None
+        answers.append(_answer_twice(driver, prompts, max_tokens))
+    tenant_of(driver).pool.check_integrity()
     return answers
+
+
+def answer_again_from_a_store(
+    model: Path, pool: str, rounds: list[Prompts], max_tokens: int, store: Path, stored: Event, stop: Event
+) -> list[list[Reply]]:
+    """An engine whose blocks are kept in Mooncake's store, beside rollouts that take its slabs whenever it
+    is idle. Says when all are stored, and stays until told to stop, because the store's memory is its own.
+    Returns the second answers of each round."""
+    driver = _lending_engine(model, pool, _mooncake_store(store))
+    answers = [_answer_twice(driver, prompts, max_tokens) for prompts in rounds]
+    tenant_of(driver).pool.check_integrity()
+    stored.set()
+    driver.step_until(stop.is_set, "told to stop", at_most_s=1200.0)
+    return answers
+
+
+def answer_from_a_store(model: Path, prompts: Prompts, max_tokens: int, store: Path) -> list[Reply]:
+    """A stock engine that has computed nothing, and finds in Mooncake's store what another one has kept."""
+    return Driver(
+        make_engine(model, None, enable_prefix_caching=True, kv_transfer_config=_mooncake_store(store))
+    ).answer(prompts, max_tokens)
+
+
+def _lending_engine(model: Path, pool: str, connector: Any) -> Driver:
+    """A serving engine whose slabs leave as soon as nobody holds them."""
+    settings = {
+        "role": "serving",
+        "pool": pool,
+        "engine_id": "serving",
+        "serving_window_s": WINDOW_S,
+        "lend_idle_s": WINDOW_S,
+        "floor_slabs": 0,
+    }
+    return Driver(make_engine(model, settings, kv_transfer_config=connector))
+
+
+def _answer_twice(driver: Driver, prompts: Prompts, max_tokens: int) -> list[Reply]:
+    """Answers prompts, loses every slab and answers them again. Returns the second answers."""
+    driver.answer(prompts, max_tokens)
+    tenant = tenant_of(driver)
+    driver.step_until(lambda: _is_offloaded(driver) and tenant.num_owned == 1, "the slabs have gone")
+    return driver.answer(prompts, max_tokens)
+
+
+def _mooncake_store(config: Path) -> Any:
+    """Returns a connector for the store that the file describes. Block hashes are equal in all engines."""
+    from vllm.config import KVTransferConfig
+
+    os.environ.update(
+        MOONCAKE_CONFIG_PATH=str(config), MOONCAKE_REQUESTER_LOCAL_HOSTNAME="127.0.0.1", PYTHONHASHSEED="0"
+    )
+    return KVTransferConfig(kv_connector="MooncakeStoreConnector", kv_role="kv_both")
 
 
 def _is_offloaded(driver: Driver) -> bool:

@@ -48,6 +48,11 @@ class Fork:
         assert is_ok, f"{value}\n{self._log_tail()}"
         return value
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``result()`` would not wait."""
+        return self._source.poll()
+
     def stop(self) -> None:
         self._process.kill()
         self._process.join()

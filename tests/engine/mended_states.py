@@ -1,7 +1,9 @@
-"""Mamba2's kernels for CPUs, mended so that a model's answers do not change with its draft tokens.
+"""Kernels of states for CPUs, mended so that rejected and missing draft tokens leave no trace.
 
-vLLM 0.32 has two faults here: the convolution ignores how many drafts were accepted, and the kernel of the
-states takes the table of blocks, which has a column for each draft, for a list of one block per request.
+vLLM 0.32 has two faults in Mamba2: the convolution ignores how many drafts were accepted, and the kernel of
+the states takes the table of blocks, which has a column for each draft, for a list of one block per request.
+It has one in gated delta nets: after a step with fewer drafts than it is configured for, the inputs that the
+convolution keeps have old ones of the block between them (gdn_attention.py:554).
 """
 
 from typing import Any
@@ -11,11 +13,13 @@ from torch.nn import functional
 
 
 def mend_states() -> None:
-    """Has this process's Mamba2 layers go on from the last accepted token."""
+    """Has this process's layers with states go on from the last accepted token."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     mamba_mixer2.causal_conv1d_update = _convolve
     mamba_mixer2.selective_state_update = _update_states
+    gdn_attention._spec_forward = _step_of_delta_nets
 
 
 def _rows(count: int, accepted: torch.Tensor | None, starts: torch.Tensor | None) -> list[tuple[slice, int]]:
@@ -82,3 +86,48 @@ def _update_states(
             state = state * torch.exp(decay * step) + step * x[token][..., None] * b[token]
             states[block] = state
             out[token] = ((state * c[token]).sum(-1) + skip * x[token]).view(out[token].shape)
+
+
+def _step_of_delta_nets(
+    layer: Any,
+    step: Any,
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    conv_state: torch.Tensor,
+    states: torch.Tensor,
+    *_: int,
+) -> torch.Tensor:
+    """vLLM's own step of requests with draft tokens, but for the convolution."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+
+    count = step.num_spec_decodes
+    slots, accepted = step.spec_state_indices_tensor[:count], step.num_accepted_tokens[:count]
+    starts = step.spec_query_start_loc[: count + 1]
+    convolved = _convolve(
+        mixed_qkv,
+        conv_state,
+        _unpacked_conv_weight(layer),
+        layer.conv1d.bias,
+        layer.activation,
+        conv_state_indices=slots,
+        num_accepted_tokens=accepted,
+        query_start_loc=starts,
+    )
+    query, key, value = (each.squeeze(0) for each in layer.rearrange_mixed_qkv(convolved))
+    out: torch.Tensor = ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        q=query,
+        k=key,
+        v=value,
+        a=a,
+        b=b,
+        initial_state_source=states,
+        spec_state_indices=slots.to(torch.int32).contiguous(),
+        num_accepted_tokens=accepted.to(torch.int32).contiguous(),
+        cu_seqlens=starts.to(torch.int32).contiguous(),
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out

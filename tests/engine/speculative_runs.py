@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import async_on_cpu  # noqa: F401
+import engine_runs
 from async_runs import PATIENT_S, SLO
-from engine_runs import Moves, Prompts, _cut, _wait_for_tokens, num_changes, tenant_of
+from engine_runs import (
+    Moves,
+    Prompts,
+    _batches,
+    _cut,
+    _wait_for_tokens,
+    begin_rl_step,
+    num_changes,
+    tenant_of,
+)
 from forked_engines import Driver, Reply, make_engine
 from late_device import use_late_device
 from mended_states import mend_states
@@ -50,6 +61,7 @@ def draft_over_cuts(
     num_rounds: int,
     speculative: dict[str, Any],
     *,
+    num_at_once: int = 99,
     is_late: bool = False,
     is_gated: bool = False,
     **args: Any,
@@ -62,15 +74,18 @@ def draft_over_cuts(
         settings["gate"] = str(GateMode.DUAL)
     llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False, **args)
     driver = Driver(llm)
-    before, replies = num_changes(tenant_of(driver)), list[list[Reply]]()
+    before, replies, rl_steps = num_changes(tenant_of(driver)), list[list[Reply]](), count(1)
     for step in range(1, num_rounds + 1):
-        names = driver.ask(prompts, max_tokens)
-        _wait_for_tokens(driver, names)
-        if step < num_rounds:  # the last round comes whole
-            _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
-            driver.step()
-        driver.scheduler.page.put(Field.RL_STEP, step)
-        replies.append(driver.wait(names))
+        answers: list[Reply] = []
+        for batch in _batches(prompts, num_at_once):
+            names = driver.ask(batch, max_tokens)
+            _wait_for_tokens(driver, names)
+            if step < num_rounds:  # the last round comes whole
+                _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
+                driver.step()
+            begin_rl_step(driver, next(rl_steps))
+            answers += driver.wait(names)
+        replies.append(answers)
     tenant_of(driver).pool.check_integrity()
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return Drafted(
@@ -80,6 +95,12 @@ def draft_over_cuts(
         num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
         num_granted=tenant_of(driver).client.board_words.load(BoardWord.R_STEPS) if is_gated else 0,
     )
+
+
+def stock_answers(**given: Any) -> list[list[int]]:
+    """Stock vLLM with draft tokens, whose kernels of states are mended as those of the engines here."""
+    mend_states()
+    return engine_runs.stock_answers(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +127,8 @@ def serve_drafted(
     driver = Driver(llm)
     scheduler, page = driver.scheduler, driver.scheduler.page
     page.put(Field.PROFILE, ProfileCommand.RECORD)
-    for count in (1, 2, len(prompts), len(prompts)):
-        driver.answer(prompts[:count], max_tokens)
+    for number in (1, 2, len(prompts), len(prompts)):
+        driver.answer(prompts[:number], max_tokens)
     page.put(Field.PROFILE, ProfileCommand.FIT)
     driver.step_until(lambda: page.get(Field.PROFILE) == ProfileCommand.NONE, "a profile")
     books = scheduler._deadlines

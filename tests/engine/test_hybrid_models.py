@@ -152,6 +152,23 @@ def test_states_with_draft_tokens_answer_as_stock_without_while_slabs_leave(
     assert (drafted.num_granted > 0) == (kind == "mamba")
 
 
+def test_gated_delta_nets_with_draft_tokens_answer_as_stock_with_the_same_drafts_while_slabs_leave(
+    run: Run, new_pool: NewPool, hybrids: Models
+) -> None:
+    """One prompt at a time: in bfloat16, stock vLLM's answers change with the tokens of a step."""
+    alone = {"model": hybrids.delta_net, "prompts": PROMPTS, "max_tokens": TOKENS, "num_at_once": 1}
+    given = {**alone, **UNCACHED, "dtype": "bfloat16"}
+    ngram = speculative_runs.speculation("ngram")
+    drafted: speculative_runs.Drafted = run(
+        speculative_runs.draft_over_cuts,
+        **{**given, "num_rounds": NUM_ROUNDS, "speculative": ngram},
+        pool=new_pool(DELTA_NET_SLAB),
+    ).result()
+    stock = run(speculative_runs.stock_answers, **given, speculative_config=ngram).result()
+    assert_greedy(drafted.moves, stock)
+    assert drafted.num_drafts > drafted.num_accepted > 0
+
+
 def test_two_hybrids_share_a_pool(
     run: Run, new_pool: NewPool, hybrids: Models, mamba_answers: list[list[int]]
 ) -> None:

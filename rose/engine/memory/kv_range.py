@@ -7,7 +7,7 @@ it is used and released only after it is unmapped. The scheduler decides which s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class KVRange:
         self._range = slabs.reserve(self._client.num_slabs, poison=poison, guard=self._is_cuda)
         self._pinned_slab = pinned_slab(self._client, acquire=rank == 0)
         self._range.map(PINNED_POSITION, self._pinned_slab)
-        self._has_window = False
+        self._window: Any = None
 
     def place(self, config: KVCacheConfig) -> None:
         place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
@@ -82,11 +82,11 @@ class KVRange:
         position in the first range. A card or a copy engine that is told its addresses once finds every block
         there for as long as this engine owns the block's slab. What it holds of other slabs is theirs.
         """
-        self._has_window = True
-        window = self._slabs.reserve(self._client.num_slabs)
+        # Kept here, because a connector may keep the addresses alone.
+        self._window = window = self._slabs.reserve(self._client.num_slabs)
         slabs = list(range(self._client.num_slabs))
         window.map_many([position_of(slab, self._pinned_slab) for slab in slabs], slabs, zero=False)
-        storage = self._bytes_of(window).untyped_storage()
+        storage = self._bytes_of(window, _num_block_bytes(kv_caches)).untyped_storage()
         return {
             layer: torch.empty(0, dtype=cache.dtype, device=cache.device).set_(
                 storage, cache.storage_offset(), cache.size(), cache.stride()
@@ -94,11 +94,13 @@ class KVRange:
             for layer, cache in kv_caches.items()
         }
 
-    def _bytes_of(self, address_range: Any) -> torch.Tensor:
-        """Returns a range as a tensor, which keeps it alive."""
+    def _bytes_of(self, address_range: Any, num_bytes: int | None = None) -> torch.Tensor:
+        """Returns a range, or its first bytes, as a tensor, which keeps it alive."""
+        if num_bytes is None:
+            num_bytes = self._client.num_slabs * self._client.slab_bytes
         if self._is_cuda:
-            return torch.as_tensor(address_range, device=self._device)
-        return torch.frombuffer(address_range, dtype=torch.int8)
+            return torch.as_tensor(_CudaBytes(address_range, num_bytes), device=self._device)
+        return torch.frombuffer(address_range, dtype=torch.int8, count=num_bytes)
 
     def apply(self, ops: SlabOps) -> None:
         """Unmaps and releases batch by batch, so that others can take the first slabs early; then maps.
@@ -116,7 +118,7 @@ class KVRange:
                 self._client.ledger.release(slab)
             self._client.ledger.notify()
         if ops.map:
-            is_queued = self._is_cuda and not self._has_window
+            is_queued = self._is_cuda and self._window is None
             stream = torch.cuda.current_stream(self._device).cuda_stream if is_queued else None
             self._range.map_many([p for p, _ in ops.map], [slab for _, slab in ops.map], stream=stream)
         if ops.unmap:
@@ -124,6 +126,25 @@ class KVRange:
 
     def close(self) -> None:
         self._client.close()
+
+
+class _CudaBytes:
+    """The first bytes of a range of the GPU's addresses, as torch reads them."""
+
+    def __init__(self, address_range: Any, num_bytes: int) -> None:
+        self._range = address_range
+        self.__cuda_array_interface__ = {**address_range.__cuda_array_interface__, "shape": (num_bytes,)}
+
+
+def _num_block_bytes(kv_caches: Mapping[str, torch.Tensor]) -> int | None:
+    """Returns the bytes up to the end of the last block, where the storage of a connector's tensors ends too.
+
+    Why: connectors tell from the storage's size that a block has all layers side by side. Where slabs leave
+    a rest behind the last block, Mooncake's store would move whole blocks from each layer's address on, which
+    writes over the next block. vLLM 0.30-0.33.
+    """
+    ends = [cache.shape[0] * cache.stride(0) * cache.element_size() for cache in kv_caches.values()]
+    return max(ends, default=None)
 
 
 def pinned_slab(client: PoolClient, *, acquire: bool) -> int:

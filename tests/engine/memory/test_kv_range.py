@@ -1,5 +1,6 @@
 """What a rank does with its address range: where the zeroing of new slabs has its place."""
 
+import gc
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,4 +52,47 @@ def test_zeroing_is_queued_behind_the_model_unless_a_connector_may_load_beside_i
         kv._is_cuda = True
         kv.apply(SlabOps(map=[(2, 2)]))
         assert streams.seen == [STREAM, None]
+        kv.close()
+
+
+def test_the_storage_of_the_window_ends_with_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connectors tell from its size that blocks have all layers side by side."""
+    num_blocks, num_layers, page = 7, 3, 24 << 10
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-test-") as folder,
+        start_daemon("p", num_slabs=4, slab_bytes=128 << 10, headroom_slabs=1, runtime_dir=Path(folder)),
+    ):
+        monkeypatch.setenv("ROSE_RUNTIME_DIR", folder)
+        kv = KVRange("p", role=Role.SERVING, engine_id="e", rank=0, world_size=1, device=torch.device("cpu"))
+        blocks = torch.zeros(4 * (128 << 10), dtype=torch.int8)
+        caches = {
+            f"layer{layer}": blocks.as_strided((num_blocks, page), (num_layers * page, 1), layer * page)
+            for layer in range(num_layers)
+        }
+        seen = kv.over_window(caches)
+        assert {one.untyped_storage().nbytes() for one in seen.values()} == {num_blocks * num_layers * page}
+        for name, cache in caches.items():
+            one = seen[name]
+            assert (one.shape, one.stride(), one.storage_offset()) == (
+                cache.shape,
+                cache.stride(),
+                cache.storage_offset(),
+            )
+        kv.close()
+
+
+def test_the_window_stays_mapped_for_a_connector_that_keeps_its_addresses_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-test-") as folder,
+        start_daemon("p", num_slabs=4, slab_bytes=128 << 10, headroom_slabs=1, runtime_dir=Path(folder)),
+    ):
+        monkeypatch.setenv("ROSE_RUNTIME_DIR", folder)
+        kv = KVRange("p", role=Role.SERVING, engine_id="e", rank=0, world_size=1, device=torch.device("cpu"))
+        address = kv.over_window({"layer": torch.zeros(4, 128 << 10, dtype=torch.int8)})["layer"].data_ptr()
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            spans = [line.split()[0].split("-") for line in maps if "memfd:" in line]
+        assert any(int(low, 16) <= address < int(high, 16) for low, high in spans)
         kv.close()
