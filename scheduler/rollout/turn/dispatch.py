@@ -145,7 +145,7 @@ class Dispatcher:
 
     def release(self, place: Place, num_tokens: int = 0) -> None:
         """Frees a place whose turn has left; `num_tokens` were generated there."""
-        self._places.release(place, num_tokens)
+        self._places.release(place, num_tokens, self._clock())
         self.pump()
 
     def pump(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rose.http import LEASE_HEADER
-from rose.scheduler.rollout.placing.views import TurnView
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.turn.accounts import JobAccount
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -53,9 +53,11 @@ class Place:
             self.worker.prefilled(took_s, self.missing_tokens + self.ahead_tokens)
             self.end_prefill()
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """Notes that the turn has left the worker."""
         self.worker.end_turn(self.job.name)
+        if _is_serving(self.worker):
+            self.job.serving_gpus.end(self.worker.id, now)
         self.job.in_flight -= 1
         self.end_prefill()
 
@@ -66,8 +68,14 @@ class Place:
             self.worker.end_prefill(self.missing_tokens)
 
 
-def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place:
+def _is_serving(worker: Worker) -> bool:
+    return worker.spec.kind is WorkerKind.SERVING
+
+
+def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker, now: float) -> Place:
     """Puts a turn on a worker; end() the place afterwards."""
+    if _is_serving(worker):
+        job.serving_gpus.begin(worker.id, worker.spec.gpus, now)
     missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
     worker.begin_turn(job.name, missing_tokens)
     job.in_flight += 1

@@ -112,7 +112,7 @@ class Places:
         if picked is None:
             return None
         self._queue.settle(job.name, cost)  # its turns for other models may be waiting
-        return take_place(turn, job, cost, members[picked])
+        return take_place(turn, job, cost, members[picked], now)
 
     def _are_waited_for(self, wants: Wants) -> bool:
         """Whether a queued turn could run on a worker whose weights meet this."""
@@ -133,9 +133,9 @@ class Places:
         """Takes a turn out of its queue, if it is still there."""
         self._queue.remove(waiter.job.name, waiter)
 
-    def release(self, place: Place, num_tokens: int) -> None:
+    def release(self, place: Place, num_tokens: int, now: float) -> None:
         """Frees a place on which `num_tokens` were generated. Call pump() afterwards."""
-        place.end()
+        place.end(now)
         self._queue.settle(place.job.name, num_tokens - place.cost)
 
     def pump(self, now: float) -> None:
@@ -194,7 +194,7 @@ class Places:
             if taken is None:
                 return
             waiter, picked = taken
-            waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked]))
+            waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked], now))
 
     def _lend(self, now: float, *, begins_anew: bool = False) -> None:
         """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
