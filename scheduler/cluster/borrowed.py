@@ -15,8 +15,8 @@ def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:
 
     Jobs that spend most of their iteration in rollouts come first. A job gets at most
     as many GPUs as its rollout nodes have, which at best halves its rollout, and at most as many as its file
-    allows. A job that is being moved is a member of two groups, and borrows once. Jobs whose own nodes cost
-    less than what borrowing would save get none (`is_worth_it`).
+    allows. A job that is being moved is a member of two groups, and borrows once. Jobs whose
+    iterations would cost more with borrowed GPUs get none (`is_worth_it`).
     """
     jobs = {member.job.name: member.job for group in groups for member in group.members}
     left, lent = pools.num_serving_gpus, {}
@@ -32,12 +32,12 @@ def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:
 
 
 def is_worth_it(job: Job, pools: Pools) -> bool:
-    """Whether an iteration costs less with borrowed GPUs than without them.
+    """Whether an iteration costs no more with borrowed GPUs than without them.
 
     With k borrowed GPUs beside n own ones, R seconds of rollout become R n / (n + k). An iteration thus needs
     its own nodes, which cost C dollars an hour, for R k / (n + k) seconds less, and pays k GPUs for R n /
-    (n + k) seconds. It costs less if a GPU's price is below C / n, however many are borrowed.
+    (n + k) seconds. It costs no more if a GPU's price is at most C / n, however many are borrowed.
     """
     own_dollars = pools.price(job.num_rollout_nodes, job.num_train_nodes)
     num_own = job.num_rollout_nodes * pools.rollout.gpus_per_node
-    return pools.serving_dollars_per_gpu_hour * num_own < own_dollars or not pools.serving_dollars_per_gpu_hour
+    return pools.serving_dollars_per_gpu_hour * num_own <= own_dollars

@@ -36,8 +36,9 @@ class Pools:
     """The pools of a cluster.
 
     `num_serving_gpus` may be borrowed for rollouts and taken back at any time, so no certificate counts on
-    them. `serving_dollars_per_gpu_hour` is their price, which a job has to be worth (`borrowed.lend`); by
-    default they cost nothing, because the serving fleet pays for them anyway. `max_residents` is the most jobs in a group.
+    them. `serving_dollars_per_gpu_hour` is their price, which decides whether jobs borrow (`borrowed.lend`).
+    By default they cost nothing, because the serving fleet pays for them anyway. `max_residents` is the most
+    jobs in a group.
     """
 
     rollout: Pool = field(default=H20)

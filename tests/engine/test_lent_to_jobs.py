@@ -1,4 +1,4 @@
-"""The whole way of a loan: `rose sched serve`, a job, `rose router`, and a collocated engine of `rose serve`."""
+"""The whole way of a loan: `rose sched serve`, jobs, `rose router`, and an engine that shares serving's GPU."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from shared_gpu import SharedGpu
 
 from rose.node.processes import ServerProcess
 from rose.ports import free_port
+from rose.scheduler.runtime.channel.messages import Answer
 from rose.types import Role
 
 pytestmark = pytest.mark.vllm
@@ -36,9 +37,7 @@ class LentFleet:
         program = [sys.executable, "-m", "rose.transfer.follow.subscriber", "--relay", self.relay.url]
         where = ["--staging", str(folder / "staging"), "--base", str(models.untied[0])]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        self._subscriber = subprocess.Popen(
-            [*program, "--worker", self.engine.url, *where], env=environment
-        )
+        self._subscriber = subprocess.Popen([*program, "--worker", self.engine.url, *where], env=environment)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         settings = folder / "router.yaml"
@@ -91,6 +90,13 @@ def fleet(
     fleet.close()
 
 
+def lend(fleet: LentFleet, cluster: ServedCluster, job: str) -> Answer:
+    """Submits a job of two iterations whose turns may run on the lent engine."""
+    run = f"run-{job}"
+    borrow = {"run_id": run, "model": "tiny", "max_serving_gpus": 1}
+    return cluster.submit(job, command=fleet.command(run), borrow=borrow, iterations=2)
+
+
 def made_by(turns: list[dict[str, Any]], iteration: int) -> set[str | None]:
     """The versions of the weights that made the tokens of an iteration."""
     spans = [span for turn in turns if turn["iteration"] == iteration for span in turn["spans"]]
@@ -103,10 +109,9 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
     alone = fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens
     hold = fleet.folder / "hold-run-math"
     hold.touch()
-    borrow = {"run_id": "run-math", "model": "tiny", "max_serving_gpus": 1}
-    with ServedCluster(fleet.folder, pools={"serving_gpus": 1}, router={"url": fleet.url}) as cluster:
-        submitted = cluster.submit("math", command=fleet.command("run-math"), borrow=borrow, iterations=2)
-        assert submitted.error is None
+    pools = {"serving_gpus": 1, "serving_dollars_per_gpu_hour": 3.6}
+    with ServedCluster(fleet.folder, pools=pools, router={"url": fleet.url}) as cluster:
+        assert lend(fleet, cluster, "math").error is None
         served: list[list[int]] = []
         while not fleet.turns("run-math"):  # serving's traffic, as long as the first rollout runs
             served.append(fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens)
@@ -119,7 +124,14 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
         turns = fleet.turns("run-math")
         assert len(turns) == 2 * NUM_TURNS
         assert all(len(turn["tokens"]) == MAX_TOKENS for turn in turns)
-        assert made_by(turns, 1) == {"run-math/1"}
+        assert made_by(turns, 1) == {"run-math/0"}
         wait_until(lambda: "math" not in fleet.jobs(), "the router to forget the job")
         wait_until(lambda: fleet.worker()["owner"] != "math", "the end of the loan")
-        print(json.dumps(cluster.job("math"), indent=1), json.dumps(fleet.worker()))
+        done = cluster.job("math")
+        assert done["serving_gpus"] is None and done["restarts"] == 0
+        assert done["serving_gpu_s"] > 0
+        assert done["serving_dollars"] == pytest.approx(done["serving_gpu_s"] * 1e-3)
+        assert lend(fleet, cluster, "code").error is None
+        cluster.wait_state("code", "done")
+        assert made_by(fleet.turns("run-code"), 1) == {"run-code/0"}
+        assert cluster.job("math")["serving_gpu_s"] == done["serving_gpu_s"]

@@ -117,9 +117,7 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "note": record.note,
         "serving_gpus": state.loans.num_gpus(name),
         "serving_gpu_s": record.borrowed.gpu_s,
-        "serving_dollars": record.borrowed.gpu_s
-        / 3600
-        * state.cluster.pools.serving_dollars_per_gpu_hour,
+        "serving_dollars": record.borrowed.gpu_s / 3600 * state.cluster.pools.serving_dollars_per_gpu_hour,
         **_preemption(state, name, now),
     }
 

@@ -18,7 +18,7 @@ def worker(kind: WorkerKind, gpus: int = 1) -> Worker:
 def test_a_gpu_counts_once_however_many_turns_run_on_it_and_only_a_serving_gpu_counts() -> None:
     accounts = JobAccounts(RouterConfig())
     job = accounts.get("math", 0.0)
-    lent, own = worker(WorkerKind.SERVING, gpus=2), worker(WorkerKind.ROLLOUT)
+    lent, own = worker(WorkerKind.SERVING, gpus=2), worker(WorkerKind.DEDICATED)
     turn = TurnView(session="t", job="math")
     first, second = (take_place(turn, job, 0.0, lent, now) for now in (1.0, 2.0))
     take_place(turn, job, 0.0, own, 0.0).end(9.0)
