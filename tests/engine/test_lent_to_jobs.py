@@ -1,4 +1,4 @@
-"""The whole way of a loan: `rose sched serve`, jobs, `rose router`, and an engine that shares serving's GPU."""
+"""The whole way of a loan: `rose sched serve`, jobs, `rose router`, and an engine that shares its GPU."""
 
 import json
 import os
@@ -113,12 +113,14 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
     with ServedCluster(fleet.folder, pools=pools, router={"url": fleet.url}) as cluster:
         assert lend(fleet, cluster, "math").error is None
         served: list[list[int]] = []
-        while not fleet.turns("run-math"):  # serving's traffic, as long as the first rollout runs
+        while not (
+            fleet.turns("run-math") or cluster.job("math")["is_over"]
+        ):  # serving's traffic, as long as the first rollout runs
             served.append(fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens)
         worker = fleet.worker()
         assert (worker["owner"], worker["lent_run"]) == ("math", "run-math")
         hold.unlink()
-        while cluster.job("math")["state"] != "done":
+        while not cluster.job("math")["is_over"]:
             served.append(fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens)
         assert served == [alone] * len(served)
         turns = fleet.turns("run-math")
@@ -128,7 +130,7 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
         wait_until(lambda: "math" not in fleet.jobs(), "the router to forget the job")
         wait_until(lambda: fleet.worker()["owner"] != "math", "the end of the loan")
         done = cluster.job("math")
-        assert done["serving_gpus"] is None and done["restarts"] == 0
+        assert done["state"] == "done" and done["serving_gpus"] is None and done["restarts"] == 0
         assert done["serving_gpu_s"] > 0
         assert done["serving_dollars"] == pytest.approx(done["serving_gpu_s"] * 1e-3)
         assert lend(fleet, cluster, "code").error is None
