@@ -250,12 +250,8 @@ class JobAccounts:
 
         Raises: ValueError if it contradicts another job or the router's run.
         """
-        before = self.spec(name).key
         self.put(name, RouterJob(**{**self.spec(name).model_dump(), **_set_in(given)}))
-        job = self.get(name, now)
-        if job.spec.key != before:
-            job.serving_gpus.reset(now)
-        return job
+        return self.get(name, now)
 
     def put(self, name: str, spec: RouterJob | None) -> None:
         """Sets those of a job's key, run, model and limits that are set in `spec`; the rest, or all if it is
@@ -263,15 +259,20 @@ class JobAccounts:
 
         Raises: ValueError if it contradicts another job or the router's run.
         """
-        declared = self._declared.get(name)
+        declared, before = self._declared.get(name), self.spec(name).key
         if spec is None or declared is None:
             spec = spec or declared
         else:
             spec = RouterJob(**{**_set_in(declared), **_set_in(spec)})
         others = {other: each for other, each in self._specs.items() if other != name}
         self._take_specs({**others, **({name: spec} if spec is not None else {})})
-        if (job := self._jobs.get(name)) is not None:
+        job = self._jobs.get(name)
+        if job is not None:
             job.spec = self.spec(name)
+        if self.spec(name).key != before:  # the name is another job's from now on
+            self._meters.pop(name, None)
+            if job is not None:
+                job.serving_gpus = GpuMeter()
         self.revision += 1
 
     def forget(self, name: str) -> None:
@@ -288,7 +289,6 @@ class JobAccounts:
             )
         self.put(name, None)
         self._jobs.pop(name, None)
-        self._meters.pop(name, None)
 
     def _take_specs(self, specs: Mapping[str, RouterJob]) -> None:
         if (problem := contradiction(specs, self._run_id)) is not None:

@@ -36,12 +36,6 @@ class GpuMeter:
             del self._uses[worker]
             self._used_s += use.gpus * (now - use.since)
 
-    def reset(self, now: float) -> None:
-        """Begins at zero: the name is another job's from now on."""
-        self._used_s = 0.0
-        for use in self._uses.values():
-            use.since = now
-
     def used_s(self, now: float) -> float:
         """Returns the GPU-seconds so far, those of turns that run now included."""
         return self._used_s + sum(use.gpus * (now - use.since) for use in self._uses.values())

@@ -38,5 +38,7 @@ def test_a_declared_job_keeps_its_use_through_idle_times_until_its_name_is_anoth
     assert shown.as_json(0, 100.0)["serving_gpu_s"] == pytest.approx(3.0)
     again = accounts.get("math", 101.0)
     assert again.as_json(0, 101.0)["serving_gpu_s"] == pytest.approx(3.0)
-    accounts.change("math", RouterJob(key="key-of-another"), 102.0)
-    assert again.as_json(0, 102.0)["serving_gpu_s"] == 0.0
+    running = take_place(TurnView(session="t", job="math"), again, 0.0, worker(WorkerKind.SERVING), 101.0)
+    accounts.put("math", RouterJob(key="key-of-another", run_id="run"))
+    running.end(105.0)
+    assert again.as_json(0, 106.0)["serving_gpu_s"] == 0.0
