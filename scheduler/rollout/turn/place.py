@@ -28,7 +28,7 @@ class Place:
     """Prompt tokens of this turn that the worker has to prefill."""
     ahead_tokens: float
     """Prompt tokens of other turns that the worker prefills first."""
-    meter: GpuMeter | None
+    meter: GpuMeter | None = None
     """Counts how long the job uses a serving GPU; None on any other."""
     lease_headers: Mapping[str, str] = field(default_factory=dict)
     """Tells the worker under which of its leases the turn was placed, and no later one: that may be another
