@@ -128,7 +128,7 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
         assert all(len(turn["tokens"]) == MAX_TOKENS for turn in turns)
         assert made_by(turns, 1) == {"run-math/0"}
         wait_until(lambda: "math" not in fleet.jobs(), "the router to forget the job")
-        wait_until(lambda: fleet.worker()["owner"] != "math", "the end of the loan")
+        wait_until(lambda: not fleet.worker()["owner"], "the end of the loan")
         done = cluster.job("math")
         assert done["state"] == "done" and done["serving_gpus"] is None and done["restarts"] == 0
         assert done["serving_gpu_s"] > 0

@@ -152,7 +152,7 @@ class Admin:
             raise NotFound(f"job {name} is unknown; see GET /admin/jobs") from error
         except ValueError as error:
             raise Conflict(str(error)) from error
-        self._plane.dispatcher.pump()
+        self._plane.dispatcher.end_loans()
         await self._note("job", None, name)
         return web.json_response({"forgotten": name})
 

@@ -107,7 +107,7 @@ class Places:
             return None
         members = self._members
         self._jobs.asked(job, turn)
-        self._lend(now)
+        self.lend(now)
         picked = self._policy.pick(turn, members.fleet, now)
         if picked is None:
             return None
@@ -145,7 +145,7 @@ class Places:
             self._missing_since.clear()
         if self.is_paused or not len(self._queue):
             return
-        self._lend(now)
+        self.lend(now)
         self._place(now)
         if len(self._queue) and self._lend_idle(now):
             self._place(now)
@@ -196,8 +196,11 @@ class Places:
             waiter, picked = taken
             waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked], now))
 
-    def _lend(self, now: float, *, begins_anew: bool = False) -> None:
-        """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
+    def lend(self, now: float, *, begins_anew: bool = False) -> None:
+        """Assigns the serving GPUs again if a job or a worker came, left or changed its models or run.
+
+        `begins_anew`: chooses all of them again by their recent usage, as at the beginning of an RL step.
+        """
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
@@ -235,10 +238,6 @@ class Places:
         for worker in changed:
             self._hand(worker, lent[worker.id])
         return bool(changed)
-
-    def lend_anew(self, now: float) -> None:
-        """Chooses the serving GPUs again by their recent usage, as at the beginning of an RL step."""
-        self._lend(now, begins_anew=True)
 
 
 def _serving(members: Mapping[str, Worker]) -> list[Worker]:
