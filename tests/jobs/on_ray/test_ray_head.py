@@ -49,7 +49,7 @@ def test_jobs_and_the_scheduler_go_on_while_the_heads_server_is_away(
         wait_until(lambda: "the Ray head at" in str(served.status().get("waits_for")), "it to be noticed")
         kill(served.status()["scheduler_pid"])
         wait_until(
-            lambda: "the Ray head at" in str(served.status().get("waits_for")), "the next scheduler to be told"
+            lambda: "the Ray head at" in str(served.status().get("waits_for")), "the next one to be told"
         )
         before, since_s = done(served, "a"), time.monotonic()
         psutil.Process(served.notes("crashes", "phase")[-1]["pid"]).kill()
