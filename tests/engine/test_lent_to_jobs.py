@@ -133,7 +133,3 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
         assert done["state"] == "done" and done["serving_gpus"] is None and done["restarts"] == 0
         assert done["serving_gpu_s"] > 0
         assert done["serving_dollars"] == pytest.approx(done["serving_gpu_s"] * 1e-3)
-        assert lend(fleet, cluster, "code").error is None
-        cluster.wait_state("code", "done")
-        assert made_by(fleet.turns("run-code"), 1) == {"run-code/0"}
-        assert cluster.job("math")["serving_gpu_s"] == done["serving_gpu_s"]

@@ -147,9 +147,13 @@ async def test_a_gpu_whose_subscriber_has_gone_serves_the_jobs_of_its_own_weight
 async def test_the_gpu_of_a_job_that_is_forgotten_is_lent_to_nobody_though_no_turn_waits(
     start_router: StartRouter,
 ) -> None:
-    async with lent_worker("run-a/1") as worker, start_router((worker, "serving"), jobs=JOBS) as client:
+    admin = {"Authorization": "Bearer the-admin"}
+    async with (
+        lent_worker("run-a/1") as worker,
+        start_router((worker, "serving"), jobs=JOBS, admin_key="the-admin") as client,
+    ):
         assert versions(await ask(client, "a")) == ["run-a/1"]
-        async with client.http.delete(f"{client.router.url}/admin/jobs/a") as response:
+        async with client.http.delete(f"{client.router.url}/admin/jobs/a", headers=admin) as response:
             assert response.status == 200
         assert client.known(worker).owner == NOBODY
         await until(lambda: worker.leases is not None and worker.leases.run is None)
