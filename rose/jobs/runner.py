@@ -61,7 +61,7 @@ class Engine(Protocol):
     """Whether attempts go on when the runner ends."""
 
     def waits_for(self) -> str | None:
-        """What must happen before jobs can run here; None: they can."""
+        """What must happen before jobs can start here, now or again; None: they can."""
 
     def adopted(self) -> Mapping[str, tuple[int, Attempt]]:
         """The attempts of an earlier runner, with their numbers."""
@@ -117,6 +117,7 @@ class Runner:
             self._introduce()
             return
         self._bury()
+        self._say_wait(self._engine.waits_for())
         for news in self._engine.news({name: each.number for name, each in self._running.items()}):
             self._client.tell(news(self._client.next_seq()))
 
@@ -146,8 +147,15 @@ class Runner:
             }
             self._is_known = True
             self._hello()
-        elif waits_for != self._waits_for:
-            self._waits_for = waits_for
+        else:
+            self._say_wait(waits_for)
+
+    def _say_wait(self, waits_for: str | None) -> None:
+        """Tells the scheduler what the runner waits for, unless it knows. News say that the wait is over."""
+        if waits_for == self._waits_for:
+            return
+        self._waits_for = waits_for
+        if waits_for is not None:
             logger.info("waits for %s", waits_for)
             self._client.tell(Awaiting(seq=self._client.next_seq(), what=waits_for))
 
@@ -165,7 +173,7 @@ class Runner:
 
     def _follow(self, order: SchedulerMessage | None) -> None:
         match order:
-            case None:  # orders may have been missed
+            case None:  # orders may have been missed, and what the runner has said may be forgotten
                 self._waits_for = None
                 if self._is_known:
                     self._hello()

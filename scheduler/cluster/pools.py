@@ -35,13 +35,16 @@ H800 = Pool(name="h800", dollars_per_gpu_hour=5.28)
 class Pools:
     """The pools of a cluster.
 
-    `num_serving_gpus` may be borrowed for rollouts at no price and taken back at any time, so no certificate
-    counts on them. `max_residents` is the most jobs in a group.
+    `num_serving_gpus` may be borrowed for rollouts and taken back at any time, so no certificate counts on
+    them. `serving_dollars_per_gpu_hour` is their price, which decides whether jobs borrow (`borrowed.lend`).
+    By default they cost nothing, because the serving fleet pays for them anyway. `max_residents` is the most
+    jobs in a group.
     """
 
     rollout: Pool = field(default=H20)
     train: Pool = field(default=H800)
     num_serving_gpus: int = 0
+    serving_dollars_per_gpu_hour: float = 0.0
     max_residents: int = 5
 
     def dollars_per_hour(self, group: Group) -> float:

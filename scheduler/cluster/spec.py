@@ -217,6 +217,9 @@ class PoolsSpec(Section):
     rollout: PoolSpec = _spec_of(H20)
     train: PoolSpec = _spec_of(H800)
     serving_gpus: Annotated[int, Field(ge=0, description="may be borrowed for rollouts, and taken back")] = 0
+    serving_dollars_per_gpu_hour: Annotated[
+        float, Field(ge=0, description="of a borrowed GPU; 0: serving pays for it anyway")
+    ] = 0.0
     max_residents: Annotated[int, Field(ge=1, description="most jobs in a group")] = 5
 
     @model_validator(mode="after")
@@ -230,6 +233,7 @@ class PoolsSpec(Section):
             rollout=self.rollout.to_pool(),
             train=self.train.to_pool(),
             num_serving_gpus=self.serving_gpus,
+            serving_dollars_per_gpu_hour=self.serving_dollars_per_gpu_hour,
             max_residents=self.max_residents,
         )
 

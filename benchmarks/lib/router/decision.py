@@ -98,7 +98,7 @@ def _decide(
         cpu_s.append(time.thread_time() - cpu_began)
         took_s.append(time.perf_counter() - began)
         if len(places) > _TURNS_PER_WORKER * num_workers:
-            placement.release(places.pop(rng.randrange(len(places))), 100)
+            placement.release(places.pop(rng.randrange(len(places))), 100, 0.0)
     return took_s, cpu_s
 
 

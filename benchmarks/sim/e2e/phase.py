@@ -163,7 +163,7 @@ class RolloutPhase(RolloutSimulation):
         self._workers[worker_id].deactivated()
         engine.advance(self._now_s)
         for run, made in engine.stop():
-            self._placement.release(run.place, made)
+            self._placement.release(run.place, made, self._now_s)
             trajectory = self._trajectories[run.trajectory]
             if keeps_tokens:
                 trajectory.steps[trajectory.next_step] = TrajectoryStep(

@@ -250,7 +250,7 @@ class RolloutSimulation:
         else:
             trajectory.ended_s = self._now_s
             self._num_open -= 1
-        self._placement.release(run.place, num_tokens)
+        self._placement.release(run.place, num_tokens, self._now_s)
         self._placement.pump(self._now_s)
 
 

@@ -26,7 +26,7 @@ from rose.jobs.on_ray.measured import RayRecording
 from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
 from rose.scheduler.group.model import Phase
-from rose.scheduler.runtime.channel.messages import Awaiting, Call, Nodes, Placed, Start
+from rose.scheduler.runtime.channel.messages import Call, Nodes, Placed, Start
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,6 @@ class RayEngine:
         self._adopted: dict[str, tuple[int, Attempt]] = {}
         self._said: queue.SimpleQueue[Callable[[int], Call]] = queue.SimpleQueue()
         self._told: tuple[dict[Phase, int], dict[str, int]] | None = None
-        self._late: str | None = None
-        """What the scheduler was told while the head does not answer."""
         self._waits_for: str | None = "Ray"
         self._waits_since_s, self._waits_most_s = time.monotonic(), JOIN_S
         self._failed: Exception | None = None
@@ -111,7 +109,11 @@ class RayEngine:
             self._adopted[job] = (number, remains)
 
     def waits_for(self) -> str | None:
-        return self._waits_for
+        if self._waits_for is not None:
+            return self._waits_for
+        if (late := self._nodes.late()) is not None:
+            self._told = None  # the nodes are said again when the head is back, which ends the wait
+        return late
 
     def adopted(self) -> Mapping[str, tuple[int, Attempt]]:
         return self._adopted
@@ -167,12 +169,7 @@ class RayEngine:
         news: list[Callable[[int], Call]] = []
         while not self._said.empty():
             news.append(self._said.get())
-        if (late := self._nodes.late()) != self._late:
-            self._late, self._told = late, None
-            if late is not None:
-                logger.warning("waits for %s", late)
-                news.append(lambda seq: Awaiting(seq=seq, what=late))
-        if late is not None:
+        if self._nodes.late() is not None:
             return news
         leaving = {
             job: running[job]

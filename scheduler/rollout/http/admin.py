@@ -140,7 +140,7 @@ class Admin:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.pump()
         await self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
-        return web.json_response({name: job.as_json(0)})
+        return web.json_response({name: job.as_json(0, time.monotonic())})
 
     async def forget_job(self, request: web.Request) -> web.Response:
         """Closes a job's account, which frees its serving GPUs at once, and undoes its changes: what the
@@ -152,7 +152,7 @@ class Admin:
             raise NotFound(f"job {name} is unknown; see GET /admin/jobs") from error
         except ValueError as error:
             raise Conflict(str(error)) from error
-        self._plane.dispatcher.pump()
+        self._plane.dispatcher.end_loans()
         await self._note("job", None, name)
         return web.json_response({"forgotten": name})
 

@@ -17,6 +17,7 @@ from rose.errors import RoseError
 from rose.scheduler.rollout.placing.borrowing import Borrower
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, Wants
 from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, contradiction
+from rose.scheduler.rollout.turn.gpu_meter import GpuMeter
 
 _DEFAULTS = RouterJob()
 _MAX_WANTS = 64
@@ -55,6 +56,7 @@ class JobAccount:
         self.in_flight = 0
         self.num_turns = 0
         self.num_tokens = 0
+        self.serving_gpus = GpuMeter()
         self.next_turns = {EXTENDED: 0, DIVERGED: 0}
         """Later turns of trajectories, by whether their prompts begin with all tokens of the turn before."""
         self.mean_tokens = _FIRST_GUESS_TOKENS
@@ -89,7 +91,7 @@ class JobAccount:
             run_id=self.spec.run_id,
         )
 
-    def as_json(self, num_queued: int) -> dict[str, Any]:
+    def as_json(self, num_queued: int, now: float) -> dict[str, Any]:
         return {
             **self.spec.model_dump(exclude={"key"}),
             "has_key": self.spec.key is not None,
@@ -98,6 +100,7 @@ class JobAccount:
             "queued": num_queued,
             "turns": self.num_turns,
             "tokens": self.num_tokens,
+            "serving_gpu_s": self.serving_gpus.used_s(now),
             "next_turns": dict(self.next_turns),
         }
 
@@ -120,6 +123,8 @@ class JobAccounts:
         self._had_keys = any(spec.key is not None for spec in config.jobs.values())
         self._take_specs(config.jobs)
         self._jobs: dict[str, JobAccount] = {}
+        self._meters: dict[str, GpuMeter] = {}
+        """Of declared jobs without an account: what they have used of serving GPUs is not forgotten."""
         self.revision = 0
         """Grows when a job comes, leaves, gets other limits or asks for another model or run."""
 
@@ -140,13 +145,18 @@ class JobAccounts:
 
     def without_account(self) -> list[JobAccount]:
         """Returns what an account would show of each job that was declared and has none: it is idle."""
-        return [JobAccount(name, spec, 0.0) for name, spec in self._specs.items() if name not in self._jobs]
+        return [self._new(name, 0.0) for name in self._specs if name not in self._jobs]
+
+    def _new(self, name: str, now: float) -> JobAccount:
+        job = JobAccount(name, self.spec(name), now)
+        job.serving_gpus = self._meters.get(name, job.serving_gpus)
+        return job
 
     def get(self, name: str, now: float) -> JobAccount:
         """Returns a job's account and opens it if there is none."""
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = JobAccount(name, self.spec(name), now)
+            job = self._jobs[name] = self._new(name, now)
             job.num_routers = self.num_routers
             self.revision += 1
         job.last_active = now
@@ -249,15 +259,20 @@ class JobAccounts:
 
         Raises: ValueError if it contradicts another job or the router's run.
         """
-        declared = self._declared.get(name)
+        declared, before = self._declared.get(name), self.spec(name).key
         if spec is None or declared is None:
             spec = spec or declared
         else:
             spec = RouterJob(**{**_set_in(declared), **_set_in(spec)})
         others = {other: each for other, each in self._specs.items() if other != name}
         self._take_specs({**others, **({name: spec} if spec is not None else {})})
-        if (job := self._jobs.get(name)) is not None:
+        job = self._jobs.get(name)
+        if job is not None:
             job.spec = self.spec(name)
+        if self.spec(name).key != before:  # the name is another job's from now on
+            self._meters.pop(name, None)
+            if job is not None:
+                job.serving_gpus = GpuMeter()
         self.revision += 1
 
     def forget(self, name: str) -> None:
@@ -289,4 +304,6 @@ class JobAccounts:
                 job.last_active = now
             elif now - job.last_active > self._job_idle_s:
                 del self._jobs[name]
+                if name in self._specs:
+                    self._meters[name] = job.serving_gpus
                 self.revision += 1

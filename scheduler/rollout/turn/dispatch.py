@@ -145,7 +145,7 @@ class Dispatcher:
 
     def release(self, place: Place, num_tokens: int = 0) -> None:
         """Frees a place whose turn has left; `num_tokens` were generated there."""
-        self._places.release(place, num_tokens)
+        self._places.release(place, num_tokens, self._clock())
         self.pump()
 
     def pump(self) -> None:
@@ -166,9 +166,14 @@ class Dispatcher:
     def is_paused(self) -> bool:
         return self._places.is_paused
 
+    def end_loans(self) -> None:
+        """Takes back the serving GPUs of a job that was forgotten, also while no turn waits for one."""
+        self._places.lend(self._clock())
+        self.pump()
+
     def lend_anew(self) -> None:
         """Chooses each job's serving GPUs again by their recent usage."""
-        self._places.lend_anew(self._clock())
+        self._places.lend(self._clock(), begins_anew=True)
         self.pump()
 
 

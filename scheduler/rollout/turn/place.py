@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rose.http import LEASE_HEADER
-from rose.scheduler.rollout.placing.views import TurnView
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.turn.accounts import JobAccount
+from rose.scheduler.rollout.turn.gpu_meter import GpuMeter
 from rose.scheduler.rollout.workers.worker import Worker
 
 
@@ -27,6 +28,8 @@ class Place:
     """Prompt tokens of this turn that the worker has to prefill."""
     ahead_tokens: float
     """Prompt tokens of other turns that the worker prefills first."""
+    meter: GpuMeter | None = None
+    """Counts how long the job uses a serving GPU; None on any other."""
     lease_headers: Mapping[str, str] = field(default_factory=dict)
     """Tells the worker under which of its leases the turn was placed, and no later one: that may be another
     job's. Empty for a worker without leases."""
@@ -53,9 +56,11 @@ class Place:
             self.worker.prefilled(took_s, self.missing_tokens + self.ahead_tokens)
             self.end_prefill()
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """Notes that the turn has left the worker."""
         self.worker.end_turn(self.job.name)
+        if self.meter is not None:
+            self.meter.end(self.worker.id, now)
         self.job.in_flight -= 1
         self.end_prefill()
 
@@ -66,8 +71,11 @@ class Place:
             self.worker.end_prefill(self.missing_tokens)
 
 
-def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> Place:
+def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker, now: float) -> Place:
     """Puts a turn on a worker; end() the place afterwards."""
+    meter = job.serving_gpus if worker.spec.kind is WorkerKind.SERVING else None
+    if meter is not None:
+        meter.begin(worker.id, worker.spec.gpus, now)
     missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
     worker.begin_turn(job.name, missing_tokens)
     job.in_flight += 1
@@ -75,4 +83,4 @@ def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker) -> 
     lease_headers = {LEASE_HEADER: f"{lease.router} {lease.fence}"} if lease is not None else {}
     lines = [f"{name}: {value}\r\n" for name, value in lease_headers.items()]
     headers = worker.openai_headers + "".join(lines).encode()
-    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens, lease_headers, headers)
+    return Place(worker, turn, job, cost, missing_tokens, ahead_tokens, meter, lease_headers, headers)

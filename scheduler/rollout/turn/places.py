@@ -107,12 +107,12 @@ class Places:
             return None
         members = self._members
         self._jobs.asked(job, turn)
-        self._lend(now)
+        self.lend(now)
         picked = self._policy.pick(turn, members.fleet, now)
         if picked is None:
             return None
         self._queue.settle(job.name, cost)  # its turns for other models may be waiting
-        return take_place(turn, job, cost, members[picked])
+        return take_place(turn, job, cost, members[picked], now)
 
     def _are_waited_for(self, wants: Wants) -> bool:
         """Whether a queued turn could run on a worker whose weights meet this."""
@@ -133,9 +133,9 @@ class Places:
         """Takes a turn out of its queue, if it is still there."""
         self._queue.remove(waiter.job.name, waiter)
 
-    def release(self, place: Place, num_tokens: int) -> None:
+    def release(self, place: Place, num_tokens: int, now: float) -> None:
         """Frees a place on which `num_tokens` were generated. Call pump() afterwards."""
-        place.end()
+        place.end(now)
         self._queue.settle(place.job.name, num_tokens - place.cost)
 
     def pump(self, now: float) -> None:
@@ -145,7 +145,7 @@ class Places:
             self._missing_since.clear()
         if self.is_paused or not len(self._queue):
             return
-        self._lend(now)
+        self.lend(now)
         self._place(now)
         if len(self._queue) and self._lend_idle(now):
             self._place(now)
@@ -194,10 +194,13 @@ class Places:
             if taken is None:
                 return
             waiter, picked = taken
-            waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked]))
+            waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked], now))
 
-    def _lend(self, now: float, *, begins_anew: bool = False) -> None:
-        """Assigns the serving GPUs again when a job or a worker came, left or changed its models or run."""
+    def lend(self, now: float, *, begins_anew: bool = False) -> None:
+        """Assigns the serving GPUs again if a job or a worker came, left or changed its models or run.
+
+        `begins_anew`: chooses all of them again by their recent usage, as at the beginning of an RL step.
+        """
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
@@ -235,10 +238,6 @@ class Places:
         for worker in changed:
             self._hand(worker, lent[worker.id])
         return bool(changed)
-
-    def lend_anew(self, now: float) -> None:
-        """Chooses the serving GPUs again by their recent usage, as at the beginning of an RL step."""
-        self._lend(now, begins_anew=True)
 
 
 def _serving(members: Mapping[str, Worker]) -> list[Worker]:

@@ -116,6 +116,9 @@ def _details(job: Mapping[str, Any]) -> Iterator[str]:
     yield from job["places"]
     if job["serving_gpus"] is not None and not job["is_over"]:
         yield f"may borrow {job['serving_gpus']} serving GPU{'' if job['serving_gpus'] == 1 else 's'}"
+    if job["serving_gpu_s"]:
+        dollars = f", ${job['serving_dollars']:.2f}" if job["serving_dollars"] else ""
+        yield f"has used {job['serving_gpu_s'] / 3600:.4g} GPU hours of serving GPUs{dollars}"
     for move in job["moves"]:
         pause = f"paused {move['pause_s']:.1f} s" if move["pause_s"] is not None else "on its way"
         yield f"moved from {move['from']['group']} to {move['to']['group']} ({pause})"

@@ -251,6 +251,14 @@ class ClusterScheduler:
     def router_heard(self, news: RouterNews) -> None:
         """The router has been told of loans, or could not be told."""
         self._state.loans.heard(news)
+        for job, used_s in news.used_s.items():
+            record = self._state.jobs.get(job)
+            if record is not None and "borrow" in record.spec and record.borrowed.take(used_s):
+                self._state.changed(job)
+        for loan in news.forgotten:
+            if (record := self._state.jobs.get(loan.job)) is not None:
+                record.borrowed.seen_s.clear()
+                self._state.changed(loan.job)
 
     def take_batch(self) -> Batch:
         """Returns the changes and answers since the last call."""

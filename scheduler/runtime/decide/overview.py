@@ -116,6 +116,8 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "moves": [each.describe() for each in record.moves],
         "note": record.note,
         "serving_gpus": state.loans.num_gpus(name),
+        "serving_gpu_s": record.borrowed.gpu_s,
+        "serving_dollars": record.borrowed.gpu_s / 3600 * state.cluster.pools.serving_dollars_per_gpu_hour,
         **_preemption(state, name, now),
     }
 

@@ -5,6 +5,7 @@ count, and what the present one has taken beyond its SLO. A job banks the time t
 it did not use, and a job that used more may not be slowed at all.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -161,6 +162,24 @@ MAX_OVERTAKEN = 16
 """Small jobs may fill what a large one leaves idle, but only so many of them."""
 
 
+class BorrowedTime(msgspec.Struct, kw_only=True):
+    """How long a job's turns have used serving GPUs. A router that starts anew counts from zero again."""
+
+    gpu_s: float = 0.0
+    """GPU-seconds at all routers since the job was submitted."""
+    seen_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """What each router said last."""
+
+    def take(self, used_s: Mapping[str, float]) -> bool:
+        """Takes in what routers say. Returns whether that is more than before."""
+        before_s = self.gpu_s
+        for router, now_s in used_s.items():
+            seen_s = self.seen_s.get(router, 0.0)
+            self.gpu_s += now_s - seen_s if now_s >= seen_s else now_s
+            self.seen_s[router] = now_s
+        return self.gpu_s > before_s
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
     """One job. Its times are of `clock`: they mean nothing to a scheduler that has another one."""
 
@@ -215,6 +234,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     since_s: float | None = None
     """When the iteration that it is in began; None: the job has never been started."""
     clock: str = ""
+    borrowed: BorrowedTime = msgspec.field(default_factory=BorrowedTime)
 
     @property
     def is_next(self) -> bool:

@@ -26,8 +26,13 @@ CHECK_S = 5.0
 RETRY_S = 0.5
 """The time until the next try, for a router that does not answer or that refuses something."""
 TIMEOUT_S = 10.0
+USED_TIMEOUT_S = 2.0
+"""For what other routers than the one that is told say of the jobs' use of serving GPUs."""
 _SAID = ("run_id", "model", "weight", "max_serving_gpus")
 """The fields of a loan that the router shows. It shows no keys."""
+
+_Jobs = Mapping[str, Mapping[str, Any]]
+"""A router's jobs, as its /admin/jobs shows them."""
 
 
 def admin_key(router: RouterSpec | None, settings: Settings) -> str:
@@ -55,6 +60,7 @@ class FleetRouter:
         """None: the scheduler has said nothing yet."""
         self._problem: str | None = None
         self._forgotten: list[Loan] = []
+        self._used: dict[str, dict[str, float]] = {}
         self._told: dict[str, Loan] = {}
         """What the router has taken from this process, by job. Of the thread alone."""
         threading.Thread(target=self._run, name="rose-fleet-router", daemon=True).start()
@@ -71,10 +77,11 @@ class FleetRouter:
             self._has_changed.set()
 
     def news(self) -> RouterNews:
-        """Returns the router's state, and what it has forgotten since the last call."""
+        """Returns the router's state, and what it has forgotten and measured since the last call."""
         with self._lock:
             forgotten, self._forgotten = tuple(self._forgotten), []
-            return RouterNews(problem=self._problem, forgotten=forgotten)
+            used, self._used = self._used, {}
+            return RouterNews(problem=self._problem, forgotten=forgotten, used_s=used)
 
     def _run(self) -> None:
         while True:
@@ -90,7 +97,9 @@ class FleetRouter:
         for url in self._urls:
             try:
                 with http_client(url, key=self._key, timeout=TIMEOUT_S, ca=self._ca) as client:
-                    is_done, problem = self._told_all(client, wanted), None
+                    known = self._known(client, url, wanted)
+                    self._ask_others(url, wanted)  # before any router forgets a job
+                    is_done, problem = self._told_all(client, known, wanted), None
                 break
             except httpx.HTTPError as error:  # it is away: perhaps another one is not
                 problem = f"router {url} does not answer ({error or type(error).__name__})"
@@ -103,12 +112,36 @@ class FleetRouter:
             self._problem = problem
         return is_done
 
-    def _told_all(self, client: httpx.Client, wanted: tuple[Loan, ...]) -> bool:
-        """Raises: HTTPError; WorkerError with the first refusal, after everything else was told."""
+    def _known(self, client: httpx.Client, url: str, wanted: tuple[Loan, ...]) -> _Jobs:
+        """Returns the jobs as a router shows them, and notes how long they have used serving GPUs.
+
+        Raises: HTTPError; WorkerError.
+        """
         try:
-            known: Mapping[str, Mapping[str, Any]] = _answer(client.get("/admin/jobs")).json()["jobs"]
+            known: _Jobs = _answer(client.get("/admin/jobs")).json()["jobs"]
         except (ValueError, KeyError, TypeError) as error:
             raise WorkerError("its /admin/jobs is not that of rose router; check the address") from error
+        for loan in wanted:
+            told, shown = self._told.get(loan.job), known.get(loan.job, {})
+            is_of_loan = loan.is_over or (told is not None and told.key == loan.key)
+            if is_of_loan and (used_s := shown.get("serving_gpu_s", 0.0)):
+                with self._lock:
+                    self._used.setdefault(loan.job, {})[url] = used_s
+        return known
+
+    def _ask_others(self, told_url: str, wanted: tuple[Loan, ...]) -> None:
+        """Asks the other routers for their jobs' use of serving GPUs, which each counts for itself."""
+        for url in self._urls:
+            if url == told_url:
+                continue
+            try:
+                with http_client(url, key=self._key, timeout=USED_TIMEOUT_S, ca=self._ca) as client:
+                    self._known(client, url, wanted)
+            except (httpx.HTTPError, WorkerError) as error:  # the next look finds it
+                logger.debug("router url=%s says no use of GPUs: %s", url, error)
+
+    def _told_all(self, client: httpx.Client, known: _Jobs, wanted: tuple[Loan, ...]) -> bool:
+        """Raises: HTTPError; WorkerError with the first refusal, after everything else was told."""
         refusal: WorkerError | None = None
         is_done = True
         for loan in wanted:

@@ -35,6 +35,9 @@ class RouterNews(msgspec.Struct, frozen=True, kw_only=True):
     """Why it can't be told what it should know, for people; None: it knows everything."""
     forgotten: tuple[Loan, ...] = ()
     """Loans that were over, and that it no longer knows."""
+    used_s: Mapping[str, Mapping[str, float]] = {}
+    """The GPU-seconds of serving GPUs that turns of a job have used, by job and router, since the router has
+    known the job."""
 
 
 class Loans:

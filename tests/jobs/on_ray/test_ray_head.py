@@ -8,7 +8,7 @@ import psutil
 import pytest
 from lib.cluster.ray_rig import RayRig
 from lib.cluster.redis_server import RedisServer, why_no_redis
-from served_cluster import wait_until
+from served_cluster import kill, wait_until
 
 from rose.scheduler.runtime.channel.messages import Cancel
 from tests.jobs.on_ray.ray_rig import OnRay
@@ -47,6 +47,10 @@ def test_jobs_and_the_scheduler_go_on_while_the_heads_server_is_away(
         wait_until(lambda: all(done(served, name) >= 1 for name in ("a", "crashes")), "two jobs that run")
         rig.stop_head()
         wait_until(lambda: "the Ray head at" in str(served.status().get("waits_for")), "it to be noticed")
+        kill(served.status()["scheduler_pid"])
+        wait_until(
+            lambda: "the Ray head at" in str(served.status().get("waits_for")), "the next one to be told"
+        )
         before, since_s = done(served, "a"), time.monotonic()
         psutil.Process(served.notes("crashes", "phase")[-1]["pid"]).kill()
         served.submit("late", iterations=1)

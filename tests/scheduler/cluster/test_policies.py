@@ -173,6 +173,25 @@ def test_serving_gpus_go_to_the_most_rollout_bound_jobs_and_to_one_job_each() ->
     assert lend(cluster.groups.values(), Pools()) == {}
 
 
+@pytest.mark.parametrize(
+    ("price", "lent"),
+    [
+        (0.0, {"few": 8, "many": 4}),
+        (1.84, {"few": 8, "many": 4}),
+        (6.9, {"few": 8, "many": 4}),
+        (7.2, {}),
+    ],
+)
+def test_serving_gpus_are_lent_at_a_price_below_what_they_save_of_the_jobs_own_nodes(
+    price: float, lent: dict[str, int]
+) -> None:
+    cluster = Cluster(Pools(num_serving_gpus=12, serving_dollars_per_gpu_hour=price))
+    place(cluster, Solo(), job("few", 500, 100))
+    place(cluster, Solo(), job("many", 100, 100))
+    # A node of each pool costs 8 * (1.85 + 5.28) dollars an hour: 7.13 for each rollout GPU of the job.
+    assert lend(cluster.groups.values(), cluster.pools) == lent
+
+
 def test_the_baselines_look_at_memory_alone() -> None:
     for policy in (Random(random.Random(0)), Greedy()):
         cluster = Cluster(Pools())

@@ -7,6 +7,7 @@ import pytest
 
 from rose.engine.http.leases import Leases
 from rose.messages import NOTHING_PUBLISHED
+from rose.scheduler.rollout.placing.views import NOBODY
 from tests.scheduler.rollout.conftest import Client, StartRouter
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
@@ -141,3 +142,18 @@ async def test_a_gpu_whose_subscriber_has_gone_serves_the_jobs_of_its_own_weight
         assert versions(await ask(client, "a")) == ["run-a/1"]
         worker.version, worker.follows_loans = "run-b/0", True
         assert versions(await turn) == ["run-b/0"]
+
+
+async def test_the_gpu_of_a_job_that_is_forgotten_is_lent_to_nobody_though_no_turn_waits(
+    start_router: StartRouter,
+) -> None:
+    admin = {"Authorization": "Bearer the-admin"}
+    async with (
+        lent_worker("run-a/1") as worker,
+        start_router((worker, "serving"), jobs=JOBS, admin_key="the-admin") as client,
+    ):
+        assert versions(await ask(client, "a")) == ["run-a/1"]
+        async with client.http.delete(f"{client.router.url}/admin/jobs/a", headers=admin) as response:
+            assert response.status == 200
+        assert client.known(worker).owner == NOBODY
+        await until(lambda: worker.leases is not None and worker.leases.run is None)

@@ -164,7 +164,7 @@ def test_prefix_hits_teach_how_much_of_the_expected_cache_is_there() -> None:
 def test_a_turn_comes_under_the_lease_by_which_it_was_placed_and_no_later_one() -> None:
     one, job = worker(), JobAccount("math", RouterJob(), 0.0)
     one.take_status(RoutingStatus(lease=Lease(router="r", turns=4, fence=2)), 0.0)
-    place = take_place(TurnView(session="t"), job, 0.0, one)
+    place = take_place(TurnView(session="t"), job, 0.0, one, 0.0)
     one.lost("silent")
     assert place.headers == b"X-Rose-Lease: r 2\r\n"
     one.take_status(RoutingStatus(lease=Lease(router="r", turns=4, lent_to="code", fence=3)), 1.0)

@@ -126,6 +126,8 @@ def test_the_turns_of_a_job_reach_a_lent_gpu_with_the_jobs_own_weights(
         assert done["restarts"] == 0
         wait_until(lambda: "math" not in router.jobs(), "the router to forget the job")
         assert cluster.job("math")["serving_gpus"] is None
+        assert cluster.job("math")["serving_gpu_s"] > 0
+        assert "GPU hours of serving GPUs" in cluster.command("status").stdout
         assert cluster.status()["router"] == {"url": router.url, "problem": None}
 
 

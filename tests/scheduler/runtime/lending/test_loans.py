@@ -156,3 +156,24 @@ def test_jobs_that_come_and_go_leave_no_loan_behind() -> None:
     scheduler.control.router_heard(RouterNews(forgotten=scheduler.control.loans))
     scheduler.wait(0.25)
     assert not [key for key in scheduler.rows if key.startswith("loan:")]
+
+
+def test_the_borrowed_time_of_a_job_adds_up_through_restarts_of_routers_and_scheduler() -> None:
+    pools = {"serving_gpus": 8, "serving_dollars_per_gpu_hour": 2.0}
+    scheduler = Scheduler(pools=pools, router={"url": "http://a:1,http://b:2"})
+    scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
+    submit(scheduler, "math")
+
+    def heard(**used_s: float) -> float:
+        scheduler.control.router_heard(RouterNews(used_s={"math": used_s}))
+        scheduler.wait(0.25)
+        return float(scheduler.job("math")["serving_gpu_s"])
+
+    assert heard(a=10.0) == 10.0
+    assert heard(a=12.0, b=3.0) == 15.0
+    scheduler.restart(5.0)
+    assert heard(a=12.0, b=3.0) == 15.0
+    assert heard(a=1.0) == 16.0, "router a has started anew"
+    scheduler.control.router_heard(RouterNews(forgotten=scheduler.control.loans))
+    assert heard(a=2.0) == 18.0, "the router has known the job anew"
+    assert scheduler.job("math")["serving_dollars"] == pytest.approx(18.0 / 3600 * 2.0)

@@ -1,0 +1,44 @@
+"""A job's use of serving GPUs: each GPU's time counts once, and outlasts the job's idle times."""
+
+import pytest
+
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
+from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.place import take_place
+from rose.scheduler.rollout.workers.worker import Worker
+
+
+def worker(kind: WorkerKind, gpus: int = 1) -> Worker:
+    found = Worker(WorkerSpec(url=f"http://{kind}:1", kind=kind, gpus=gpus), RouterConfig())
+    found.note_changes(set())
+    return found
+
+
+def test_a_gpu_counts_once_however_many_turns_run_on_it_and_only_a_serving_gpu_counts() -> None:
+    accounts = JobAccounts(RouterConfig())
+    job = accounts.get("math", 0.0)
+    lent, own = worker(WorkerKind.SERVING, gpus=2), worker(WorkerKind.DEDICATED)
+    turn = TurnView(session="t", job="math")
+    first, second = (take_place(turn, job, 0.0, lent, now) for now in (1.0, 2.0))
+    take_place(turn, job, 0.0, own, 0.0).end(9.0)
+    assert job.as_json(0, 3.0)["serving_gpu_s"] == pytest.approx(4.0)
+    first.end(4.0)
+    second.end(6.0)
+    assert job.as_json(0, 20.0)["serving_gpu_s"] == pytest.approx(10.0)
+
+
+def test_a_declared_job_keeps_its_use_through_idle_times_until_its_name_is_another_jobs() -> None:
+    accounts = JobAccounts(RouterConfig(job_idle_s=5.0))
+    job = accounts.change("math", RouterJob(key="key-of-math", run_id="run"), 0.0)
+    take_place(TurnView(session="t", job="math"), job, 0.0, worker(WorkerKind.SERVING), 0.0).end(3.0)
+    accounts.expire({}, 100.0)
+    assert accounts.find("math") is None
+    [shown] = accounts.without_account()
+    assert shown.as_json(0, 100.0)["serving_gpu_s"] == pytest.approx(3.0)
+    again = accounts.get("math", 101.0)
+    assert again.as_json(0, 101.0)["serving_gpu_s"] == pytest.approx(3.0)
+    running = take_place(TurnView(session="t", job="math"), again, 0.0, worker(WorkerKind.SERVING), 101.0)
+    accounts.put("math", RouterJob(key="key-of-another", run_id="run"))
+    running.end(105.0)
+    assert again.as_json(0, 106.0)["serving_gpu_s"] == 0.0
