@@ -3,7 +3,7 @@
 vLLM 0.32 has two faults in Mamba2: the convolution ignores how many drafts were accepted, and the kernel of
 the states takes the table of blocks, which has a column for each draft, for a list of one block per request.
 It has one in gated delta nets: after a step with fewer drafts than it is configured for, the inputs that the
-convolution keeps have old ones of the block between them (gdn_attention.py:554).
+convolution keeps have old ones of the block between them (line 554 of its module gdn_attention).
 """
 
 from typing import Any
