@@ -117,7 +117,7 @@ def test_both_ranks_of_both_engines_answer_as_stock_vllm_while_slabs_move_in_bot
         expected = {role: one.result() for role, one in references.items()}
         pools = node.observe()
         before, wave = [num_moves(pool) for pool in pools], 0
-        while min(num_moves(pool) - old for pool, old in zip(pools, before, strict=True)) < 2 * NUM_SLABS:
+        while min(num_moves(pool) - old for pool, old in zip(pools, before, strict=True)) < NUM_SLABS:
             assert wave < MAX_WAVES, [num_moves(pool) for pool in pools]
             node.begin_rl_step(wave + 1)
             sent = {
