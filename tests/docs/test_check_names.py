@@ -31,7 +31,7 @@ def check() -> ModuleType:
     ],
 )
 def test_names_that_exist_pass(check: ModuleType, text: str) -> None:
-    assert list(check.missing(check.Tree(), text)) == []
+    assert list(check.missing(check.Known(), text)) == []
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_names_that_exist_pass(check: ModuleType, text: str) -> None:
     ],
 )
 def test_names_that_do_not_exist_are_found(check: ModuleType, text: str, name: str) -> None:
-    assert list(check.missing(check.Tree(), text)) == [name]
+    assert list(check.missing(check.Known(), text)) == [name]
 
 
 def test_docstrings_and_comments_are_read_and_code_is_not(check: ModuleType, tmp_path: Path) -> None:
