@@ -179,6 +179,8 @@ def _constant(num_ranks: int) -> dict[str, Any]:
         "host": "local",
         "places": [],
         "serving_gpus": None,
+        "serving_gpu_s": 0.0,
+        "serving_dollars": 0.0,
         "attempt": 1,
         "restarts": 0,
         "num_ranks": num_ranks,

@@ -28,6 +28,8 @@ JOB: dict[str, Any] = {
     "note": "",
     "places": [],
     "serving_gpus": None,
+    "serving_gpu_s": 0.0,
+    "serving_dollars": 0.0,
 }
 
 
