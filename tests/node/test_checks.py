@@ -116,6 +116,8 @@ def test_adapters_whose_versions_could_never_change_are_refused_before_anything_
 def test_adapters_of_an_engine_with_pipeline_parallelism_are_refused_before_anything_starts(
     flags: tuple[str, ...],
 ) -> None:
-    with pytest.raises(ConfigError, match="no pipeline parallelism, and --pipeline-parallel-size is 2"):
+    with pytest.raises(
+        ConfigError, match="don.t work with pipeline parallelism, and --pipeline-parallel-size is 2"
+    ):
         checks.check_adapters(_with_adapters("--max-loras", "5", *flags))
     checks.check_adapters(_with_adapters("--max-loras", "5"))
