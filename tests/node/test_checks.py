@@ -117,7 +117,7 @@ def test_adapters_of_an_engine_with_pipeline_parallelism_are_refused_before_anyt
     flags: tuple[str, ...],
 ) -> None:
     with pytest.raises(
-        ConfigError, match="don.t work with pipeline parallelism, and --pipeline-parallel-size is 2"
+        ConfigError, match=r"don.t work with pipeline parallelism, and --pipeline-parallel-size is 2"
     ):
         checks.check_adapters(_with_adapters("--max-loras", "5", *flags))
     checks.check_adapters(_with_adapters("--max-loras", "5"))
