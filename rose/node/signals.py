@@ -52,9 +52,15 @@ def take_sigterm_as_sigint() -> None:
     """SIGTERM raises KeyboardInterrupt, as SIGINT does. Main thread only.
 
     In asyncio.Runner both cancel what runs in its loop; an exception from a handler would break into it.
+    Later SIGTERMs are ignored, so that they can't cut the clean-up short.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -101,24 +101,17 @@ class _RouterClient(VLLMClient):
 
     def __init__(self, base_url: str, connection_timeout: float) -> None:
         """Raises: ConnectionError."""
-        settings = Settings.from_environment()
-        self._ca = settings.tls_ca
+        self._settings = Settings.from_environment()
         super().__init__(base_url=base_url, connection_timeout=connection_timeout)
-        if settings.router_api_key is not None:
-            self.session.headers["Authorization"] = f"Bearer {settings.router_api_key}"
-        if self._ca is not None:
-            self.session.verify = str(self._ca)
-        statuses: dict[str, Any] = {"status_forcelist": _ASKED_AGAIN, "respect_retry_after_header": False}
-        for adapter in self.session.adapters.values():
-            adapter.max_retries = adapter.max_retries.new(connect=0, read=0, **statuses)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = _PAUSE_S) -> None:
         """Returns once the router has a worker. Raises: ConnectionError if the router drains, or can't be
         reached for ``total_timeout`` seconds."""
-        until = time.monotonic() + total_timeout
+        self._prepare_session()  # TRL asks for the models next, which may need the key
+        until, ca = time.monotonic() + total_timeout, self._settings.tls_ca
         while True:
             try:
-                with http_client(key=None, timeout=_HEALTH_TIMEOUT_S, ca=self._ca) as client:
+                with http_client(key=None, timeout=_HEALTH_TIMEOUT_S, ca=ca) as client:
                     answer = client.get(f"{self.base_url}/health")
             except httpx.HTTPError as error:
                 if time.monotonic() >= until:
@@ -129,6 +122,17 @@ class _RouterClient(VLLMClient):
                 if _is_draining(answer):
                     raise ConnectionError("the router is draining and takes no new requests")
             time.sleep(retry_interval)
+
+    def _prepare_session(self) -> None:
+        settings, session = self._settings, self.session
+        session.trust_env = False  # a proxy of the environment is not on the way to the router
+        if settings.router_api_key is not None:
+            session.headers["Authorization"] = f"Bearer {settings.router_api_key}"
+        if settings.tls_ca is not None:
+            session.verify = str(settings.tls_ca)
+        statuses: dict[str, Any] = {"status_forcelist": _ASKED_AGAIN, "respect_retry_after_header": False}
+        for adapter in session.adapters.values():
+            adapter.max_retries = adapter.max_retries.new(connect=0, read=0, **statuses)
 
 
 def _is_draining(answer: httpx.Response) -> bool:

@@ -59,7 +59,9 @@ class BorrowSpec(Section):
         int | None,
         Field(ge=1, description="N_serving, the most that it borrows; null: what its rollout nodes have"),
     ] = None
-    weight: Annotated[float, Field(gt=0, description="its part of the tokens that jobs contend for")] = 1.0
+    weight: Annotated[
+        float, Field(ge=1e-3, le=1e3, description="its part of the tokens that jobs contend for")
+    ] = 1.0
 
 
 class JobSpec(Section):

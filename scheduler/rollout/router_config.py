@@ -70,7 +70,10 @@ class RouterJob(_Settings):
     run_id: str | None = Field(default=None, description="the training run whose weights its turns get")
     model: str | None = Field(default=None, description="the model of its turns")
     weight: float = Field(
-        default=1.0, gt=0, description="part of the generated tokens under contention, relative to other jobs"
+        default=1.0,
+        ge=1e-3,
+        le=1e3,
+        description="part of the generated tokens under contention, relative to other jobs",
     )
     max_in_flight: int | None = Field(default=None, ge=1, description="the most turns that it runs at a time")
     max_serving_gpus: int | None = Field(

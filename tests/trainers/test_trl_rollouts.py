@@ -125,3 +125,11 @@ async def test_a_router_without_a_worker_is_waited_for() -> None:
         async with http.post(f"{router.url}/workers", json={"url": worker.url}) as response:
             assert response.status == 201
         assert (await asking)["completion_ids"] == [expected_tokens([1, 2], 4)]
+
+
+async def test_a_router_with_a_key_is_asked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("rose.trainers.trl")
+    monkeypatch.setenv("ROSE_ROUTER_API_KEY", "secret")
+    async with ScriptedWorker() as worker, running_router(worker.url, api_key="secret") as router:
+        answer = await asyncio.to_thread(trl.RouterRollouts(router.url), [[1, 2]], TRAINER)
+        assert answer["completion_ids"] == [expected_tokens([1, 2], 4)]

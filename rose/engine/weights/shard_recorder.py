@@ -172,11 +172,11 @@ def _model_without_memory(vllm_config: Any, live: LiveModel | None) -> torch.nn.
 
 @contextmanager
 def _own_ropes() -> Iterator[None]:
-    """A context whose rotary embeddings vLLM does not keep: a later model would get them, without memory."""
+    """A context whose new rotary embeddings vLLM does not keep: a later model would get them, without
+    memory."""
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     before = dict(_ROPE_DICT)
-    _ROPE_DICT.clear()
     try:
         yield
     finally:

@@ -67,6 +67,11 @@ def read_prompts(path: Path) -> list[Prompt]:
                 "rewards; use another one"
             )
         found.append(Prompt(prompt=prompt, columns=columns))
+        if columns.keys() != found[0].columns.keys():
+            raise ConfigError(
+                f"--fine-tune {path}: line {number} has other names than the first line, and a reward gets "
+                "each name with a value of every prompt; give all lines the same names"
+            )
     if not found:
         raise ConfigError(
             f'--fine-tune {path}: there is no prompt in it; each line is one, {{"prompt": ...}}'

@@ -201,7 +201,8 @@ def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
 def check_reward(reward: str) -> None:
     """Raises: ConfigError if there is no such module. Imports nothing: that is left to the trainer."""
     package = reward.partition(":")[0].partition(".")[0]
-    if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+    found = PathFinder.find_spec(package, [os.getcwd(), *sys.path]) or importlib.util.find_spec(package)
+    if found is None:
         raise ConfigError(
             f"{flag('reward')} {reward}: there is no module {package} in this folder or among the installed "
             "ones; put it here, or add its folder to PYTHONPATH"

@@ -47,7 +47,8 @@ class FittedTable:
             yield Padding(Text("  ".join(cells)), (0, 0, 0, _INDENT))
 
     def _table(self) -> Table:
-        title = self._title if self._title else None
+        # A Text, because rich would take an IPv6 address in a str for markup.
+        title = Text(self._title, style="italic") if self._title else None
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
         for column in self._columns:
             table.add_column(column, justify="left" if column in self._left else "right", no_wrap=True)

@@ -43,13 +43,13 @@ from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
 from rose.trainers.fine_tune.ranks import HUNG_S, Ranks
 from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward_trainer
 from rose.trainers.fine_tune.sequences import Sequences, padded
-from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
+from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines, on_one_gpu
 from rose.trainers.publishing import PublishWeights
 from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-_LIVE_S = 600.0
+_LIVE_S = HUNG_S / 2
 """How long a version may take until the engine runs it. The first one is the whole model."""
 _MEASURED_PARTS = (4, 2, 1)
 """The pieces are measured at the longest sequence's length, divided by each of these."""
@@ -146,15 +146,11 @@ def make_trainer(
         trainer = GuestTrainer(
             slack=slack,
             model=loaded.model,
-            args=TrainingArguments(**settings),
+            args=on_one_gpu(TrainingArguments(**settings)),
             train_dataset=data,
             data_collator=lambda batch: padded(batch, pad_id),
             callbacks=callbacks,
         )
-    # Reading the device counts the GPUs. The first one is the engine's; a model on several would get no
-    # grants.
-    if trainer.args.device.type == "cuda":
-        trainer.args._n_gpu = 1
     trainer.remove_callback(PrinterCallback)  # it prints a line for each step
     return trainer
 

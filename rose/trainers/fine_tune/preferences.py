@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 from rose.errors import ConfigError
 from rose.node.fine_tune.examples import Preference
 from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.trainer import on_one_gpu
 
 
 class Preferences:
@@ -57,12 +58,14 @@ def preference_trainer(
     from trl import DPOConfig, DPOTrainer
 
     pairs = settings.pop("per_device_train_batch_size")
-    arguments = DPOConfig(
-        max_length=preferences.length,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=pairs,
-        gradient_checkpointing=False,
-        **settings,
+    arguments = on_one_gpu(
+        DPOConfig(
+            max_length=preferences.length,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=pairs,
+            gradient_checkpointing=False,
+            **settings,
+        )
     )
     slack.guard(reference)
     trainer: Trainer = DPOTrainer(

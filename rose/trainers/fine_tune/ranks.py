@@ -59,8 +59,10 @@ class Ranks:
         """
         try:
             yield
-        except Exception as error:
-            if not _is_one_of_several():
+        except BaseException as raised:
+            # A stop signal may come while an error is on its way.
+            error = raised if isinstance(raised, Exception) else raised.__context__
+            if not isinstance(error, Exception) or not _is_one_of_several():
                 raise
             if isinstance(error, RoseError):
                 os._exit(report(name, error))

@@ -5,7 +5,9 @@ like those of its users. Promises that the trainer holds no grant meanwhile, and
 computed. Source: Shao et al., DeepSeekMath (2024), with TRL's default loss, the token-level one of DAPO.
 """
 
+import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +18,12 @@ from transformers import Trainer, TrainerCallback
 from rose.errors import ConfigError
 from rose.node.fine_tune.examples import Prompt
 from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.trainer import on_one_gpu
 
 logger = logging.getLogger(__name__)
+
+_ROW = "rose_row"
+"""The dataset's column with the number of the prompt."""
 
 Reward = Callable[..., Sequence[float | None]]
 """A reward function of TRL: it gets ``prompts``, ``completions``, ``completion_ids`` and the data's columns,
@@ -29,9 +35,11 @@ def load_reward(name: str) -> Reward:
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name, None)
-    except ImportError as error:
-        raise ConfigError(f"--fine-tune-reward {name}: {module_name} can't be imported ({error})") from error
-    if not callable(function):
+    except Exception as error:
+        raise ConfigError(
+            f"--fine-tune-reward {name}: {module_name} can't be imported ({error!r})"
+        ) from error
+    if not callable(function) or not hasattr(function, "__name__"):
         raise ConfigError(f"--fine-tune-reward {name}: {module_name} has no function {function_name}")
     reward: Reward = function
     return reward
@@ -76,6 +84,28 @@ class RewardedPrompts:
                 length,
             )
 
+    def judge(self) -> Reward:
+        """Returns the reward as TRL is to call it: it gets the columns as they stand in the file, while a
+        dataset would give all values of a column one type."""
+        reward = self.reward
+
+        def arguments(given: dict[str, Any]) -> dict[str, Any]:
+            columns = [self.kept[number].columns for number in given.pop(_ROW)]
+            return {**given, **{name: [each[name] for each in columns] for name in columns[0]}}
+
+        @functools.wraps(reward)
+        def judged(**given: Any) -> Sequence[float | None]:
+            return reward(**arguments(given))
+
+        @functools.wraps(reward)
+        async def judged_later(**given: Any) -> Sequence[float | None]:
+            awaited: Any = reward(**arguments(given))
+            found: Sequence[float | None] = await awaited
+            return found
+
+        later: Any = judged_later
+        return later if inspect.iscoroutinefunction(reward) else judged
+
 
 def reward_trainer(
     prompts: RewardedPrompts,
@@ -104,19 +134,21 @@ def reward_trainer(
             f"{len(prompts.kept)} prompts for {num_processes} trainer processes: add prompts, or lower "
             "--fine-tune-processes"
         )
-    arguments = GRPOConfig(
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=num_prompts * prompts.samples,
-        num_generations=prompts.samples,
-        max_completion_length=prompts.answer_tokens,
-        gradient_checkpointing=False,
-        **settings,
+    arguments = on_one_gpu(
+        GRPOConfig(
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=num_prompts * prompts.samples,
+            num_generations=prompts.samples,
+            max_completion_length=prompts.answer_tokens,
+            gradient_checkpointing=False,
+            **settings,
+        )
     )
-    rows = [{"prompt": each.prompt, **each.columns} for each in prompts.kept]
+    rows = [{"prompt": each.prompt, _ROW: number} for number, each in enumerate(prompts.kept)]
     trainer: Trainer = GRPOTrainer(
         model=model,
         args=arguments,
-        reward_funcs=prompts.reward,
+        reward_funcs=prompts.judge(),
         rollout_func=_answers(engine_url, slack),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -23,6 +23,7 @@ from rose.trainers.publishing import PublishWeights
 from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
+_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 
 _MAX_WAIT_S = 5.0
 """How long a microbatch waits for memory before it is left out."""
@@ -125,6 +126,14 @@ class PublishTrained(PublishWeights):
         if self._slack.num_trained > self._num_trained:
             self._num_trained = self._slack.num_trained
             super().on_step_end(args, state, control, **kwargs)
+
+
+def on_one_gpu(arguments: _Arguments) -> _Arguments:
+    """Keeps a trainer from the host's other GPUs. The first one is the engine's, and a model on several would
+    get no grants. Call it before the trainer is made."""
+    if arguments.device.type == "cuda":  # this counts the GPUs
+        arguments._n_gpu = 1
+    return arguments
 
 
 class StepLines(TrainerCallback):

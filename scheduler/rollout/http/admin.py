@@ -138,7 +138,7 @@ class Admin:
             job = self._plane.jobs.change(name, given, time.monotonic())
         except ValueError as error:
             raise Conflict(str(error)) from error
-        self._plane.dispatcher.pump()
+        self._plane.dispatcher.end_loans()
         await self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
         return web.json_response({name: job.as_json(0, time.monotonic())})
 

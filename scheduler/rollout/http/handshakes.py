@@ -8,6 +8,7 @@ Never does: speak HTTP (guard.py).
 """
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 1024
 _PAUSE_S = 1.0
 """The wait after a connection that could not be accepted, as when no more files may be open."""
+_NO_FAMILY = (errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
+"""The errors of a kernel without IPv6. A name such as localhost may have such an address all the same."""
 _IPV6_NETWORK = 64
 """The bits of an IPv6 address that count: a single host may have all addresses of such a network."""
 
@@ -55,11 +58,18 @@ class Handshakes:
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accepts connections at every address of the host. Returns the first address. Raises: OSError."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in dict.fromkeys((each[0], each[4]) for each in found):
-            listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+            try:
+                listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno in _NO_FAMILY:
+                    continue
+                raise
             listener.setblocking(False)
             self._listeners[listener] = loop.create_task(self._accept(listener))
+        if not self._listeners:
+            raise OSError(errno.EAFNOSUPPORT, f"the system has none of the addresses of {host}")
         own_host, own_port = next(iter(self._listeners)).getsockname()[:2]
         return str(own_host), int(own_port)
 

@@ -289,6 +289,7 @@ class JobAccounts:
             )
         self.put(name, None)
         self._jobs.pop(name, None)
+        self._meters.pop(name, None)
 
     def _take_specs(self, specs: Mapping[str, RouterJob]) -> None:
         if (problem := contradiction(specs, self._run_id)) is not None:

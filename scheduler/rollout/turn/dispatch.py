@@ -167,7 +167,7 @@ class Dispatcher:
         return self._places.is_paused
 
     def end_loans(self) -> None:
-        """Takes back the serving GPUs of a job that was forgotten, also while no turn waits for one."""
+        """Takes back the serving GPUs that jobs may no longer have, also while no turn waits for one."""
         self._places.lend(self._clock())
         self.pump()
 

@@ -35,10 +35,10 @@ def test_preferences_are_read(tmp_path: Path) -> None:
 
 def test_prompts_keep_what_else_their_reward_needs(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "q"}\n')
+    path.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "q", "answer": "a"}\n')
     assert read_prompts(path) == [
         Prompt(prompt="1+1=", columns={"answer": 2}),
-        Prompt(prompt="q", columns={}),
+        Prompt(prompt="q", columns={"answer": "a"}),
     ]
 
 
@@ -48,6 +48,7 @@ def test_prompts_keep_what_else_their_reward_needs(tmp_path: Path) -> None:
         ("", "there is no prompt in it"),
         ('{"text": "a"}', "line 1 has no prompt to answer"),
         ('{"prompt": "q"}\n{"prompt": ["q"]}', "line 2 has no prompt to answer"),
+        ('{"prompt": "q", "answer": 2}\n{"prompt": "q"}', "line 2 has other names than the first line"),
         ('{"prompt": "q", "completion": "a"}', "line 1 has completion, a name that TRL uses itself"),
     ],
 )

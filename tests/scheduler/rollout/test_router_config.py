@@ -43,6 +43,7 @@ def test_worker_flags_are_read() -> None:
     [
         ({"jobs": {"a": {"wait": 1}}}, "jobs.a.wait: unknown key; known: key, run_id, model, weight"),
         ({"jobs": {"a": {"weight": 0}}}, "jobs.a.weight"),
+        ({"jobs": {"a": {"weight": 1e307}}}, "jobs.a.weight"),
         *(({name: ""}, name) for name in ("api_key", "admin_key", "worker_api_key", "rose_key")),
         ({"prot": 1}, "prot: unknown key"),
         ({"port": 99999}, "port"),

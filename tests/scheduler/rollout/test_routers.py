@@ -190,6 +190,8 @@ async def test_what_an_admin_sets_at_one_router_is_at_the_other() -> None:
             assert plane.registry.newest._announced == {"run": 7}
         await admin(other, "DELETE", "/admin/jobs/math")
         await until(lambda: one.router.plane.jobs.holder("secret") is None)
+        # Its account is gone too: it would borrow on, without its limit.
+        assert all(job.name != "math" for job in one.router.plane.jobs)
 
 
 async def test_a_router_alone_starts_again_with_all_that_it_knew(tmp_path: Path) -> None:

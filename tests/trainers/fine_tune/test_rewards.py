@@ -44,3 +44,17 @@ def test_a_reward_is_imported_or_refused_with_one_line(name: str, message: str) 
     with pytest.raises(ConfigError, match=message) as refused:
         load_reward(name)
     assert "\n" not in str(refused.value)
+
+
+def test_a_reward_gets_the_columns_as_they_stand_in_the_file() -> None:
+    seen: list[object] = []
+
+    def reward(completions: list[str], answer: list[object], **_: object) -> list[float]:
+        seen.extend(answer)
+        return [1.0] * len(completions)
+
+    rows = [Prompt(prompt="w1", columns={"answer": each}) for each in (1, 1.5, "4", {"m": 1})]
+    judge = RewardedPrompts(rows, reward, TOKENIZER, 8, answer_tokens=4, samples=2).judge()
+    assert judge.__name__ == "reward"
+    assert judge(completions=["w1"] * 4, rose_row=[3, 2, 1, 0]) == [1.0] * 4
+    assert seen == [{"m": 1}, "4", 1.5, 1]

@@ -120,7 +120,7 @@ class AdminChanges:
             except (KeyError, ValueError, TypeError, ValidationError, WorkerError) as error:
                 logger.error("entry has no effect here: %s because=%s", key, error)
         if keys:
-            self._plane.dispatcher.pump()
+            self._plane.dispatcher.end_loans()
 
     # Effects ------------------------------------------------------------------------------------------------
 
@@ -142,8 +142,13 @@ class AdminChanges:
     def _job(self, name: str, value: Value) -> None:
         if isinstance(value, dict):
             self._plane.jobs.put(name, RouterJob(**value))
-        else:
-            self._plane.jobs.put(name, None)
+            return
+        try:
+            self._plane.jobs.forget(name)
+        except KeyError:
+            pass  # this router has not seen the job
+        except ValueError:
+            self._plane.jobs.put(name, None)  # it has requests here, which go on
 
     def _paused(self, name: str, value: Value) -> None:
         if name:

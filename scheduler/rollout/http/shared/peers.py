@@ -31,7 +31,7 @@ class Borrowing(BaseModel):
     """A job that has work at a router, as a borrower of serving GPUs."""
 
     job: str
-    weight: float = Field(gt=0)
+    weight: float = Field(ge=1e-3, le=1e3)
     max_serving_gpus: int | None = None
     wants: list[tuple[str | None, str | None]] | None = None
     """The models and runs of its turns; None if any will do."""

@@ -27,6 +27,9 @@ from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
+_MOST_DOUBLINGS = 4
+"""A worker that has been silent for a turn gets at most 16 times the time for its first token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptParts:
@@ -134,7 +137,7 @@ class TurnAttempt:
     async def _stream(self, watch: Watch, headers: bytes) -> Ending:
         worker, generation, config = self._worker, self._generation, self._parts.config
         # The turn is back at a worker that was silent: no other is left, and its prefill may take longer.
-        first_token_s = config.first_token_s * 2 ** self._journey.silences[worker.id]
+        first_token_s = config.first_token_s * 2 ** min(self._journey.silences[worker.id], _MOST_DOUBLINGS)
         watch.allow(first_token_s)
         status, text = await stream(
             self._parts.wire,
