@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ADMIN_KEY = "the-admin"
 JOB = Path(__file__).with_name("lent_job.py")
 SERVING_PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NUM_TURNS, MAX_TOKENS = 6, 24
+PAUSE_S = 0.5
 
 
 class LentFleet:
@@ -103,6 +105,15 @@ def made_by(turns: list[dict[str, Any]], iteration: int) -> set[str | None]:
     return {span["weight_version"] for span in spans}
 
 
+def serve_until(fleet: LentFleet, served: list[list[int]], is_done: Callable[[], object]) -> None:
+    """Serving's traffic, with pauses in which rollouts compute."""
+    until_s = time.monotonic() + 600
+    while not is_done():
+        assert time.monotonic() < until_s, fleet.jobs()
+        served.append(fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens)
+        time.sleep(PAUSE_S)
+
+
 def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_the_loan_ends(
     fleet: LentFleet,
 ) -> None:
@@ -113,15 +124,11 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
     with ServedCluster(fleet.folder, pools=pools, router={"url": fleet.url}) as cluster:
         assert lend(fleet, cluster, "math").error is None
         served: list[list[int]] = []
-        while not (
-            fleet.turns("run-math") or cluster.job("math")["is_over"]
-        ):  # serving's traffic, as long as the first rollout runs
-            served.append(fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens)
+        serve_until(fleet, served, lambda: fleet.turns("run-math") or cluster.job("math")["is_over"])
         worker = fleet.worker()
         assert (worker["owner"], worker["lent_run"]) == ("math", "run-math")
         hold.unlink()
-        while not cluster.job("math")["is_over"]:
-            served.append(fleet.serving.complete(SERVING_PROMPT, MAX_TOKENS).tokens)
+        serve_until(fleet, served, lambda: cluster.job("math")["is_over"])
         assert served == [alone] * len(served)
         turns = fleet.turns("run-math")
         assert len(turns) == 2 * NUM_TURNS
