@@ -109,9 +109,9 @@ class FineTuning:
                 process.send_signal(signal.SIGTERM)
             # The first one may wait for one that hangs. One that is killed while it computes with the others
             # on a GPU would have them wait.
-            for other in others:
-                other.stop(_END_S)
-            leader.stop(_SAVE_S)
+            for process, seconds in [*((other, _END_S) for other in others), (leader, _SAVE_S)]:
+                process.wait(seconds)  # a second SIGTERM would kill one that is about to end
+                process.stop(0.0)
 
     def _engine_key(self) -> str | None:
         own = self.engine.vllm_flag("--api-key")
