@@ -120,27 +120,18 @@ def make_trainer(
 ) -> Trainer:
     """Returns a trainer for the loaded model. It is a guest only if ``slack`` is among ``callbacks``."""
     settings, data = _settings(args, folder, is_cpu=not torch.cuda.is_available()), loaded.data
+    guest: dict[str, Any] = {
+        "model": loaded.model,
+        "tokenizer": loaded.tokenizer,
+        "slack": slack,
+        "settings": settings,
+        "callbacks": callbacks,
+    }
     trainer: Trainer
     if isinstance(data, Preferences):
-        trainer = preference_trainer(
-            data,
-            model=loaded.model,
-            reference=loaded.reference,
-            tokenizer=loaded.tokenizer,
-            slack=slack,
-            settings=settings,
-            callbacks=callbacks,
-        )
+        trainer = preference_trainer(data, reference=loaded.reference, **guest)
     elif isinstance(data, RewardedPrompts):
-        trainer = reward_trainer(
-            data,
-            model=loaded.model,
-            tokenizer=loaded.tokenizer,
-            engine_url=args.engine,
-            slack=slack,
-            settings=settings,
-            callbacks=callbacks,
-        )
+        trainer = reward_trainer(data, engine_url=args.engine, **guest)
     else:
         pad_id = data.pad_id
         trainer = GuestTrainer(

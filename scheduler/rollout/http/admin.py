@@ -138,7 +138,7 @@ class Admin:
             job = self._plane.jobs.change(name, given, time.monotonic())
         except ValueError as error:
             raise Conflict(str(error)) from error
-        self._plane.dispatcher.end_loans()
+        self._plane.dispatcher.lend()
         await self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
         return web.json_response({name: job.as_json(0, time.monotonic())})
 
@@ -152,7 +152,7 @@ class Admin:
             raise NotFound(f"job {name} is unknown; see GET /admin/jobs") from error
         except ValueError as error:
             raise Conflict(str(error)) from error
-        self._plane.dispatcher.end_loans()
+        self._plane.dispatcher.lend()
         await self._note("job", None, name)
         return web.json_response({"forgotten": name})
 
@@ -221,7 +221,7 @@ class Admin:
             raise BadRequest(f"version: {error}") from error
         if version is not None:
             self._plane.registry.newest.announced(version, time.monotonic())
-        self._plane.dispatcher.lend_anew()
+        self._plane.dispatcher.lend(begins_anew=True)
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         sending = asyncio.gather(*(self._send_step(worker, step) for worker in workers))
         try:

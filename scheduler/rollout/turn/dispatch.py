@@ -166,14 +166,12 @@ class Dispatcher:
     def is_paused(self) -> bool:
         return self._places.is_paused
 
-    def end_loans(self) -> None:
-        """Takes back the serving GPUs that jobs may no longer have, also while no turn waits for one."""
-        self._places.lend(self._clock())
-        self.pump()
+    def lend(self, *, begins_anew: bool = False) -> None:
+        """Takes back the serving GPUs that jobs may no longer have, also while no turn waits for one.
 
-    def lend_anew(self) -> None:
-        """Chooses each job's serving GPUs again by their recent usage."""
-        self._places.lend(self._clock(), begins_anew=True)
+        `begins_anew`: chooses each job's serving GPUs again by their recent usage.
+        """
+        self._places.lend(self._clock(), begins_anew=begins_anew)
         self.pump()
 
 

@@ -120,7 +120,7 @@ class AdminChanges:
             except (KeyError, ValueError, TypeError, ValidationError, WorkerError) as error:
                 logger.error("entry has no effect here: %s because=%s", key, error)
         if keys:
-            self._plane.dispatcher.end_loans()
+            self._plane.dispatcher.lend()
 
     # Effects ------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class AdminChanges:
         version = parse_version(value.get("version")) if isinstance(value, dict) else None
         if version is not None:
             self._plane.registry.newest.announced(version, time.monotonic())
-        self._plane.dispatcher.lend_anew()
+        self._plane.dispatcher.lend(begins_anew=True)
 
     def _forgotten(self, name: str, value: Value) -> None:
         newest = self._plane.registry.newest
