@@ -1,8 +1,9 @@
 """A job of the tests whose rollouts are turns at the router, and whose trainer publishes weights.
 
 ``lent_job.py FOLDER RELAY RUN MODEL``. Each iteration asks for turns, adds a line for each to
-FOLDER/RUN.jsonl, and publishes the weights of MODEL as the run's next version. No training ends while there
-is a FOLDER/hold-RUN.
+FOLDER/RUN.jsonl, and publishes the weights of MODEL as the run's next version. A first version is published
+before the first turn, as an engine may still have another run's weights. No training ends while there is a
+FOLDER/hold-RUN.
 """
 
 import json
@@ -58,6 +59,7 @@ def iteration(progress: rose.Progress) -> None:
 
 
 try:
+    trainer.publish()
     iteration()
 finally:
     trainer.close()

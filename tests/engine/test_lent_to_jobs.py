@@ -99,10 +99,9 @@ def lend(fleet: LentFleet, cluster: ServedCluster, job: str) -> Answer:
     return cluster.submit(job, command=fleet.command(run), borrow=borrow, iterations=2)
 
 
-def made_by(turns: list[dict[str, Any]], iteration: int) -> set[str | None]:
-    """The versions of the weights that made the tokens of an iteration."""
-    spans = [span for turn in turns if turn["iteration"] == iteration for span in turn["spans"]]
-    return {span["weight_version"] for span in spans}
+def made_by(turns: list[dict[str, Any]]) -> set[str | None]:
+    """The versions of the weights that made the tokens of these turns."""
+    return {span["weight_version"] for turn in turns for span in turn["spans"]}
 
 
 def serve_until(fleet: LentFleet, served: list[list[int]], is_done: Callable[[], object]) -> None:
@@ -133,7 +132,7 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
         turns = fleet.turns("run-math")
         assert len(turns) == 2 * NUM_TURNS
         assert all(len(turn["tokens"]) == MAX_TOKENS for turn in turns)
-        assert made_by(turns, 1) == {"run-math/0"}
+        assert made_by(turns) <= {"run-math/0", "run-math/1"}
         wait_until(lambda: "math" not in fleet.jobs(), "the router to forget the job")
         wait_until(lambda: not fleet.worker()["owner"], "the end of the loan")
         done = cluster.job("math")
