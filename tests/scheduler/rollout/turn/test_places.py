@@ -6,7 +6,7 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.cost import CostPolicy
 from rose.scheduler.rollout.placing.policy import PaperPolicy, PlacementPolicy
 from rose.scheduler.rollout.placing.views import TurnView
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.places import Places, Waiter
@@ -19,8 +19,8 @@ LONG = TurnView(session="long", prompt_tokens=100_000, expected_tokens=4_000)
 class OneWorker:
     """A worker of known speed with room for two turns, at which short turns always wait."""
 
-    def __init__(self, policy: PlacementPolicy) -> None:
-        config, self.now = RouterConfig(turns_per_gpu=2), 0.0
+    def __init__(self, policy: PlacementPolicy, **jobs: RouterJob) -> None:
+        config, self.now = RouterConfig(turns_per_gpu=2, jobs=jobs), 0.0
         members, worker = Members(), Worker(WorkerSpec(url="http://gpu:1"), config)
         members.add(worker)
         worker.seen(0.0)
@@ -44,16 +44,23 @@ class OneWorker:
         waiter = Waiter(turn, self._jobs.get(turn.job, self.now), turn.expected_tokens, placed)
         self._places.enqueue(waiter, is_first=is_first)
 
-    def come_short(self, job: str = "default") -> None:
+    def come_short(self) -> None:
         self._num_short += 1
-        self.come(TurnView(session=f"{self._num_short}", job=job, prompt_tokens=10, expected_tokens=10))
+        self.come(TurnView(session=f"{self._num_short}", prompt_tokens=10, expected_tokens=10))
 
-    def step(self, job: str = "default") -> None:
+    def step(self) -> None:
         """One turn ends, and one short turn comes."""
+        self.come_short()
+        self.end_turn()
+
+    def end_turn(self) -> None:
         self.now += 0.1
-        self.come_short(job)
         self._places.release(self._running.pop(0), 10, self.now)
         self._places.pump(self.now)
+
+    @property
+    def num_queued(self) -> int:
+        return self._places.num_queued
 
     @property
     def sessions(self) -> set[str]:
@@ -91,3 +98,19 @@ def test_a_long_turn_of_one_job_waits_for_as_many_tokens_of_another_as_it_costs(
         one.step()
         num_steps += 1
     assert 10 * num_steps <= 4_000 + 512
+
+
+def test_a_job_of_higher_priority_is_placed_next_and_one_of_lower_priority_last() -> None:
+    one = OneWorker(CostPolicy(), urgent=RouterJob(priority=2), idle=RouterJob(priority=-1))
+    for name in ("idle", "urgent"):
+        one.come(TurnView(session=name, job=name, prompt_tokens=10, expected_tokens=4_000))
+    one.step()
+    assert "urgent" in one.sessions
+    for _ in range(100):
+        one.step()
+        assert "idle" not in one.sessions
+    while one.num_queued > 1:
+        one.end_turn()
+    assert "idle" not in one.sessions
+    one.end_turn()
+    assert "idle" in one.sessions
