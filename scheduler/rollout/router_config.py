@@ -137,7 +137,7 @@ class RouterConfig(_Settings):
         description="file of rose profile --concurrency that sets turns_per_gpu (ROSE Appendix A)",
     )
     max_sessions: int = Field(
-        default=65536, ge=1, description="the most trajectories whose worker is remembered"
+        default=131072, ge=1, description="the most trajectories whose worker is remembered"
     )
     max_fingerprints: int = Field(
         default=8192,
