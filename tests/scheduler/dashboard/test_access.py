@@ -31,7 +31,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def status(url: str, auth: tuple[str, str] | None = None, **headers: str | bytes) -> int | None:
     """What a request is answered; None: nothing listens yet."""
-    given = {name: value.encode() if isinstance(value, str) else value for name, value in headers.items()}
+    given = [
+        (name.encode(), each.encode() if isinstance(each, str) else each) for name, each in headers.items()
+    ]
     basic = httpx.BasicAuth(*auth) if auth is not None else None
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         try:
