@@ -49,6 +49,8 @@ class Settings:
     """The bearer key that clients of the router need on /v1 (ROSE_ROUTER_API_KEY)."""
     router_url: str | None = None
     """Where a job's trainer finds its routers (ROSE_ROUTER_URL); the job scheduler sets it."""
+    dashboard_key: str | None = None
+    """The key of the job scheduler's dashboard (ROSE_DASHBOARD_KEY); None leaves it open."""
     worker_api_key: str | None = None
     """The bearer key that workers want on /v1, vLLM's --api-key (ROSE_WORKER_API_KEY)."""
     tls_ca: Path | None = None
@@ -77,6 +79,7 @@ class Settings:
             member_key=variables.get("ROSE_ROUTER_MEMBER_KEY") or None,
             router_api_key=variables.get("ROSE_ROUTER_API_KEY") or None,
             router_url=variables.get("ROSE_ROUTER_URL") or None,
+            dashboard_key=variables.get("ROSE_DASHBOARD_KEY") or None,
             worker_api_key=variables.get("ROSE_WORKER_API_KEY") or None,
             tls_ca=Path(variables["ROSE_TLS_CA"]) if variables.get("ROSE_TLS_CA") else None,
             channel=variables.get("ROSE_CHANNEL") or None,

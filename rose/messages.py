@@ -1,7 +1,11 @@
-"""The pydantic bodies that pass between an engine, its router and its subscriber.
+"""The pydantic bodies that pass between an engine, its router and its subscriber, and what a router and a job
+scheduler have to write alike.
 
 None of them is made per token or per step.
 """
+
+import hashlib
+import hmac
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -254,6 +258,11 @@ def parse_version(text: str | None) -> WeightVersion | None:
     if not run_id or not number.isdigit():
         raise WorkerError(f"weight version {text!r}: want RUN/NUMBER")
     return WeightVersion(run_id=run_id, number=int(number))
+
+
+def key_proof(key: str, meter: str) -> str:
+    """Returns what tells those who know a job's key, and nobody else, that a router's meter counts for it."""
+    return hmac.new(key.encode(), meter.encode(), hashlib.sha256).hexdigest()
 
 
 class RlStep(BaseModel):

@@ -81,8 +81,14 @@ COMMANDS: dict[str, tuple[Make, list[str]]] = {
     "router": (lambda _: ["router", "--host", EVERYWHERE], ["ROSE_ROUTER_API_KEY", "ROSE_ROUTER_ADMIN_KEY"]),
     "relay": (lambda _: ["relay", "--host", EVERYWHERE], ["ROSE_KEY"]),
     "mooncake": (lambda _: ["relay", "--kind", "mooncake", "--host", EVERYWHERE], []),
-    "dashboard": (lambda _: ["sched", "dashboard", "--http", f"{EVERYWHERE}:{free_port()}"], []),
-    "sched serve": (lambda _: ["sched", "serve", "--http", f"{EVERYWHERE}:{free_port()}"], []),
+    "dashboard": (
+        lambda _: ["sched", "dashboard", "--http", f"{EVERYWHERE}:{free_port()}"],
+        ["ROSE_DASHBOARD_KEY"],
+    ),
+    "sched serve": (
+        lambda _: ["sched", "serve", "--http", f"{EVERYWHERE}:{free_port()}"],
+        ["ROSE_DASHBOARD_KEY"],
+    ),
     "ray relay": (lambda f: ["ray", "up", ray_file(f, relay={})], ["ROSE_KEY"]),
     "ray router": (
         lambda f: ["ray", "up", ray_file(f, router={})],

@@ -23,10 +23,13 @@ NICE = 10
 class DashboardProcess:
     """The supervised process. ``check`` starts it again, whatever ended it."""
 
-    def __init__(self, http: str, channel: str, *, is_insecure: bool) -> None:
-        """Starts nothing. Raises: ConfigError if nothing can, or may, listen on ``http``."""
+    def __init__(self, http: str, channel: str, key: str | None, *, is_insecure: bool) -> None:
+        """Starts nothing. ``key``: as the process finds it in the environment.
+
+        Raises: ConfigError if nothing can, or may, listen on ``http``.
+        """
         address = Address.parse(http)
-        address.check_exposure(is_insecure=is_insecure)
+        address.check_exposure(key, is_insecure=is_insecure)
         check_port_free(address.host, address.port)
         module = "rose.scheduler.dashboard.server"
         self._argv = [sys.executable, "-m", module, "--http", str(address), "--channel", channel]

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     specs = _read(arguments.jobs)
     pairing = _pairing(specs, cores, arguments)
     folder = make_private_dir(arguments.folder.absolute(), "choose another with --folder")
-    page = make_page(arguments)
+    page = make_page(arguments, settings)
     # Threads that spin for work would take the core from threads that have work.
     default_variable("OMP_WAIT_POLICY", "PASSIVE")
     with StopOnSignals():

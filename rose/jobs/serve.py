@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else ServeSpec()
     admin_key(cluster.router, settings)  # refused here, where its user looks
     make_engine = _engine(cluster, arguments.channel, folder, settings)
-    page = make_page(arguments)
+    page = make_page(arguments, settings)
     with StopOnSignals():
         node.start()
         try:
@@ -200,11 +200,12 @@ def add_folder_and_page(parser: CommandParser, settings: Settings) -> None:
     add_insecure_flag(parser)
 
 
-def make_page(arguments: argparse.Namespace) -> DashboardProcess | None:
+def make_page(arguments: argparse.Namespace, settings: Settings) -> DashboardProcess | None:
     """Returns the dashboard that these flags ask for. Raises: ConfigError if it can't, or may not, listen."""
     if arguments.http is None:
         return None
-    return DashboardProcess(arguments.http, arguments.channel, is_insecure=arguments.insecure)
+    key, is_insecure = settings.dashboard_key, arguments.insecure
+    return DashboardProcess(arguments.http, arguments.channel, key, is_insecure=is_insecure)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ class Address:
             raise ConfigError(f"--http {text!r}: port {port!r}, expected 1 to 65535; write it like {DEFAULT}")
         return cls(host=bare, port=int(port))
 
-    def check_exposure(self, *, is_insecure: bool) -> None:
-        """Raises: ConfigError if others than this machine would reach it: the dashboard knows no keys."""
-        check_exposure("--http", self.host, {}, is_insecure=is_insecure)
+    def check_exposure(self, key: str | None, *, is_insecure: bool) -> None:
+        """Raises: ConfigError if others than this machine would reach the dashboard without a key."""
+        check_exposure("--http", self.host, {"ROSE_DASHBOARD_KEY": key}, is_insecure=is_insecure)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -22,7 +22,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rose.arguments import add_insecure_flag, run_command
+from rose.config import Settings
 from rose.errors import ConfigError
+from rose.scheduler.dashboard.access import asks_for
 from rose.scheduler.dashboard.address import DEFAULT, Address
 from rose.scheduler.dashboard.feed import Feed
 from rose.scheduler.dashboard.metrics import prometheus_text
@@ -44,18 +46,18 @@ def main(argv: Sequence[str]) -> int:
     )
     add_insecure_flag(parser)
     arguments = parser.parse_args(argv)
-    address = Address.parse(arguments.http)
-    address.check_exposure(is_insecure=arguments.insecure)
+    address, key = Address.parse(arguments.http), Settings.from_environment().dashboard_key
+    address.check_exposure(key, is_insecure=arguments.insecure)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(_serve(address, Feed(arguments.channel)))
+    asyncio.run(_serve(address, key, Feed(arguments.channel)))
     return 0
 
 
-async def _serve(address: Address, feed: Feed) -> None:
+async def _serve(address: Address, key: str | None, feed: Feed) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(build_app(feed), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(build_app(feed, key), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, address.host, address.port).start()
@@ -70,8 +72,8 @@ async def _serve(address: Address, feed: Feed) -> None:
     feed.close()
 
 
-def build_app(feed: Feed) -> web.Application:
-    """The three routes."""
+def build_app(feed: Feed, key: str | None) -> web.Application:
+    """The three routes, for those who give the key."""
     page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
     page = page.replace("{{example}}", html.escape(EXAMPLE))
     headers = {"Content-Security-Policy": _policy(page), **_UNCACHED}
@@ -91,7 +93,7 @@ def build_app(feed: Feed) -> web.Application:
         text = prometheus_text(seen["cluster"] if seen["is_reachable"] else None)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application()
+    app = web.Application(middlewares=[asks_for(key)])
     app.add_routes([web.get("/", show), web.get("/api/v1/state", state), web.get("/metrics", metrics)])
     return app
 

@@ -75,6 +75,12 @@ class RouterJob(_Settings):
         le=1e3,
         description="part of the generated tokens under contention, relative to other jobs",
     )
+    priority: int = Field(
+        default=0,
+        ge=-1000,
+        le=1000,
+        description="while its turns wait for a worker, those of jobs of lower priority wait longer",
+    )
     max_in_flight: int | None = Field(default=None, ge=1, description="the most turns that it runs at a time")
     max_serving_gpus: int | None = Field(
         default=None, ge=0, description="the most serving GPUs that it may borrow: N_serving (ROSE §4)"
@@ -131,7 +137,7 @@ class RouterConfig(_Settings):
         description="file of rose profile --concurrency that sets turns_per_gpu (ROSE Appendix A)",
     )
     max_sessions: int = Field(
-        default=65536, ge=1, description="the most trajectories whose worker is remembered"
+        default=131072, ge=1, description="the most trajectories whose worker is remembered"
     )
     max_fingerprints: int = Field(
         default=8192,

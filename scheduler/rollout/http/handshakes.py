@@ -3,7 +3,8 @@
 Owns: the listening sockets of a router that serves HTTPS, and the connections whose handshake is not
 finished.
 Promises: an address has at most `most` unfinished handshakes, each ends within `limit_s`, and each is counted
-once by its result. A connection for which there is no room is closed before it costs a handshake.
+once by its result. A connection for which there is no room is closed before it costs a handshake. What goes
+wrong with one connection ends none of the others, and is logged.
 Never does: speak HTTP (guard.py).
 """
 
@@ -49,11 +50,12 @@ class Handshakes:
         self._limit_s = limit_s
         self._unfinished: Counter[str] = Counter()
         """The number of unfinished handshakes by address."""
+        self._num_unfinished = 0
         self._listeners: dict[socket.socket, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return self._unfinished.total()
+        return self._num_unfinished
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accepts connections at every address of the host. Returns the first address. Raises: OSError."""
@@ -92,16 +94,24 @@ class Handshakes:
                 logger.warning("no connection is accepted for %g s: %s", _PAUSE_S, error.strerror or error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            origin = _origin(address)
-            if self._unfinished[origin] >= self._most or not self._has_room():
-                self._counts["refused"] += 1
+            try:
+                self._take(client, address)
+            except Exception:  # of one connection: all others are still to be accepted
+                logger.exception("connection closed address=%s", address)
                 client.close()
-                self._drop_if_idle(origin)
-                continue
-            self._unfinished[origin] += 1
-            task = loop.create_task(self._shake_hands(client, origin))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+
+    def _take(self, client: socket.socket, address: tuple[Any, ...]) -> None:
+        """Begins the handshake of a connection, or closes it if there is no room."""
+        origin = _origin(address)
+        if self._unfinished.get(origin, 0) >= self._most or not self._has_room():
+            self._counts["refused"] += 1
+            client.close()
+            return
+        self._unfinished[origin] += 1
+        self._num_unfinished += 1
+        task = asyncio.get_running_loop().create_task(self._shake_hands(client, origin))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _shake_hands(self, client: socket.socket, origin: str) -> None:
         finished, result = _Finished(lambda: self._finish(origin)), "failed"
@@ -125,10 +135,8 @@ class Handshakes:
         return self._connect()
 
     def _end(self, origin: str) -> None:
+        self._num_unfinished -= 1
         self._unfinished[origin] -= 1
-        self._drop_if_idle(origin)
-
-    def _drop_if_idle(self, origin: str) -> None:
         if not self._unfinished[origin]:
             del self._unfinished[origin]
 

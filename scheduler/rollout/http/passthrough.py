@@ -125,7 +125,8 @@ class _WholeAttempt:
 
     async def _watched(self, request: web.Request, body: Json) -> web.StreamResponse | Ending:
         plane, worker, route = self._plane, self._worker, self._journey.route
-        watch = Watch(worker, route.deadline, run_id=route.run_id if self._adapter is None else None)
+        run_id = route.run_id if self._adapter is None else None
+        watch = Watch(worker, route.deadline, run_id=run_id, first_token_s=2 * plane.config.first_token_s)
         try:
             async with watch, probed(plane.wire, worker, watch, plane.config, route.model):
                 return await self._exchange(request, body, watch)

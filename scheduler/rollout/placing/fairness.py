@@ -1,8 +1,9 @@
 """Fairness among jobs: deficit round-robin over their queues.
 
 Owns: the queues, the deficits, Jain's index.
-Promises: while several jobs wait, each gets service in proportion to its weight, whatever the length of its
-queue and the size of its turns. A job that can't be placed holds up no other. Order within a job is kept.
+Promises: the waiting jobs of the highest priority go first. Among jobs of one priority, each gets service in
+proportion to its weight, whatever the length of its queue and the size of its turns. A job that can't be
+placed holds up no other. Order within a job is kept.
 Never does: know what an item is, or place it; the caller says what can be placed.
 """
 
@@ -82,17 +83,20 @@ def _anything(_kind: object) -> bool:
     return True
 
 
-def _equal(_job: str) -> float:
-    return 1.0
+def _equal(_job: str) -> int:
+    return 1
 
 
 class FairQueue(Generic[Item, Kind]):
     """Items of several jobs. The first job in `_queues` is the one being visited."""
 
-    def __init__(self, weight_of: Callable[[str], float] = _equal) -> None:
-        """`weight_of` returns a job's weight, more than 0. It is asked at each decision, so that a new weight
-        holds for what is waiting."""
+    def __init__(
+        self, weight_of: Callable[[str], float] = _equal, priority_of: Callable[[str], int] = _equal
+    ) -> None:
+        """`weight_of` returns a job's weight, more than 0, and `priority_of` its priority. They are asked at
+        each decision, so that a new one holds for what is waiting."""
         self._weight_of = weight_of
+        self._priority_of = priority_of
         self._queues: OrderedDict[str, _Queue[Item, Kind]] = OrderedDict()
         self._numbers = itertools.count(1)
 
@@ -158,6 +162,8 @@ class FairQueue(Generic[Item, Kind]):
         candidates = list(self._candidates(place, may_go))
         if not candidates:
             return None
+        highest = max(self._priority_of(each.job) for each in candidates)
+        candidates = [each for each in candidates if self._priority_of(each.job) == highest]
         won = min(candidates, key=lambda c: (c.rounds, c.position))
         for other in candidates:
             # Visits go round, so that jobs behind the winner have had one visit less.

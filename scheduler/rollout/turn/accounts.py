@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rose.errors import RoseError
+from rose.messages import key_proof
 from rose.scheduler.rollout.placing.borrowing import Borrower
 from rose.scheduler.rollout.placing.views import DEFAULT_JOB, TurnView, Wants
 from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, contradiction
@@ -92,6 +93,7 @@ class JobAccount:
         )
 
     def as_json(self, num_queued: int, now: float) -> dict[str, Any]:
+        key, meter = self.spec.key, self.serving_gpus.id
         return {
             **self.spec.model_dump(exclude={"key"}),
             "has_key": self.spec.key is not None,
@@ -101,6 +103,7 @@ class JobAccount:
             "turns": self.num_turns,
             "tokens": self.num_tokens,
             "serving_gpu_s": self.serving_gpus.used_s(now),
+            "serving_meter": {"id": meter, "proof": key_proof(key, meter) if key is not None else None},
             "next_turns": dict(self.next_turns),
         }
 

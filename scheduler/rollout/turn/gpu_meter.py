@@ -1,9 +1,11 @@
 """How long a job has used serving GPUs.
 
-Owns: GpuMeter. Promises: the time of a GPU counts once, however many of the job's turns run on it.
+Owns: GpuMeter. Promises: the time of a GPU counts once, however many of the job's turns run on it. No other
+meter has the same id, at any router, so what two meters say is never taken for one count.
 Never does: I/O, read a clock.
 """
 
+import uuid
 from dataclasses import dataclass, field
 
 
@@ -18,8 +20,9 @@ class _Use:
 
 @dataclass(slots=True)
 class GpuMeter:
-    """One job's use of serving GPUs, at one router."""
+    """The use of serving GPUs under one key of a job, at one router since it started."""
 
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _used_s: float = 0.0
     _uses: dict[str, _Use] = field(default_factory=dict)
     """By the workers that run turns of the job."""

@@ -1,9 +1,9 @@
 """Places on workers: which turns wait for one, and which gets the next.
 
 Owns: the jobs' queues in fair order, and which job has borrowed which serving GPU.
-Promises: each turn gets one place or one error. While several jobs wait, each gets generated tokens in
-proportion to its weight, and a job that can't be placed holds up no other. Time is an argument, so that the
-service and the simulator drive the same object.
+Promises: each turn gets one place or one error. While several jobs of one priority wait, each gets generated
+tokens in proportion to its weight, and a job that can't be placed holds up no other. Time is an argument, so
+that the service and the simulator drive the same object.
 Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 """
 
@@ -69,7 +69,9 @@ class Places:
         self._missing_since: dict[Wants, float] = {}
         self._policy = policy
         self._jobs = jobs
-        self._queue: FairQueue[Waiter, Wants] = FairQueue(lambda job: jobs.spec(job).weight)
+        self._queue: FairQueue[Waiter, Wants] = FairQueue(
+            lambda job: jobs.spec(job).weight, lambda job: jobs.spec(job).priority
+        )
         self._lent_at: tuple[int, int, int] | None = None
         """The revisions of jobs, fleet and loans at which GPUs were assigned; None: they have to be again."""
         self._entitled: dict[str, str] = {}

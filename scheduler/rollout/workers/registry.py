@@ -116,10 +116,17 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, worker: Worker) -> None:
+        is_failing = False
         while True:
             started = time.monotonic()
-            await self.beat(worker)
-            self._changed()
+            try:
+                await self.beat(worker)
+                self._changed()
+                is_failing = False
+            except Exception:  # without heartbeats the worker would seem alive for ever
+                if not is_failing:  # once, and not twice a second
+                    logger.exception("heartbeat failed, and goes on worker=%s", worker.id)
+                is_failing = True
             every_s = self._config.heartbeat_s / (_CONTESTED_RATE if worker.is_contested else 1)
             every_s = min(every_s, _UPDATING_S if worker.is_hurried else math.inf)
             with contextlib.suppress(TimeoutError):

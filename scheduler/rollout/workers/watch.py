@@ -42,11 +42,13 @@ class Watch:
         deadline: float = math.inf,
         version: WeightVersion | None = None,
         run_id: str | None = None,
+        first_token_s: float = 0.0,
     ) -> None:
         """`deadline`: the monotonic time at which the watch runs out, whatever is allowed.
 
         The watch also runs out when the worker has other weights than `version`, or weights of another run
-        than `run_id`; None: it accepts any.
+        than `run_id`; None: it accepts any. `first_token_s`: what a first token gets here, if that is more
+        than usual.
         """
         self.worker = worker
         self.deadline = deadline
@@ -54,6 +56,7 @@ class Watch:
         self.is_outdated = False
         self._version = version
         self._run_id = run_id
+        self._first_token_s = first_token_s
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self._until = math.inf
@@ -113,9 +116,10 @@ class Watch:
         self._check_version()
 
     def worker_updated(self, seconds: float) -> None:
-        """Starts the clock again; the worker has `seconds` to make its next token."""
+        """Starts the clock again; the worker has `seconds` to make its next token, which may take as long as
+        the first one."""
         if not self._is_paused:
-            self.allow(seconds)
+            self.allow(max(seconds, self._first_token_s))
         self._check_version()
 
     def _check_version(self) -> None:

@@ -182,7 +182,8 @@ class ClusterScheduler:
         if not self._state.takeovers:  # a move could take the room that a queued job waits for
             self._moves.rearrange(now)
         if self._state.loans.is_due:
-            lent = self._state.loans.decide(self._state.groups.by_name.values(), self._state.specs)
+            groups, jobs = self._state.groups.by_name.values(), self._state.jobs
+            lent = self._state.loans.decide(groups, self._state.specs, lambda name: jobs[name].number)
             for job, num_gpus in lent.items():
                 self._state.event("lent", job, serving_gpus=num_gpus)
 
@@ -251,14 +252,11 @@ class ClusterScheduler:
     def router_heard(self, news: RouterNews) -> None:
         """The router has been told of loans, or could not be told."""
         self._state.loans.heard(news)
-        for job, used_s in news.used_s.items():
-            record = self._state.jobs.get(job)
-            if record is not None and "borrow" in record.spec and record.borrowed.take(used_s):
-                self._state.changed(job)
-        for loan in news.forgotten:
-            if (record := self._state.jobs.get(loan.job)) is not None:
-                record.borrowed.seen_s.clear()
-                self._state.changed(loan.job)
+        for use in news.used:
+            record = self._state.jobs.get(use.job)
+            is_the_jobs = record is not None and record.number == use.submission
+            if record is not None and is_the_jobs and record.borrowed.take(use.meter, use.gpu_s):
+                self._state.changed(use.job)
 
     def take_batch(self) -> Batch:
         """Returns the changes and answers since the last call."""

@@ -169,7 +169,7 @@ class JobCalls:
                 group=record.group,
                 rollout_nodes=list(record.rollout_nodes),
                 num_train_nodes=self._state.groups.by_name[record.group].num_train_nodes,
-                variables=self._state.loans.variables(self._state.specs[name]),
+                variables=self._state.loans.variables(self._state.specs[name], record.number),
             )
         )
 

@@ -5,7 +5,6 @@ count, and what the present one has taken beyond its SLO. A job banks the time t
 it did not use, and a job that used more may not be slowed at all.
 """
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -162,22 +161,27 @@ MAX_OVERTAKEN = 16
 """Small jobs may fill what a large one leaves idle, but only so many of them."""
 
 
+_MAX_METERS = 256
+"""Each router has one for each of the job's keys, and those of dead routers grow no more."""
+
+
 class BorrowedTime(msgspec.Struct, kw_only=True):
-    """How long a job's turns have used serving GPUs. A router that starts anew counts from zero again."""
+    """How long a job's turns have used serving GPUs."""
 
     gpu_s: float = 0.0
     """GPU-seconds at all routers since the job was submitted."""
     seen_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """What each router said last."""
+    """What each meter said last, that which was heard last at the end. A router that starts anew has a new
+    meter, which counts from zero."""
 
-    def take(self, used_s: Mapping[str, float]) -> bool:
-        """Takes in what routers say. Returns whether that is more than before."""
-        before_s = self.gpu_s
-        for router, now_s in used_s.items():
-            seen_s = self.seen_s.get(router, 0.0)
-            self.gpu_s += now_s - seen_s if now_s >= seen_s else now_s
-            self.seen_s[router] = now_s
-        return self.gpu_s > before_s
+    def take(self, meter: str, now_s: float) -> bool:
+        """Takes in what a meter says. Returns whether that is more than before."""
+        seen_s = self.seen_s.pop(meter, 0.0)
+        self.seen_s[meter] = max(seen_s, now_s)
+        if len(self.seen_s) > _MAX_METERS:
+            del self.seen_s[next(iter(self.seen_s))]
+        self.gpu_s += max(0.0, now_s - seen_s)
+        return now_s > seen_s
 
 
 class JobRecord(msgspec.Struct, kw_only=True):

@@ -16,8 +16,9 @@ import httpx
 from rose.config import Settings
 from rose.errors import ConfigError, WorkerError
 from rose.http import http_client, urls_of
+from rose.messages import key_proof
 from rose.scheduler.runtime.job.spec import RouterSpec
-from rose.scheduler.runtime.lending.loans import Loan, RouterNews
+from rose.scheduler.runtime.lending.loans import Loan, RouterNews, Use
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class FleetRouter:
         """None: the scheduler has said nothing yet."""
         self._problem: str | None = None
         self._forgotten: list[Loan] = []
-        self._used: dict[str, dict[str, float]] = {}
+        self._used: dict[str, Use] = {}
+        """By meter, since the last call of news()."""
         self._told: dict[str, Loan] = {}
         """What the router has taken from this process, by job. Of the thread alone."""
         threading.Thread(target=self._run, name="rose-fleet-router", daemon=True).start()
@@ -80,8 +82,8 @@ class FleetRouter:
         """Returns the router's state, and what it has forgotten and measured since the last call."""
         with self._lock:
             forgotten, self._forgotten = tuple(self._forgotten), []
-            used, self._used = self._used, {}
-            return RouterNews(problem=self._problem, forgotten=forgotten, used_s=used)
+            used, self._used = tuple(self._used.values()), {}
+            return RouterNews(problem=self._problem, forgotten=forgotten, used=used)
 
     def _run(self) -> None:
         while True:
@@ -97,7 +99,7 @@ class FleetRouter:
         for url in self._urls:
             try:
                 with http_client(url, key=self._key, timeout=TIMEOUT_S, ca=self._ca) as client:
-                    known = self._known(client, url, wanted)
+                    known = self._known(client, wanted)
                     self._ask_others(url, wanted)  # before any router forgets a job
                     is_done, problem = self._told_all(client, known, wanted), None
                 break
@@ -112,7 +114,7 @@ class FleetRouter:
             self._problem = problem
         return is_done
 
-    def _known(self, client: httpx.Client, url: str, wanted: tuple[Loan, ...]) -> _Jobs:
+    def _known(self, client: httpx.Client, wanted: tuple[Loan, ...]) -> _Jobs:
         """Returns the jobs as a router shows them, and notes how long they have used serving GPUs.
 
         Raises: HTTPError; WorkerError.
@@ -122,11 +124,12 @@ class FleetRouter:
         except (ValueError, KeyError, TypeError) as error:
             raise WorkerError("its /admin/jobs is not that of rose router; check the address") from error
         for loan in wanted:
-            told, shown = self._told.get(loan.job), known.get(loan.job, {})
-            is_of_loan = loan.is_over or (told is not None and told.key == loan.key)
-            if is_of_loan and (used_s := shown.get("serving_gpu_s", 0.0)):
-                with self._lock:
-                    self._used.setdefault(loan.job, {})[url] = used_s
+            # The router may not know yet that the name is another job's, or the same job's with another key.
+            for each in (loan, self._told.get(loan.job, loan)):
+                if (use := _use(each, known.get(loan.job, {}))) is not None:
+                    with self._lock:
+                        self._used[use.meter] = use
+                    break
         return known
 
     def _ask_others(self, told_url: str, wanted: tuple[Loan, ...]) -> None:
@@ -136,7 +139,7 @@ class FleetRouter:
                 continue
             try:
                 with http_client(url, key=self._key, timeout=USED_TIMEOUT_S, ca=self._ca) as client:
-                    self._known(client, url, wanted)
+                    self._known(client, wanted)
             except (httpx.HTTPError, WorkerError) as error:  # the next look finds it
                 logger.debug("router url=%s says no use of GPUs: %s", url, error)
 
@@ -169,6 +172,14 @@ class FleetRouter:
         with self._lock:
             self._forgotten.append(loan)
         return True
+
+
+def _use(loan: Loan, shown: Mapping[str, Any]) -> Use | None:
+    """Returns what a router has counted for the loan's key; None if it is nothing, or of another key."""
+    meter, gpu_s = shown.get("serving_meter", {}), shown.get("serving_gpu_s", 0.0)
+    if not gpu_s or meter.get("proof") != key_proof(loan.key, meter.get("id", "")):
+        return None
+    return Use(job=loan.job, submission=loan.submission, meter=meter["id"], gpu_s=gpu_s)
 
 
 def _said(loan: Loan) -> dict[str, Any]:

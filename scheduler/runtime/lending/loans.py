@@ -20,12 +20,25 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     key: str
     """Of the job's turns, and of no other job's or earlier job's."""
+    submission: int = 0
+    """The job's number: another job that was submitted under this name has another one."""
     run_id: str
     model: str | None = None
     weight: float = 1.0
     max_serving_gpus: int = 0
     is_over: bool = False
     """The router is to forget the job."""
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """How long turns of a job have used serving GPUs."""
+
+    job: str
+    submission: int
+    """As the loan has it under whose key these turns came."""
+    meter: str
+    """The router's count for this key. It grows, and ends with the router's process."""
+    gpu_s: float
 
 
 class RouterNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +48,7 @@ class RouterNews(msgspec.Struct, frozen=True, kw_only=True):
     """Why it can't be told what it should know, for people; None: it knows everything."""
     forgotten: tuple[Loan, ...] = ()
     """Loans that were over, and that it no longer knows."""
-    used_s: Mapping[str, Mapping[str, float]] = {}
-    """The GPU-seconds of serving GPUs that turns of a job have used, by job and router, since the router has
-    known the job."""
+    used: tuple[Use, ...] = ()
 
 
 class Loans:
@@ -71,17 +82,20 @@ class Loans:
         loan = self._loans.get(job)
         return loan.max_serving_gpus if loan is not None and not loan.is_over else None
 
-    def variables(self, spec: RunSpec) -> dict[str, str]:
+    def variables(self, spec: RunSpec, submission: int) -> dict[str, str]:
         """Returns the variables by which the processes of a job that is placed reach the router."""
         if self._router is None or spec.borrow is None:
             return {}
         self.is_due = True
-        return self._router.variables(self._declared(spec).key)
+        return self._router.variables(self._declared(spec, submission).key)
 
-    def decide(self, groups: Iterable[Group], specs: Mapping[str, RunSpec]) -> dict[str, int]:
+    def decide(
+        self, groups: Iterable[Group], specs: Mapping[str, RunSpec], submission_of: Callable[[str], int]
+    ) -> dict[str, int]:
         """Lends anew to the members of the groups, and ends the loans of all other jobs.
 
-        specs: of these members. Returns the jobs that may borrow more or less than before, with their GPUs.
+        specs, submission_of: of these members. Returns the jobs that may borrow more or less than before,
+        with their GPUs.
         """
         self.is_due = False
         if self._router is None:
@@ -93,7 +107,7 @@ class Loans:
         for name in members:
             if specs[name].borrow is None:
                 continue
-            loan, num = self._declared(specs[name]), lent.get(name, 0)
+            loan, num = self._declared(specs[name], submission_of(name)), lent.get(name, 0)
             if loan.max_serving_gpus != num:
                 self._put(msgspec.structs.replace(loan, max_serving_gpus=num))
                 changed[name] = num
@@ -115,13 +129,14 @@ class Loans:
         rows, self._rows = self._rows, {}
         return rows
 
-    def _declared(self, spec: RunSpec) -> Loan:
+    def _declared(self, spec: RunSpec, submission: int) -> Loan:
         loan, borrow = self._loans.get(spec.name), spec.borrow
         assert borrow is not None
         if loan is None or loan.is_over:
             loan = Loan(
                 job=spec.name,
                 key=self._make_key(),
+                submission=submission,
                 run_id=borrow.run_id,
                 model=borrow.model,
                 weight=borrow.weight,

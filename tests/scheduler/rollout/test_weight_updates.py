@@ -75,6 +75,15 @@ async def test_after_an_update_the_next_token_may_take_as_long_as_a_first_one(is
         await asyncio.sleep(5 * MOMENT_S)
 
 
+async def test_an_update_takes_no_time_from_a_first_token_that_was_given_more_than_usual() -> None:
+    hasty = worker(first_token_s=MOMENT_S)
+    async with Watch(hasty, first_token_s=60) as watch:
+        watch.allow(60)
+        hasty.take_status(UPDATING, 1.0)
+        hasty.take_status(RoutingStatus(weight_version="run/2"), 2.0)
+        await asyncio.sleep(5 * MOMENT_S)
+
+
 async def test_a_worker_may_be_lost_in_the_moment_in_which_a_watch_runs_out() -> None:
     """Its other watches and its heartbeat would otherwise end with an error."""
     one = worker()

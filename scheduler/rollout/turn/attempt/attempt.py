@@ -67,6 +67,9 @@ class TurnAttempt:
         as the router knows. The worker may have a newer one already, and the stream then says so."""
         self._version = version
         self._receiver = Receiver(single, place, journey, sink, parts.records.counters, self._adapter)
+        # The turn may be back at a worker that was silent: no other is left, and its prefill takes longer.
+        num_doublings = min(journey.silences[place.worker.id], _MOST_DOUBLINGS)
+        self._first_token_s = parts.config.first_token_s * 2**num_doublings
 
     async def run(self) -> Ending:
         """Streams the request into its generation and to the sink.
@@ -115,6 +118,7 @@ class TurnAttempt:
             route.deadline,
             self._version if is_whole else None,
             route.run_id if is_whole else None,
+            self._first_token_s,
         )
         try:
             async with watch:
@@ -136,9 +140,7 @@ class TurnAttempt:
 
     async def _stream(self, watch: Watch, headers: bytes) -> Ending:
         worker, generation, config = self._worker, self._generation, self._parts.config
-        # The turn is back at a worker that was silent: no other is left, and its prefill may take longer.
-        first_token_s = config.first_token_s * 2 ** min(self._journey.silences[worker.id], _MOST_DOUBLINGS)
-        watch.allow(first_token_s)
+        watch.allow(self._first_token_s)
         status, text = await stream(
             self._parts.wire,
             worker.turn_urls[generation.path],
@@ -152,7 +154,7 @@ class TurnAttempt:
             ),
             self._receiver,
             watch,
-            first_token_s,
+            self._first_token_s,
             worker.stall_allowance_s(config),
         )
         if status == HTTPStatus.NOT_FOUND and self._adapter is not None:

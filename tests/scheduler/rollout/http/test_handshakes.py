@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,9 +12,11 @@ import aiohttp
 import pytest
 
 from rose.ports import free_port
-from rose.tls import client_context
+from rose.scheduler.rollout.http.handshakes import Handshakes
+from rose.tls import client_context, server_context
 from tests.certificates import make_certificate
 from tests.scheduler.rollout.conftest import router_process
+from tests.scheduler.rollout.waiting import until
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -123,3 +126,36 @@ async def test_connections_that_begin_no_tls_handshake_count_and_are_closed(tmp_
             assert await reader.read() == b"", "the router has closed it"
             writer.close()
         assert (await router.handshakes())["late"] == 2
+
+
+async def test_a_connection_that_makes_the_router_fail_keeps_out_no_later_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def has_room() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            raise RuntimeError("scripted")
+        return True
+
+    certificate, key = make_certificate(tmp_path)
+    counts: Counter[str] = Counter()
+    handshakes = Handshakes(
+        server_context(certificate, key), asyncio.Protocol, has_room, counts, most=4, limit_s=60
+    )
+    _, port = await handshakes.listen("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await reader.read() == b"", "it is closed"
+    writer.close()
+    _, silent = await asyncio.open_connection("127.0.0.1", port)
+    await until(lambda: len(handshakes) == 1)
+    _, secured = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(certificate))
+    await until(lambda: counts["finished"] == 1)  # by the client's word it has, a moment earlier
+    assert len(handshakes) == 1
+    for each in (silent, secured):
+        each.close()
+    await handshakes.close()
+    assert [record.levelname for record in caplog.records if "connection closed" in record.message] == [
+        "ERROR"
+    ]

@@ -108,6 +108,17 @@ def test_an_absent_job_accumulates_no_deficit() -> None:
     assert jain(got.values()) > 0.95
 
 
+def test_jobs_of_higher_priority_go_first_and_weights_count_among_equals() -> None:
+    queue: FairQueue[str, str] = FairQueue(priority_of=lambda job: {"a": 1, "b": 1}.get(job, 0))
+    for job in "cab" * 50:
+        queue.push(job, job, kind="full" if job == "b" else "k", cost=100)
+    assert [queue.take(anywhere, lambda kind: kind == "full") for _ in range(10)] == [("b", "w")] * 10
+    order = "".join(taken[0] for _ in range(140) if (taken := queue.take(anywhere)) is not None)
+    assert (order[:80].count("a"), order[:80].count("b")) == pytest.approx((40, 40), abs=3)
+    assert order[90:] == "c" * 50
+    assert len(queue) == 0
+
+
 def test_a_new_weight_holds_for_turns_that_wait_already() -> None:
     weights: dict[str, float] = {}
     queue = filled({"a": 100.0, "b": 100.0}, weights, 20_000)

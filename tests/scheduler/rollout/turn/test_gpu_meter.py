@@ -2,6 +2,7 @@
 
 import pytest
 
+from rose.messages import key_proof
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
@@ -42,3 +43,24 @@ def test_a_declared_job_keeps_its_use_through_idle_times_until_its_name_is_anoth
     accounts.put("math", RouterJob(key="key-of-another", run_id="run"))
     running.end(105.0)
     assert again.as_json(0, 106.0)["serving_gpu_s"] == 0.0
+
+
+def test_each_count_has_an_id_and_tells_those_who_know_the_key_that_it_is_theirs() -> None:
+    accounts = JobAccounts(RouterConfig(job_idle_s=5.0))
+    declared = RouterJob(key="key-of-math", run_id="run")
+
+    def meter() -> dict[str, str]:
+        [job] = [*accounts, *accounts.without_account()]
+        found: dict[str, str] = job.as_json(0, 100.0)["serving_meter"]
+        return found
+
+    accounts.change("math", declared, 0.0)
+    first = meter()
+    assert first["proof"] == key_proof("key-of-math", first["id"]) != key_proof("another", first["id"])
+    accounts.change("math", RouterJob(weight=2.0), 0.0)
+    assert meter() == first
+    accounts.expire({}, 100.0)
+    assert accounts.find("math") is None and meter() == first
+    accounts.change("math", RouterJob(key="key-of-another"), 101.0)
+    second = meter()
+    assert second["id"] != first["id"] and second["proof"] == key_proof("key-of-another", second["id"])

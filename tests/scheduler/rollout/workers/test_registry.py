@@ -1,7 +1,8 @@
-"""How a status, a token and a loss change a worker's view."""
+"""How a status, a token and a loss change a worker's view, and how heartbeats go on."""
 
 import math
 
+import aiohttp
 import pytest
 
 from rose.errors import WorkerError
@@ -14,8 +15,11 @@ from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.place import take_place
 from rose.scheduler.rollout.turn.rerouting import Rerouting
+from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+from tests.scheduler.rollout.waiting import until
 
 CONFIG = RouterConfig()
 JOURNEY = Journey(session="s", route=Route(job="j", explicit_session=None, run_id=None, deadline=math.inf))
@@ -196,3 +200,24 @@ def test_a_worker_that_became_a_stock_engine_has_no_lease() -> None:
     assert not one.view().has_room
     one.without_lease()
     assert one.view().has_room
+
+
+async def test_heartbeats_go_on_when_what_they_bring_about_fails(caplog: pytest.LogCaptureFixture) -> None:
+    num_beats = 0
+
+    def place_turns() -> None:
+        nonlocal num_beats
+        num_beats += 1
+        if num_beats in (1, 2, 4):
+            raise RuntimeError("scripted")
+
+    config = RouterConfig(heartbeat_s=0.02, lost_after_s=3600)
+    async with ScriptedWorker(pressure="pressure") as scripted, aiohttp.ClientSession() as http:
+        registry = Registry(config, http, place_turns)
+        one = registry.add(WorkerSpec(url=scripted.url, kind=WorkerKind.SERVING))
+        await until(lambda: num_beats >= 5)
+        scripted.pressure = "normal"
+        await until(lambda: one.view().eligible)
+        await registry.close()
+    failures = [record for record in caplog.records if record.exc_info is not None]
+    assert len(failures) == 2, "each failure is logged once, however long it lasts"

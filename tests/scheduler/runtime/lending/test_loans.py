@@ -7,7 +7,8 @@ import pytest
 from lone_scheduler import Scheduler
 
 from rose.scheduler.runtime.channel.messages import Answer, Cancel, Exited, Hello, SchedulerMessage, Start
-from rose.scheduler.runtime.lending.loans import Loan, RouterNews
+from rose.scheduler.runtime.decide.records import BorrowedTime
+from rose.scheduler.runtime.lending.loans import Loan, RouterNews, Use
 
 URL = "http://router:8100"
 
@@ -158,22 +159,53 @@ def test_jobs_that_come_and_go_leave_no_loan_behind() -> None:
     assert not [key for key in scheduler.rows if key.startswith("loan:")]
 
 
+def hear(scheduler: Scheduler, submission: int, **used_s: float) -> float:
+    """Tells the scheduler what meters have counted. Returns what the job has used."""
+    used = [Use(job="math", submission=submission, meter=meter, gpu_s=s) for meter, s in used_s.items()]
+    scheduler.control.router_heard(RouterNews(used=tuple(used)))
+    scheduler.wait(0.25)
+    return float(scheduler.job("math")["serving_gpu_s"])
+
+
 def test_the_borrowed_time_of_a_job_adds_up_through_restarts_of_routers_and_scheduler() -> None:
     pools = {"serving_gpus": 8, "serving_dollars_per_gpu_hour": 2.0}
     scheduler = Scheduler(pools=pools, router={"url": "http://a:1,http://b:2"})
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
     submit(scheduler, "math")
-
-    def heard(**used_s: float) -> float:
-        scheduler.control.router_heard(RouterNews(used_s={"math": used_s}))
-        scheduler.wait(0.25)
-        return float(scheduler.job("math")["serving_gpu_s"])
-
-    assert heard(a=10.0) == 10.0
-    assert heard(a=12.0, b=3.0) == 15.0
+    number = loans(scheduler)["math"].submission
+    assert hear(scheduler, number, a=10.0) == 10.0
+    assert hear(scheduler, number, a=12.0, b=3.0) == 15.0
     scheduler.restart(5.0)
-    assert heard(a=12.0, b=3.0) == 15.0
-    assert heard(a=1.0) == 16.0, "router a has started anew"
+    assert hear(scheduler, number, a=12.0, b=3.0) == 15.0
+    assert hear(scheduler, number, a_again=30.0) == 45.0, "router a has started anew, and counted much since"
+    assert hear(scheduler, number, b=2.5) == 45.0, "an older answer came late"
     scheduler.control.router_heard(RouterNews(forgotten=scheduler.control.loans))
-    assert heard(a=2.0) == 18.0, "the router has known the job anew"
-    assert scheduler.job("math")["serving_dollars"] == pytest.approx(18.0 / 3600 * 2.0)
+    assert hear(scheduler, number, b=4.0) == 46.0
+    assert scheduler.job("math")["serving_dollars"] == pytest.approx(46.0 / 3600 * 2.0)
+
+
+def test_a_job_is_not_charged_for_what_an_earlier_job_of_its_name_has_used() -> None:
+    scheduler = lending()
+    submit(scheduler, "math")
+    earlier = loans(scheduler)["math"]
+    assert hear(scheduler, earlier.submission, a=10.0) == 10.0
+    scheduler.call(Exited, job="math", attempt=1, exit_status=127, cannot_start="no such program")
+    assert hear(scheduler, earlier.submission, a=11.0) == 11.0
+    submit(scheduler, "math")
+    later = loans(scheduler)["math"]
+    assert later.submission != earlier.submission
+    assert hear(scheduler, earlier.submission, a=12.0) == 0.0
+    assert hear(scheduler, later.submission, a_later=13.0) == 13.0
+
+
+def test_a_job_that_goes_on_under_another_key_is_charged_for_both() -> None:
+    borrowed = BorrowedTime()
+    assert borrowed.take("first-key", 10.0)
+    assert borrowed.take("second-key", 25.0), "the router counts for each key by itself"
+    assert not borrowed.take("first-key", 10.0)
+    assert borrowed.gpu_s == 35.0
+    for number in range(1000):
+        borrowed.take(f"router-{number}", 1.0)
+        borrowed.take("second-key", 25.0)
+    assert borrowed.gpu_s == 1035.0
+    assert len(borrowed.seen_s) < 300
