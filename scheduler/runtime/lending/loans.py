@@ -19,7 +19,7 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     key: str
-    """Of the job's turns, and of no other job's or earlier job's."""
+    """The key that the job's turns have, and no turns of another or an earlier job."""
     run_id: str
     model: str | None = None
     weight: float = 1.0
