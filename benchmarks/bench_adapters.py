@@ -73,7 +73,7 @@ class AdapterSamples:
     """What was seen."""
 
     expected: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """By the version's parity and the prompt."""
+    """What is expected, by the version's parity and the prompt."""
     turns: list[AdapterTurn] = field(default_factory=list)
     first_s: dict[str, dict[int, float]] = field(default_factory=lambda: {"engine": {}, "router": {}})
     """When the first token of each version came, by where its turn was sent."""

@@ -49,7 +49,7 @@ class BoardSnapshot:
 
     taken_s: float
     servings: tuple[SideSnapshot, ...]
-    """By slot, for the slots that have ever been used."""
+    """One for each slot that has ever been used, in the order of slots."""
     guests: tuple[SideSnapshot, ...]
     serving: SideSnapshot
     rollout: SideSnapshot

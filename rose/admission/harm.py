@@ -172,7 +172,7 @@ class StepHarm:
     """What rollouts do to serving's own steps in a stretch of time. All requests of that time share it."""
 
     slowdown: Estimate | None
-    """By how much steps are slower in open slices; None until MIN_GROUPS groups had steps in slices of both
+    """How much slower steps are in open slices; None until MIN_GROUPS groups had steps in slices of both
     kinds."""
     num_closed_slices: int
     num_groups: int

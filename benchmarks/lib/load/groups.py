@@ -26,7 +26,7 @@ from rose.measure.rollout_load import NICE
 from rose.node.control import completion_body
 
 MEDIAN_TOKENS, SIGMA = 96, 0.8
-"""Of the lengths' logarithmic normal distribution: three quarters end within a third of the longest."""
+"""The lengths are distributed log-normally: three quarters end within a third of the longest."""
 MIN_TOKENS, MAX_TOKENS = 8, 512
 PROMPT_TOKENS = 160
 """A block of the KV cache, which the samples of a group share, and a part of another."""

@@ -49,7 +49,7 @@ MAX_DENSITY = 3.0
 """Traffic that autoscaling packs on one serving GPU, over the usual: it then computes for two thirds of the
 time. Assumed; at 6 it would compute for nine tenths (sim/twin/traffic.py)."""
 ACTIVATION_S = 5.0
-"""Of rollout weights on a serving GPU, once a job (ROSE §4.1: Qwen3-32B, at most)."""
+"""The time that rollout weights take onto a serving GPU, once a job (ROSE §4.1: Qwen3-32B, at most)."""
 HEADROOM = 0.2
 """Part of a serving GPU's memory that no rollout takes (ROSE §4.1)."""
 GPU_BYTES = 80e9 * 0.9
@@ -63,7 +63,7 @@ APPLY_S = 1.0
 CHANGED = 0.01
 """Share of elements that an RL step changes: sparsity "around 99%" (ROSE Figure 11a)."""
 ENCODE_BYTES_PER_S, DECODE_BYTES_PER_S = 4.4e9, 16.1e9
-"""Of dense weights, one core a rank: our codec's, benchmarks/bench_codec.py (measured on a CPU)."""
+"""Rates of our codec for dense weights, one core a rank: benchmarks/bench_codec.py (measured on a CPU)."""
 PROFILED_GPUS, PROFILED_TRAJECTORIES, PROFILED_GROUP = 16, 256, 8
 """The synchronous job of ROSE §2.2. Assumed: all of its GPUs do rollouts and training in turns."""
 MAX_TURNS = 200
@@ -83,7 +83,7 @@ class PaperWorkload:
     num_senders: int
     """GPUs that send new weights, also where fewer are simulated."""
     max_spot_gpus: int
-    """Of the spot trace, and of serverless functions (ROSE §6.1)."""
+    """The most GPUs of the spot trace, and of serverless functions (ROSE §6.1)."""
 
     @property
     def name(self) -> str:

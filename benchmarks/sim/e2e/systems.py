@@ -71,7 +71,7 @@ class World:
     reload: tuple[Tape, ...]
     """Engines of the autoscaled fleet, without rollouts."""
     wire_bytes: float
-    """Of a changed element, as our codec sends it."""
+    """The size of a changed element, as our codec sends it."""
 
     def transfer_s(self, gbps: float = LINK_GBPS, num_senders: int | None = None) -> float:
         """New weights from the trainer to the serving cluster, as a delta over the link.

@@ -76,7 +76,7 @@ class HarmWatch:
         self._earlier: deque[HarmWindow] = deque(maxlen=NUM_HOURS - 1)
         self._hour_began_s = time.monotonic()
         self._oldest_slice_s = -math.inf
-        """Of steps before this time nothing is known."""
+        """Nothing is known about steps before this time."""
         self._hour = self._window(HarmReport.nothing(), self._hour_began_s, -math.inf, self._hour_began_s)
         self._num_looks = 0
         self._note: str | None = NO_ROLLOUTS

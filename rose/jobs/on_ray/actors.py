@@ -75,7 +75,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A part that is ready to start its processes."""
 
     identity: str
-    """Of the actor, for `end_leftovers`."""
+    """Names the actor, for `end_leftovers`."""
     free_port: int
 
 
@@ -98,7 +98,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     """The Ray node of each of the attempt's nodes."""
     identity: str
     pids: list[int]
-    """Of its ranks."""
+    """The process ids of its ranks."""
 
 
 def folders(root: str, name: str = "") -> tuple[Path, Path]:

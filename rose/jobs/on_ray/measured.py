@@ -30,7 +30,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     """Its host's time.monotonic()."""
     resident_bytes: int
-    """Of all its processes."""
+    """The memory of all its processes."""
 
 
 def measured(folder: Path, kept: int, resident_bytes: int, now_s: float) -> Measured:

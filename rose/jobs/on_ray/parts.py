@@ -40,7 +40,7 @@ class PartRef:
     ray_node: str
     actor: Any
     identity: str = ""
-    """Of the actor on its host; empty until it has started something."""
+    """Names the actor on its host; empty until it has started something."""
     is_hung: bool = False
     """It did not answer in time, and is not waited for again."""
     kept: int | None = None

@@ -30,7 +30,7 @@ _RELAY_START_S = 120.0
 _SAVE_S = 300.0
 """How long a stopped trainer may take to save its model."""
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""By these names launchers say how many processes there are; accelerate reads them all."""
+"""Launchers give the number of processes under these names; accelerate reads them all."""
 _END_S = 10.0
 """How long it may take to end without saving."""
 

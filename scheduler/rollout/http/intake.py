@@ -28,7 +28,7 @@ from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.registry import Registry
 
 _MOST_CHARACTERS = 1024
-"""Of a session's name, which is remembered for as many sessions as max_sessions."""
+"""The limit of a session's name. Names are kept for as many sessions as max_sessions."""
 _NEAR = 0.7
 """A prompt whose estimated length is below this fraction of the context is not counted."""
 

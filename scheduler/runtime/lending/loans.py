@@ -19,7 +19,7 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     key: str
-    """Of the job's turns, and of no other job's or earlier job's."""
+    """The key that the job's turns have, and no turns of another or an earlier job."""
     submission: int = 0
     """The job's number: another job that was submitted under this name has another one."""
     run_id: str

@@ -30,7 +30,7 @@ class Core:
         self.failure: Exception | None = None
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[str | None]:
-        """Of two ranks: the first one loads what the second one may refuse."""
+        """Two ranks: the first one loads what the second one may refuse."""
         assert Path(args[-1]).is_dir()
         if method == "load_adapter":
             self.num_added += 1

@@ -101,10 +101,10 @@ def test_no_step_computes_with_weights_that_could_not_be_loaded_to_the_end(
 def test_a_rank_that_took_an_update_which_failed_on_another_one_takes_the_next(following: Following) -> None:
     from rose.engine.hooks.rank import RoseWorker
 
-    worker: Any = object.__new__(RoseWorker)
-    worker.weight_transfer_engine, worker.vllm_config = following.engine, following.config
+    following.config.additional_config = {"rose": {"role": "rollout"}}
+    worker: Any = RoseWorker(following.config, local_rank=0, rank=0, distributed_init_method="")
+    worker.weight_transfer_engine = following.engine
     worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
-    worker._weight_update_active = False
     worker.start_weight_update()
     following.receive()
     with pytest.raises(RuntimeError, match="already active"):
