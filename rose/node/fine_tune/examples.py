@@ -89,8 +89,7 @@ def _checked(path: Path, number: int, prompt: Any) -> str | Messages:
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(
             f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each line "
-            f'is {{"prompt": ...}}, a text, or {{"messages": [{_MESSAGE}, ...]}}, and whatever else the reward '
-            "needs"
+            f'is {{"prompt": ...}} or {{"messages": [{_MESSAGE}, ...]}}, with what else the reward needs'
         )
     for each in prompt:
         is_message = isinstance(each, dict) and each.keys() == {"role", "content"}

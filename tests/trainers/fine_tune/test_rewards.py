@@ -39,7 +39,8 @@ def test_a_chat_is_rendered_by_the_tokenizers_template_and_refused_without_one()
     tokenizer = word_tokenizer(numbered_words(40), 64)
     tokenizer.chat_template = (
         "{% for m in messages %}w9 {{ m['content'] }} {% if m['role'] == 'system' %}"
-        "{{ raise_exception('no system role') }}{% endif %}{% endfor %}{% if add_generation_prompt %}w8{% endif %}"
+        "{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}w8{% endif %}"
     )
     found = RewardedPrompts([row], wanted_words, tokenizer, 8, answer_tokens=4, samples=2)
     assert found.longest == 4 + len(tokenizer.encode("w9 w1 w2 w8", add_special_tokens=False)) == 8
