@@ -140,7 +140,8 @@ class _Bench:
         self.serving.profile()
         rig.start_subscriber("serving")
         self._runner: WindowRunner = window_runner(self.plan, rig, self.serving, self.serving)
-        flags = ["--pool", self._pool, "--relay", url, "--run", "finetune", "--log", str(self._lines)]
+        flags = ["--pool", self._pool, "--relay", url, "--run", "finetune"]
+        flags += ["--fine-tune-log", str(self._lines)]
         flags += ["--cpus", self._compute] if self._compute is not None else []
         argv = [sys.executable, "-m", "rose.trainers.fine_tune.command", *self._trainer_flags(), *flags]
         self._trainer = rig.start(
@@ -154,13 +155,13 @@ class _Bench:
     def _trainer_flags(self) -> list[str]:
         flags: dict[str, Any] = {
             "--model": self._model,
-            "--data": self._data,
-            "--learning-rate": LEARNING_RATE,
-            "--micro-batch": BATCH,
-            "--tokens": SEQUENCE_TOKENS,
-            "--publish-s": PUBLISH_S,
-            "--give-way-ms": GIVE_WAY_MS,
-            "--seed": self._seed,
+            "--fine-tune": self._data,
+            "--fine-tune-learning-rate": LEARNING_RATE,
+            "--fine-tune-micro-batch": BATCH,
+            "--fine-tune-tokens": SEQUENCE_TOKENS,
+            "--fine-tune-publish-s": PUBLISH_S,
+            "--fine-tune-give-way-ms": GIVE_WAY_MS,
+            "--fine-tune-seed": self._seed,
         }
         return [str(part) for pair in flags.items() for part in pair]
 

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from rose.node.fine_tune.examples import Example, read_examples
 from rose.trainers.fine_tune.callback import SlackCallback
-from rose.trainers.fine_tune.command import load, make_trainer, parser
+from rose.trainers.fine_tune.command import load, make_trainer, parse
 from rose.trainers.fine_tune.sequences import Sequences
 
 WARM_UP_STEPS = 5
@@ -46,16 +46,16 @@ def main(argv: Sequence[str]) -> int:
     flags = argparse.ArgumentParser(add_help=False)
     flags.add_argument("--evaluate", required=True, type=Path)
     own, rest = flags.parse_known_args(list(argv))
-    args = parser().parse_args([*rest, "--pool", "none", "--relay", "none", "--run", "none"])
+    place, options = parse([*rest, "--pool", "none", "--relay", "none", "--run", "none"])
     torch.set_num_threads(1)
-    loaded, times = load(args), StepClock()
+    loaded, times = load(place.model, options), StepClock()
     from transformers import AutoTokenizer
 
     examples = [each for each in read_examples(own.evaluate) if isinstance(each, Example)]
-    texts = Sequences(examples, AutoTokenizer.from_pretrained(args.model), args.tokens)
+    texts = Sequences(examples, AutoTokenizer.from_pretrained(place.model), options.tokens)
     before = mean_loss(loaded.model, texts)
     with tempfile.TemporaryDirectory() as folder:
-        make_trainer(args, loaded, SlackCallback("none"), folder, [times]).train()
+        make_trainer(options, loaded, SlackCallback("none"), folder, [times]).train()
     after = mean_loss(loaded.model, texts)
     print(json.dumps({"steps_per_s": times.steps_per_s, "before": before, "after": after}), flush=True)
     return 0

@@ -17,6 +17,9 @@ _SHAPES = (
     '{"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., "chosen": ..., "rejected": ...}'
 )
 _KEYS = ({"text"}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"})
+Messages = list[dict[str, str]]
+"""A chat: each message has a role and a content."""
+_MESSAGE = '{"role": ..., "content": ...}'
 _TAKEN = {
     *("prompts", "completion", "completions", "completion_ids"),
     *("trainer_state", "log_extra", "log_metric", "environments", "image", "images"),
@@ -45,22 +48,18 @@ class Preference:
 class Prompt:
     """A prompt that the served model answers."""
 
-    prompt: str
+    prompt: str | Messages
+    """A text, or a chat whose next message is the answer."""
     columns: dict[str, Any]
     """What else the line has, such as the right answer. The reward gets it by these names."""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads all prompts. Raises: ConfigError if the file has none, or has a line without one."""
-    found = []
+    found: list[Prompt] = []
     for number, content in _lines(path):
         columns = dict(content) if isinstance(content, dict) else {}
-        prompt = columns.pop("prompt", None)
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ConfigError(
-                f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each "
-                'line is {"prompt": ...}, a text, and whatever else the reward needs'
-            )
+        prompt = _checked(path, number, columns.pop("prompt" if "prompt" in columns else "messages", None))
         if taken := sorted({*columns} & _TAKEN):
             raise ConfigError(
                 f"--fine-tune {path}: line {number} has {', '.join(taken)}, a name that TRL uses itself for "
@@ -72,11 +71,39 @@ def read_prompts(path: Path) -> list[Prompt]:
                 f"--fine-tune {path}: line {number} has other names than the first line, and a reward gets "
                 "each name with a value of every prompt; give all lines the same names"
             )
+        if type(prompt) is not type(found[0].prompt):
+            raise ConfigError(
+                f"--fine-tune {path}: line {number} is of another kind than the first: a reward gets either "
+                "texts or chats; put them into two files"
+            )
     if not found:
         raise ConfigError(
             f'--fine-tune {path}: there is no prompt in it; each line is one, {{"prompt": ...}}'
         )
     return found
+
+
+def _checked(path: Path, number: int, prompt: Any) -> str | Messages:
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise ConfigError(
+            f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each line "
+            f'is {{"prompt": ...}} or {{"messages": [{_MESSAGE}, ...]}}, with what else the reward needs'
+        )
+    for each in prompt:
+        is_message = isinstance(each, dict) and each.keys() == {"role", "content"}
+        if not is_message or not all(isinstance(value, str) for value in each.values()):
+            raise ConfigError(
+                f"--fine-tune {path}: line {number} has a message that is not of the form {_MESSAGE}, with "
+                "texts"
+            )
+    if prompt[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"--fine-tune {path}: line {number} ends with a message of the assistant, which the served model "
+            "is to answer with itself; leave that message out"
+        )
+    return prompt
 
 
 def read_examples(path: Path) -> list[Example] | list[Preference]:

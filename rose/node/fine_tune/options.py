@@ -23,6 +23,8 @@ from rose.node.fine_tune.examples import Preference, read_examples, read_prompts
 from rose.scheduler.node.pieces import GIVE_WAY_S
 
 PREFIX = "fine_tune_"
+PUBLISH_S = 60.0
+"""Seconds between two versions, unless they are set or a reward makes each step one."""
 _PACKAGES = ("transformers", "accelerate")
 _TRL_PACKAGES = ("trl", "datasets")
 """What preferences and rewards need besides."""
@@ -66,8 +68,8 @@ class FineTuneOptions(Section):
     epochs: Annotated[int, Field(gt=0)] = 1
     """How often the data is gone through. Then the trainer ends, and serving goes on."""
     publish_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds between two versions that go live. Each empties serving's prefix cache. None: 60 s, and with a
-    reward each step, whose answers have to come from the newest weights."""
+    """Seconds between two versions that go live. Each empties serving's prefix cache. None: `PUBLISH_S`,
+    and with a reward each step, whose answers have to come from the newest weights."""
     give_way_ms: Annotated[float, Field(gt=0)] = 1000 * GIVE_WAY_S
     """How long a request may wait for a piece of training, where a layer's pass can be made so short."""
     log: Path | None = None
@@ -117,7 +119,10 @@ HELP = {
     ),
     "tokens": ("N", "tokens of an example that are trained on; the rest is cut off (default: %(default)s)"),
     "epochs": ("N", "passes over the data (default: %(default)s)"),
-    "publish_s": ("S", "seconds between two versions that go live (default: 60; with a reward, each step)"),
+    "publish_s": (
+        "S",
+        f"seconds between two versions that go live (default: {PUBLISH_S:g}; with a reward, each step)",
+    ),
     "give_way_ms": ("MS", "how long a request may wait for a piece of training (default: %(default)s)"),
     "log": ("FILE", "file that gets a JSON line for each optimizer step"),
     "output": (
@@ -136,8 +141,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--fine-tune",
         metavar="DATA",
         help='a file of JSON lines, {"text": ...}, {"prompt": ..., "completion": ...} or {"prompt": ..., '
-        '"chosen": ..., "rejected": ...}, or {"prompt": ...} with --fine-tune-reward: the model is trained '
-        "on them while it serves, and its new weights go live in the engine",
+        '"chosen": ..., "rejected": ...}, or {"prompt": ...} or {"messages": [...]} with --fine-tune-reward: '
+        "the model is trained on them while it serves, and its new weights go live in the engine",
     )
     for name, (metavar, note) in HELP.items():
         default = FineTuneOptions.model_fields[name].default

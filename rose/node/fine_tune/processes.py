@@ -127,8 +127,8 @@ class FineTuning:
             "--cpus": engine.compute_cpus,
             "--engine": engine.url if options.reward is not None else None,
             **{
-                f"--{name.replace('_', '-')}": value
-                for name, value in options.model_dump(mode="json", exclude={"processes"}).items()
+                flag(name): value
+                for name, value in options.model_dump(mode="json", exclude_unset=True).items()
             },
         }
         return [text for key, value in flags.items() if value is not None for text in (key, str(value))]

@@ -1,7 +1,8 @@
 """The trainer behind `rose serve --fine-tune`: transformers' Trainer, or TRL's for preferences and rewards,
 as a guest of the serving engine.
 
-`python -m rose.trainers.fine_tune.command --model MODEL --data FILE --pool NAME --relay URL --run RUN ...`
+`python -m rose.trainers.fine_tune.command --model MODEL --fine-tune DATA --pool NAME --relay URL --run
+RUN`, with the settings of `rose serve --fine-tune`.
 
 Owns the model that is trained, in single precision, and its optimizer. Promises one JSON line for each step
 if asked, a last version when the data ends, and exit status 0 at the end of the data and after a stop signal.
@@ -33,9 +34,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from rose.arguments import CommandParser, positive_int, run_command
+from rose.arguments import CommandParser, run_command
 from rose.errors import ConfigError
 from rose.node.fine_tune.examples import Example, Preference, read_examples, read_prompts
+from rose.node.fine_tune.options import PUBLISH_S, FineTuneOptions, add_flags, take_options
 from rose.node.signals import take_sigterm_as_sigint
 from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher, merge_for_good
 from rose.trainers.fine_tune.callback import SlackCallback
@@ -58,11 +60,20 @@ _MEASURED_PARTS = (4, 2, 1)
 def main(argv: Sequence[str]) -> int:
     """Trains until the data ends or a signal comes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    args = parser().parse_args(list(argv))
+    place, options = parse(argv)
     take_sigterm_as_sigint()
     with redirect_stdout(sys.stderr), suppress(KeyboardInterrupt), ExitStack() as stack:
-        _train(args, stack)  # transformers prints its metrics
+        _train(place, options, stack)  # transformers prints its metrics
     return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, FineTuneOptions]:
+    """Returns the model with its place beside the engine, and the settings. Raises: ConfigError."""
+    given = {key: value for key, value in vars(_parser().parse_args(list(argv))).items() if value is not None}
+    options = take_options(given)
+    if options is None:
+        raise ConfigError("--fine-tune DATA is missing: there is nothing to train on")
+    return argparse.Namespace(**{"cpus": None, "engine": None, **given}), options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +90,17 @@ class Loaded:
     """The model as it is before training, which preferences are compared with."""
 
 
-def load(args: argparse.Namespace) -> Loaded:
+def load(model_name: str, options: FineTuneOptions) -> Loaded:
     """Reads the model and the examples. Raises: ConfigError."""
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
-        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_name)
+        model: Any = AutoModelForCausalLM.from_pretrained(model_name, dtype="auto")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{args.model}: not a causal language model ({error})") from error
+        raise ConfigError(f"{model_name}: not a causal language model ({error})") from error
     published = str(model.dtype).removeprefix("torch.")
-    most = getattr(model.config, "max_position_embeddings", args.tokens)
-    length = min(args.tokens, most)
-    data = _data(args, tokenizer, length)
+    most = getattr(model.config, "max_position_embeddings", options.tokens)
+    length = min(options.tokens, most)
+    data = _data(options, tokenizer, length)
     model = model.float().to("cuda" if torch.cuda.is_available() else "cpu")
     return Loaded(
         model=model,
@@ -100,11 +111,11 @@ def load(args: argparse.Namespace) -> Loaded:
     )
 
 
-def _data(args: argparse.Namespace, tokenizer: Any, length: int) -> Sequences | Preferences | RewardedPrompts:
-    if args.reward is not None:
-        prompts, reward = read_prompts(args.data), load_reward(args.reward)
-        return RewardedPrompts(prompts, reward, tokenizer, length, args.answer_tokens, args.samples)
-    examples = read_examples(args.data)
+def _data(options: FineTuneOptions, tokenizer: Any, length: int) -> Sequences | Preferences | RewardedPrompts:
+    if options.reward is not None:
+        prompts, reward = read_prompts(options.data), load_reward(options.reward)
+        return RewardedPrompts(prompts, reward, tokenizer, length, options.answer_tokens, options.samples)
+    examples = read_examples(options.data)
     pairs = [each for each in examples if isinstance(each, Preference)]
     if pairs:
         return Preferences(pairs, tokenizer, length)
@@ -112,14 +123,18 @@ def _data(args: argparse.Namespace, tokenizer: Any, length: int) -> Sequences | 
 
 
 def make_trainer(
-    args: argparse.Namespace,
+    options: FineTuneOptions,
     loaded: Loaded,
     slack: SlackCallback,
     folder: str,
     callbacks: list[TrainerCallback],
+    engine_url: str | None = None,
 ) -> Trainer:
-    """Returns a trainer for the loaded model. It is a guest only if ``slack`` is among ``callbacks``."""
-    settings, data = _settings(args, folder, is_cpu=not torch.cuda.is_available()), loaded.data
+    """Returns a trainer for the loaded model. It is a guest only if ``slack`` is among ``callbacks``.
+
+    ``engine_url``: who answers the prompts of a reward; None: that of ROSE_ROUTER_URL.
+    """
+    settings, data = _settings(options, folder, is_cpu=not torch.cuda.is_available()), loaded.data
     guest: dict[str, Any] = {
         "model": loaded.model,
         "tokenizer": loaded.tokenizer,
@@ -131,7 +146,7 @@ def make_trainer(
     if isinstance(data, Preferences):
         trainer = preference_trainer(data, reference=loaded.reference, **guest)
     elif isinstance(data, RewardedPrompts):
-        trainer = reward_trainer(data, engine_url=args.engine, **guest)
+        trainer = reward_trainer(data, engine_url=engine_url, **guest)
     else:
         pad_id = data.pad_id
         trainer = GuestTrainer(
@@ -146,21 +161,22 @@ def make_trainer(
     return trainer
 
 
-def _publisher(args: argparse.Namespace, loaded: Loaded, adapters: Adapters | None) -> WeightPublisher:
+def _publisher(place: argparse.Namespace, loaded: Loaded, adapters: Adapters | None) -> WeightPublisher:
     if adapters is None:
-        return WeightPublisher(loaded.model, args.relay, args.run, dtype=loaded.published)
-    return MergingPublisher(adapters, args.relay, args.run, loaded.published)
+        return WeightPublisher(loaded.model, place.relay, place.run, dtype=loaded.published)
+    return MergingPublisher(adapters, place.relay, place.run, loaded.published)
 
 
 def _publishing(
-    args: argparse.Namespace, loaded: Loaded, slack: SlackCallback, publisher: WeightPublisher
+    options: FineTuneOptions, loaded: Loaded, slack: SlackCallback, publisher: WeightPublisher
 ) -> TrainerCallback:
     if isinstance(loaded.data, RewardedPrompts):
         # The next answers come from the new weights.
         return PublishWeights(publisher, num_workers=1, ack_timeout_s=_LIVE_S)
+    every_s = options.publish_s if options.publish_s is not None else PUBLISH_S
     if isinstance(loaded.data, Preferences):
-        return PublishWeights(publisher, every_s=args.publish_s)
-    return PublishTrained(slack, publisher, args.publish_s)
+        return PublishWeights(publisher, every_s=every_s)
+    return PublishTrained(slack, publisher, every_s)
 
 
 def save(loaded: Loaded, folder: Path) -> None:
@@ -174,41 +190,41 @@ def save(loaded: Loaded, folder: Path) -> None:
     logger.info("saved the trained model to %s", folder)
 
 
-def _train(args: argparse.Namespace, stack: ExitStack) -> None:
+def _train(place: argparse.Namespace, options: FineTuneOptions, stack: ExitStack) -> None:
     # This joins the trainer's other processes, if there are any, and chooses this one's GPU.
     hung = timedelta(seconds=HUNG_S)
     is_first = PartialState(cpu=not torch.cuda.is_available(), timeout=hung).is_main_process
     stack.enter_context(Ranks.parting("fine-tune"))
-    loaded = load(args)
-    if args.output is not None and is_first:
-        stack.callback(save, loaded, args.output)  # runs after everything that is added below has ended
+    loaded = load(place.model, options)
+    if options.output is not None and is_first:
+        stack.callback(save, loaded, options.output)  # runs after everything that is added below has ended
     slack = SlackCallback(
-        args.pool,
-        give_way_s=args.give_way_ms / 1000,
+        place.pool,
+        give_way_s=options.give_way_ms / 1000,
         lengths=sorted({max(2, loaded.data.longest // part) for part in _MEASURED_PARTS}),
-        cpus=[int(cpu) for cpu in args.cpus.split(",")] if args.cpus is not None else [],
+        cpus=[int(cpu) for cpu in place.cpus.split(",")] if place.cpus is not None else [],
     )
     stack.callback(slack.close)
-    adapters = Adapters(loaded.model, args.lora_rank) if args.lora_rank is not None else None
+    adapters = Adapters(loaded.model, options.lora_rank) if options.lora_rank is not None else None
     callbacks: list[TrainerCallback] = [slack]
     if is_first:  # all of them have the same weights
-        publisher = _publisher(args, loaded, adapters)
+        publisher = _publisher(place, loaded, adapters)
         stack.callback(publisher.close)
-        callbacks.append(_publishing(args, loaded, slack, publisher))
-        if args.log is not None:
-            callbacks.append(StepLines(args.log, slack, publisher))
+        callbacks.append(_publishing(options, loaded, slack, publisher))
+        if options.log is not None:
+            callbacks.append(StepLines(options.log, slack, publisher))
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-fine-tune-"))
-    make_trainer(args, loaded, slack, folder, callbacks).train()
+    make_trainer(options, loaded, slack, folder, callbacks, place.engine).train()
 
 
-def _settings(args: argparse.Namespace, folder: str, *, is_cpu: bool) -> dict[str, Any]:
+def _settings(options: FineTuneOptions, folder: str, *, is_cpu: bool) -> dict[str, Any]:
     return {
         "output_dir": folder,
-        "seed": args.seed,
-        "learning_rate": args.learning_rate,
+        "seed": options.seed,
+        "learning_rate": options.learning_rate,
         "lr_scheduler_type": "constant",
-        "num_train_epochs": args.epochs,
-        "per_device_train_batch_size": args.micro_batch,
+        "num_train_epochs": options.epochs,
+        "per_device_train_batch_size": options.micro_batch,
         "optim": "adamw_torch",
         "use_cpu": is_cpu,
         "dataloader_pin_memory": not is_cpu,
@@ -221,86 +237,24 @@ def _settings(args: argparse.Namespace, folder: str, *, is_cpu: bool) -> dict[st
     }
 
 
-def parser() -> CommandParser:
-    """The command's flags."""
+def _parser() -> CommandParser:
     program = "python -m rose.trainers.fine_tune.command"
     flags = CommandParser(
         program,
         "Fine-tunes a model in the slack of the engine that serves it. rose serve --fine-tune starts it.",
-        f"{program} --model ./model --data texts.jsonl --pool gpu0 --relay embedded://host:8400 --run chat",
+        f"{program} --model ./model --fine-tune texts.jsonl --pool gpu0 --relay embedded://host:8400 "
+        "--run chat",
     )
     flags.add_argument("--model", required=True, help="the model that is served: its folder or hub id")
-    data = "JSON lines of texts, of prompts and completions, of preferences, or of prompts for a reward"
-    flags.add_argument("--data", required=True, type=Path, help=data)
     flags.add_argument("--pool", required=True, help="the serving engine's pool")
     flags.add_argument("--relay", required=True, help="where new weights go")
     flags.add_argument("--run", required=True, help="the run that the engine follows")
-    _add_reward_flags(flags)
     flags.add_argument("--cpus", help="CPUs that stand for the GPU on a host without one")
     flags.add_argument(
-        "--learning-rate", type=_positive, default=1e-5, help="learning rate of AdamW (default: %(default)g)"
+        "--engine", help="URL of who answers the prompts of a reward (default: ROSE_ROUTER_URL)"
     )
-    flags.add_argument(
-        "--lora-rank", type=positive_int, help="train adapters of this rank (default: all weights)"
-    )
-    flags.add_argument(
-        "--micro-batch",
-        type=positive_int,
-        default=4,
-        help="sequences of one optimizer step (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--tokens",
-        type=positive_int,
-        default=512,
-        help="tokens of an example that are trained on (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--epochs",
-        type=positive_int,
-        default=1,
-        help="passes over the data (default: %(default)s)",
-    )
-    flags.add_argument(
-        "--publish-s",
-        type=_positive,
-        default=60.0,
-        help="seconds between two versions that go live; with --reward, each step makes one (default: "
-        "%(default)g)",
-    )
-    flags.add_argument(
-        "--give-way-ms",
-        type=_positive,
-        default=20.0,
-        help="how long a request may wait for a piece of training (default: %(default)g)",
-    )
-    flags.add_argument("--log", type=Path, help="one JSON line for each optimizer step")
-    flags.add_argument("--output", type=Path, help="a folder for the trained model")
-    flags.add_argument(
-        "--seed", type=int, default=0, help="seed of the examples' order (default: %(default)s)"
-    )
+    add_flags(flags)
     return flags
-
-
-def _add_reward_flags(flags: CommandParser) -> None:
-    flags.add_argument("--reward", help="MODULE:FUNCTION that judges the served model's answers")
-    flags.add_argument("--engine", help="with --reward: the URL of who answers (default: ROSE_ROUTER_URL)")
-    flags.add_argument(
-        "--samples", type=positive_int, default=8, help="answers to each prompt (default: %(default)s)"
-    )
-    flags.add_argument(
-        "--answer-tokens",
-        type=positive_int,
-        default=256,
-        help="tokens of the longest answer that a reward judges (default: %(default)s)",
-    )
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
 
 
 if __name__ == "__main__":

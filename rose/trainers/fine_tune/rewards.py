@@ -1,8 +1,9 @@
 """Reinforcement learning of what is served: TRL's GRPOTrainer with the settings of `--fine-tune-reward`.
 
 Owns the prompts as TRL wants them, and the way of their answers: the serving engine gives them, to requests
-like those of its users. Promises that the trainer holds no grant meanwhile, and that one answer at a time is
-computed. Source: Shao et al., DeepSeekMath (2024), with TRL's default loss, the token-level one of DAPO.
+like those of its users. Promises that a chat is rendered by the tokenizer's chat template, that the trainer
+holds no grant while it waits for answers, and that one answer at a time is computed. Source: Shao et al.,
+DeepSeekMath (2024), with TRL's default loss, the token-level one of DAPO.
 """
 
 import functools
@@ -13,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import PartialState
+from jinja2 import TemplateError
 from transformers import Trainer, TrainerCallback
 
 from rose.errors import ConfigError
-from rose.node.fine_tune.examples import Prompt
+from rose.node.fine_tune.examples import Messages, Prompt
 from rose.trainers.fine_tune.callback import SlackCallback
 from rose.trainers.fine_tune.trainer import on_one_gpu
 
@@ -48,7 +50,7 @@ def load_reward(name: str) -> Reward:
 class RewardedPrompts:
     """The prompts that leave room for an answer of ``answer_tokens`` within ``length``, and their reward.
 
-    Raises: ConfigError if there is none.
+    Raises: ConfigError if there is none, or for a chat that the tokenizer has no template for.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class RewardedPrompts:
         self.longest = 0
         """The number of tokens of the longest prompt with its longest answer."""
         for each in prompts:
-            num_tokens = len(tokenizer.encode(each.prompt)) + answer_tokens
+            num_tokens = len(_encoded(each.prompt, tokenizer)) + answer_tokens
             if num_tokens <= length:
                 self.kept.append(each)
                 self.longest = max(self.longest, num_tokens)
@@ -149,7 +151,7 @@ def reward_trainer(
         model=model,
         args=arguments,
         reward_funcs=prompts.judge(),
-        rollout_func=_answers(engine_url, slack),
+        rollout_func=_answers(engine_url, slack, tokenizer),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=callbacks,
@@ -157,8 +159,28 @@ def reward_trainer(
     return trainer
 
 
+def _encoded(prompt: str | Messages, tokenizer: Any) -> list[int]:
+    """Returns a prompt's tokens. Raises: ConfigError for a chat that can't be rendered."""
+    if isinstance(prompt, str):
+        text: list[int] = tokenizer.encode(prompt)
+        return text
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "--fine-tune: the prompts are chats, and the model's tokenizer has no chat template: add one to "
+            "its folder, or give prompts as texts"
+        )
+    try:
+        chat: list[int] = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in prompt)
+        raise ConfigError(
+            f"--fine-tune: the model's chat template refuses messages of {roles}: {error}"
+        ) from error
+    return chat
+
+
 def _answers(
-    engine_url: str | None, slack: SlackCallback
+    engine_url: str | None, slack: SlackCallback, tokenizer: Any
 ) -> Callable[[list[Any], Any], dict[str, list[Any]]]:
     from rose.trainers.trl import RouterRollouts
 
@@ -168,6 +190,7 @@ def _answers(
         if slack.guest is not None:
             slack.guest.leave()
             slack.guest.agree(0.0)  # rank 0 comes here once the newest weights are live
-        return ask(prompts, trainer)
+        is_chat = bool(prompts) and not isinstance(prompts[0], str)
+        return ask([_encoded(each, tokenizer) for each in prompts] if is_chat else prompts, trainer)
 
     return answers

@@ -1,5 +1,6 @@
 """What `rose serve --fine-tune` takes and refuses before anything is started."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,32 @@ def test_prompts_keep_what_else_their_reward_needs(tmp_path: Path) -> None:
     ]
 
 
+def test_chats_are_prompts_under_either_name(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    path.write_text(f"{json.dumps({'messages': chat})}\n{json.dumps({'prompt': chat})}\n")
+    assert read_prompts(path) == [Prompt(prompt=chat, columns={})] * 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "there is no prompt in it"),
         ('{"text": "a"}', "line 1 has no prompt to answer"),
-        ('{"prompt": "q"}\n{"prompt": ["q"]}', "line 2 has no prompt to answer"),
+        ('{"prompt": "q"}\n{"prompt": []}', "line 2 has no prompt to answer"),
+        ('{"messages": ["q"]}', "line 1 has a message that is not of the form"),
+        (
+            '{"messages": [{"role": "user", "content": ["q"]}]}',
+            "line 1 has a message that is not of the form",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}]}',
+            "line 1 ends with a message of the assistant",
+        ),
+        (
+            '{"prompt": "q"}\n{"messages": [{"role": "user", "content": "q"}]}',
+            "line 2 is of another kind than the first",
+        ),
         ('{"prompt": "q", "answer": 2}\n{"prompt": "q"}', "line 2 has other names than the first line"),
         ('{"prompt": "q", "completion": "a"}', "line 1 has completion, a name that TRL uses itself"),
     ],

@@ -42,6 +42,16 @@ def wait_up(*started: ServerProcess) -> None:
         time.sleep(0.02)
 
 
+def test_the_trainer_reads_the_settings_that_it_is_started_with(tmp_path: Path) -> None:
+    command = pytest.importorskip("rose.trainers.fine_tune.command", reason="transformers is not installed")
+    engine = EngineConfig(model="./model", port=1, role=Role.SERVING)
+    for more in ({"epochs": 2, "give_way_ms": 5.0}, {"reward": "judges:exact", "samples": 4, "processes": 2}):
+        options = FineTuneOptions.model_validate({"data": tmp_path / "data", **more})
+        place, read = command.parse(FineTuning(options, engine)._trainer_flags())
+        assert read == options
+        assert (place.model, place.engine is not None) == ("./model", "reward" in more)
+
+
 @pytest.mark.slow
 def test_processes_that_a_stop_finds_healthy_end_by_themselves_and_the_first_one_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,9 +25,10 @@ TRAINER = "rose.trainers.fine_tune.command"
 class Served:
     """`rose serve` with fine-tuning, and a client of it."""
 
-    def __init__(self, folder: Path, rows: Sequence[dict[str, str]], *flags: str) -> None:
-        """``rows`` are the lines of the file."""
+    def __init__(self, folder: Path, rows: Sequence[dict[str, Any]], *flags: str) -> None:
+        """``rows`` are the lines of the file. The chat template is the content of all messages."""
         model = make_rollout_model(folder / "model")
+        (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
         data, self.lines = folder / "data.jsonl", folder / "steps.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.runtime_dir = folder / "run"

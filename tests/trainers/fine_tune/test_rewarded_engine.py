@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,15 @@ def served_reward(served: Served) -> float:
     return fmean(wanted_words(served.answers(prompts, ANSWER_TOKENS), [WANTED] * len(prompts)))
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_the_reward_of_served_answers_rises_without_a_restart(processes: str) -> None:
+CHATS = [{"messages": [{"role": "user", "content": row["prompt"]}], "wanted": WANTED} for row in ROWS]
+
+
+@pytest.mark.parametrize(("processes", "rows"), [("1", ROWS), ("2", CHATS)], ids=["1", "2"])
+def test_the_reward_of_served_answers_rises_without_a_restart(
+    processes: str, rows: list[dict[str, Any]]
+) -> None:
     with TemporaryDirectory(prefix="rose-test-") as folder:
-        served = Served(Path(folder), ROWS, *FLAGS, "--fine-tune-processes", processes)
+        served = Served(Path(folder), rows, *FLAGS, "--fine-tune-processes", processes)
         try:
             before, engine_id = served_reward(served), served.status()["engine_id"]
             assert before < 0.5

@@ -32,6 +32,23 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_none_left_is_refuse
         prompts("w1 w2 w3", length=6)
 
 
+def test_a_chat_is_rendered_by_the_tokenizers_template_and_refused_without_one() -> None:
+    row = Prompt(prompt=[{"role": "user", "content": "w1 w2"}], columns={})
+    with pytest.raises(ConfigError, match="the model's tokenizer has no chat template"):
+        RewardedPrompts([row], wanted_words, TOKENIZER, 8, answer_tokens=4, samples=2)
+    tokenizer = word_tokenizer(numbered_words(40), 64)
+    tokenizer.chat_template = (
+        "{% for m in messages %}w9 {{ m['content'] }} {% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}w8{% endif %}"
+    )
+    found = RewardedPrompts([row], wanted_words, tokenizer, 8, answer_tokens=4, samples=2)
+    assert found.longest == 4 + len(tokenizer.encode("w9 w1 w2 w8", add_special_tokens=False)) == 8
+    row = Prompt(prompt=[{"role": "system", "content": "w1"}, *found.kept[0].prompt], columns={})
+    with pytest.raises(ConfigError, match="template refuses messages of system, user: no system role"):
+        RewardedPrompts([row], wanted_words, tokenizer, 8, answer_tokens=4, samples=2)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
