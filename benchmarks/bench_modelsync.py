@@ -41,7 +41,6 @@ FLAT, SCATTER, TWO_NODES, SPARSE = "flat", "scatter", "scatter, two nodes", "sca
 _SCATTER = Setup(
     codec="DENSE",
     trainer_ranks=RANKS,
-    serving_ranks=1,
     followers=RANKS,
     is_pipelined=True,
     bucket_bytes=PIECE_BYTES,

@@ -26,8 +26,8 @@ from vllm.engine.arg_utils import EngineArgs
 from rose.engine.weights.shard_recorder import record_loading
 from rose.measure.figures import Figure
 from rose.transfer.format.layout import Layout, TensorSpec
-from rose.transfer.format.partition import cut_by_holdings, held_buckets
-from rose.transfer.format.shard_plan import ShardPlan
+from rose.transfer.format.partition import cut_by_holdings
+from rose.transfer.format.shard_plan import Box, ShardPlan
 
 GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2))
 TINY = {
@@ -133,9 +133,17 @@ def _full_size(folder: Path, name: str, shape: dict[str, int]) -> list[Figure]:
 
 def _host_share(specs: list[TensorSpec], plans: list[ShardPlan]) -> float:
     """Returns what ranks with these plans need together."""
-    layout = Layout(specs, cuts=cut_by_holdings(specs, [plan.boxes() for plan in plans]))
-    held = held_buckets(layout, plans)
-    return sum(layout.buckets[index].num_elements for index in held) / layout.num_elements
+    ranks = [plan.boxes() for plan in plans]
+    layout = Layout(specs, cuts=cut_by_holdings(specs, ranks))
+    held = {
+        part
+        for part in layout.parts
+        if any(Box.of(part.box).meets(box) for rank in ranks for box in rank.get(part.tensor.name, []))
+    }
+    needed = [
+        bucket for bucket in layout.buckets if any(piece.part in held for piece in layout.pieces(bucket))
+    ]
+    return sum(bucket.num_elements for bucket in needed) / layout.num_elements
 
 
 def _ranks(tp_size: int, pp_size: int) -> list[dict[str, int]]:

@@ -3,12 +3,13 @@
 A trainer's and a serving cluster are two network namespaces on this machine, joined by one link that `tc`
 limits (frames of 9,000 bytes). Trainer ranks publish from one, relays and followers are in the other. A sync
 lasts from publish() until the last follower holds the version, decoded, applied and with the trainer's hash;
-loading it into an engine is not part of it. Two followers of one serving engine, unless said otherwise.
+loading it into an engine is not part of it. The serving engine has two ranks on one host.
 
 `sync_s[...]`, each variant on top of the one before (Figure 10a), and over the link's speed (Figure 10b):
-  batch         one trainer rank sends all weights; each follower fetches all of them when they are there
-  +async        followers fetch buckets while others are being sent
-  +shard-aware  two trainer ranks send half each, each follower fetches its half
+  batch         one trainer rank sends all weights; each serving rank fetches all of them when they are there
+  +async        serving ranks fetch buckets while others are being sent
+  +shard-aware  two trainer ranks send half each; one follower fetches everything once for both serving ranks,
+                which take their shards from its memory
   +sparsity     only what changed, about 1% of the elements
 `sync_over_ideal[...]`: that time over the encoded bytes at the link's speed; beside it the same for plain
 bytes over one TCP connection, and how many of the machine's cores were busy, which both clusters share here.
@@ -45,12 +46,10 @@ ABLATION_GBPS = 1.0
 RANKS = 2
 BATCH, ASYNC, SHARDED, SPARSE = "batch", "+async", "+shard-aware", "+sparsity"
 VARIANTS = {
-    BATCH: Setup(codec="DENSE", trainer_ranks=1, serving_ranks=1, followers=RANKS, is_pipelined=False),
-    ASYNC: Setup(codec="DENSE", trainer_ranks=1, serving_ranks=1, followers=RANKS, is_pipelined=True),
-    SHARDED: Setup(
-        codec="DENSE", trainer_ranks=RANKS, serving_ranks=RANKS, followers=RANKS, is_pipelined=True
-    ),
-    SPARSE: Setup(codec=None, trainer_ranks=RANKS, serving_ranks=RANKS, followers=RANKS, is_pipelined=True),
+    BATCH: Setup(codec="DENSE", trainer_ranks=1, followers=RANKS, is_pipelined=False),
+    ASYNC: Setup(codec="DENSE", trainer_ranks=1, followers=RANKS, is_pipelined=True),
+    SHARDED: Setup(codec="DENSE", trainer_ranks=RANKS, followers=1, is_pipelined=True),
+    SPARSE: Setup(codec=None, trainer_ranks=RANKS, followers=1, is_pipelined=True),
 }
 PAPER_SPEEDUPS = {ASYNC: (1.6, 1.5), SHARDED: (1.8, 1.3), SPARSE: (4.4, 4.6)}
 """Speedups of Qwen3-8B and Qwen3-32B, each over the variant before: ROSE Figure 10a, at 200 Gbps."""
@@ -162,7 +161,6 @@ def _copies(cluster: SyncCluster, replicas: int, side: str, repeats: int, kind: 
     setup = Setup(
         codec=None,
         trainer_ranks=1,
-        serving_ranks=1,
         followers=replicas,
         is_pipelined=True,
         relays=replicas if side == SERVING else 1,

@@ -6,8 +6,8 @@ Broadcast: the relays hand each bucket on to each other while the trainer is sti
 rank reads from the relay on its own node. A sync that returns has brought every receiver all bits, checked
 against the sender's hash. After one that raises, either the receivers that it does not name have the version,
 or no receiver has it and all keep the old one; the next send() continues from there. Never asks for a permit,
-because rose.phase("sync") needs none. Source: WEAVE §5.2. Where we differ: the received weights lie in the
-node's host memory once, not once per rank, and only what changed is sent, unless everything did.
+because rose.phase("sync") needs none. Source: WEAVE §5.2. Where we differ: every rank receives into
+host memory, not into its device's, and only what changed is sent, unless everything did.
 """
 
 import time
@@ -20,7 +20,6 @@ from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import Ack, pack_body
-from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 from rose.transfer.publish.torch_source import load_planes
 from rose.transfer.relay.opening import open_relay
@@ -98,8 +97,6 @@ class ModelSender:
 class ModelReceiver:
     """One rollout rank; holds a version's bits in host memory.
 
-    plans: those of the shards that this rank holds, which all ModelSenders were given as well; none: all
-    weights.
     Raises: RelayError when no relay answers; ValueError.
     """
 
@@ -110,7 +107,6 @@ class ModelReceiver:
         *,
         rank: int,
         num_ranks: int,
-        plans: Sequence[ShardPlan] = (),
         key: str | None = None,
     ) -> None:
         urls = peer_first(relays, rank, num_ranks)
@@ -118,7 +114,7 @@ class ModelReceiver:
         self._name = receiver_name(rank)
         settings = Settings.from_environment()
         self._relay = open_relay(urls, key if key is not None else settings.follower_key)
-        self._follower = Follower(self._relay, run_id, WeightMirror(plans), public_key=settings.public_key)
+        self._follower = Follower(self._relay, run_id, WeightMirror(), public_key=settings.public_key)
 
     @property
     def mirror(self) -> WeightMirror:

@@ -1,10 +1,7 @@
-"""Sixteen Megatron-style trainer ranks publish to four serving ranks: each moves its share, and all bits
-arrive.
-"""
+"""Sixteen Megatron-style trainer ranks publish one run: each sends its share, and all bits arrive."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from relay_process import stored
-from shard_plans import plan_of
 from training_steps import Weights
 
 from rose.errors import FrameError, RelayError
@@ -21,8 +17,7 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import Manifest, pack_body, unpack_body
-from rose.transfer.format.partition import held_buckets
-from rose.transfer.format.shard_plan import Box, ShardPlan
+from rose.transfer.format.shard_plan import Box
 from rose.transfer.format.shared_planes import PlanesFile
 from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
@@ -30,7 +25,7 @@ from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD, VOCABULARY, LAYERS = 16, 48, 16, 8, 2, 72, 4
-TRAIN_TP, TRAIN_PP, SERVE_TP = 8, 2, 4
+TRAIN_TP, TRAIN_PP = 8, 2
 
 
 def full_shapes() -> dict[str, tuple[int, ...]]:
@@ -113,27 +108,6 @@ class MegatronRank:
             self._share(f"{layer}.{name}", view, (self.tp * size, 0))
 
 
-def serving_plan(tp: int) -> ShardPlan:
-    """Returns what rank `tp` of four holds; the padded vocabulary is cut at multiples of 20."""
-    boxes: dict[str, Box] = {}
-    for name, shape in SHAPES.items():
-        kind = name.split(".")[-1]
-        box = Box.whole(shape)
-        if kind in ("embed", "head"):
-            box = Box(start=(tp * 20, 0), stop=(min((tp + 1) * 20, VOCABULARY), HIDDEN))
-        elif kind in ("o", "down"):
-            size = shape[1] // SERVE_TP
-            box = Box(start=(0, tp * size), stop=(shape[0], (tp + 1) * size))
-        elif kind != "norm":
-            size = shape[0] // SERVE_TP
-            box = Box(start=(tp * size, 0), stop=((tp + 1) * size, shape[1]))
-        boxes[name] = box
-    return plan_of(f"pp0-tp{tp}", SHAPES, boxes)
-
-
-PLANS = [serving_plan(tp) for tp in range(SERVE_TP)]
-
-
 class Trainer:
     """Runs all sixteen ranks in threads, each with its own publisher; they meet only in the relay."""
 
@@ -150,7 +124,6 @@ class Trainer:
                 "run",
                 rank=rank,
                 num_ranks=len(self.ranks),
-                plans=PLANS,
                 bucket_bytes=600,
                 snapshot_every=3,
             )
@@ -201,22 +174,14 @@ def relay(embedded_url: str) -> Iterator[Relay]:
     relay.close()
 
 
-def held_by(follower: Follower) -> frozenset[int]:
-    """Returns the indices of the buckets that the follower's mirror holds."""
-    assert follower.mirror.planes is not None
-    return follower.mirror.planes.held
-
-
-def check_holds(follower: Follower, trainer: Trainer, plans: Sequence[ShardPlan]) -> None:
-    """Checks every element of the plans' boxes, bit for bit."""
+def check_holds(follower: Follower, trainer: Trainer) -> None:
+    """Checks every element, bit for bit."""
     follower.mirror.check_integrity()
     held = {name: np.zeros(shape, np.uint16) for name, shape in SHAPES.items()}
     assert follower.mirror.planes is not None
     follower.mirror.planes.read_into(held)
-    for plan in plans:
-        for name, boxes in plan.boxes().items():
-            for box in boxes:
-                assert np.array_equal(held[name][slices(box)], trainer.bits()[name][slices(box)]), name
+    for name, bits in trainer.bits().items():
+        assert np.array_equal(held[name], bits), name
 
 
 def test_every_bucket_has_one_publisher_and_no_rank_gathers(trainer: Trainer, relay: Relay) -> None:
@@ -233,45 +198,19 @@ def test_every_bucket_has_one_publisher_and_no_rank_gathers(trainer: Trainer, re
 
 
 @pytest.mark.slow
-def test_serving_ranks_fetch_what_they_hold_and_get_every_bit(trainer: Trainer, relay: Relay) -> None:
-    followers = [Follower(relay, "run", WeightMirror([plan])) for plan in PLANS]
-    whole = Follower(relay, "run", WeightMirror())
+def test_followers_get_every_bit_of_what_the_ranks_send(trainer: Trainer, relay: Relay) -> None:
+    follower = Follower(relay, "run", WeightMirror())
     for number in range(5):
         reports = trainer.publish()
         assert {report.version.number for report in reports} == {number}
-        assert len({report.state_hash for report in reports}) == 1
-        for follower, plan in zip(followers, PLANS, strict=True):
-            assert follower.advance() and not follower.advance()
-            check_holds(follower, trainer, [plan])
-        assert whole.advance()
-        assert str(whole.mirror.state_hash) == reports[0].state_hash
-        trainer.step()
-    layout = trainer.publishers[0].layout
-    for follower, plan in zip(followers, PLANS, strict=True):
-        # The rank fetches exactly what its plan holds and no bucket more; norms are on all four.
-        held = sum(layout.buckets[index].num_elements for index in held_by(follower))
-        assert held == plan.held_elements()
-        assert follower.fetched_bytes < 0.4 * whole.fetched_bytes
-
-
-@pytest.mark.slow
-def test_a_late_joiner_and_an_engine_of_another_parallel_size_get_their_shards(
-    trainer: Trainer, relay: Relay
-) -> None:
-    for _ in range(5):
-        trainer.publish()
+        assert follower.advance() and not follower.advance()
+        assert {report.state_hash for report in reports} == {str(follower.mirror.state_hash)}
+        check_holds(follower, trainer)
         trainer.step()
     trainer.publish()
-    late = Follower(relay, "run", WeightMirror(PLANS[1:3]))
+    late = Follower(relay, "run", WeightMirror())
     assert late.advance()
-    check_holds(late, trainer, PLANS[1:3])
-    layout = trainer.publishers[0].layout
-    assert held_by(late) == held_buckets(layout, PLANS[1:3])
-    cut = plan_of("odd", SHAPES, {"0.q": Box(start=(3, 5), stop=(9, 7))})
-    odd = replace(cut, whole=["1.down"])
-    other = Follower(relay, "run", WeightMirror([odd]))
-    assert other.advance()
-    check_holds(other, trainer, [odd])
+    check_holds(late, trainer)
 
 
 def test_a_shared_mirror_puts_cut_tensors_together(trainer: Trainer, relay: Relay, tmp_path: Path) -> None:
@@ -299,9 +238,9 @@ def test_a_shared_mirror_puts_cut_tensors_together(trainer: Trainer, relay: Rela
     store.close()
 
 
-def test_a_partial_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer: Trainer, relay: Relay) -> None:
+def test_a_mirror_refuses_a_manifest_that_leaves_a_bucket_out(trainer: Trainer, relay: Relay) -> None:
     trainer.publish()
-    follower = Follower(relay, "run", WeightMirror([PLANS[0]]))
+    follower = Follower(relay, "run", WeightMirror())
     follower.advance()
     # The change is so small that no snapshot follows, which would offer another path to version 1.
     trainer.step(1e-5)
@@ -339,9 +278,9 @@ def test_when_one_rank_fails_nothing_is_committed_and_all_continue_together(
         publisher._ranks._timeout_s = 120.0
     trainer.step()
     assert {report.version.number for report in trainer.publish()} == {1}
-    follower = Follower(relay, "run", WeightMirror(PLANS))
+    follower = Follower(relay, "run", WeightMirror())
     assert follower.advance()
-    check_holds(follower, trainer, PLANS)
+    check_holds(follower, trainer)
 
 
 def test_ranks_that_contradict_each_other_are_refused(embedded_url: str) -> None:

@@ -19,9 +19,7 @@ from rose.transfer.format.codec import Elements, Patch, decode, dense_bits
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest
-from rose.transfer.format.partition import held_buckets
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
-from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.state_hash import StateHash
 from rose.types import WeightVersion
 
@@ -70,13 +68,10 @@ class MirrorStore(Protocol):
 class WeightMirror:
     """A mirror is empty until its first snapshot.
 
-    store: where the bits are to lie; None: in this process's own memory. plans: those of the ranks that a
-    mirror without a store feeds, whose shards alone it then holds; none: everything.
+    store: where the bits are to lie; None: in this process's own memory.
     """
 
-    def __init__(self, plans: Sequence[ShardPlan] = (), *, store: MirrorStore | None = None) -> None:
-        assert store is None or not plans
-        self._plans = tuple(plans)
+    def __init__(self, *, store: MirrorStore | None = None) -> None:
         self._store = store
         self.version: WeightVersion | None = None
         self.planes: WeightPlanes | None = None
@@ -92,7 +87,7 @@ class WeightMirror:
 
     @property
     def version_hash(self) -> StateHash | None:
-        """The hash of the whole version, of which this mirror may hold a part; None while empty."""
+        """The hash that the version has by its manifest; None while empty."""
         return self._version_hash
 
     @property
@@ -103,15 +98,15 @@ class WeightMirror:
         return self._store is None or self._store.has_room()
 
     def make_planes(self, layout: Layout) -> WeightPlanes:
-        """Returns empty planes for the buckets that this mirror holds."""
+        """Returns empty planes, where the bits are to lie."""
         if self._store is not None:
             return self._store.make_planes(layout)
-        return WeightPlanes(layout, held_buckets(layout, self._plans) if self._plans else None)
+        return WeightPlanes(layout)
 
     def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
         """Replaces everything by a snapshot.
 
-        fetch: returns an entry's frame; called for the held buckets. Raises: FrameError, and then keeps the
+        fetch: returns an entry's frame; called for each bucket. Raises: FrameError, and then keeps the
         old state.
         """
         if manifest.base is not None or manifest.layout != layout.digest:
@@ -119,7 +114,7 @@ class WeightMirror:
         if [entry.index for entry in manifest.buckets] != [bucket.index for bucket in layout.buckets]:
             raise FrameError(f"snapshot {manifest.version} does not hold each bucket of its layout once")
         planes = self.make_planes(layout)
-        for entry in (manifest.buckets[index] for index in sorted(planes.held)):
+        for entry in manifest.buckets:
             bucket = layout.buckets[entry.index]
             # A dense frame needs no base, so it may belong to the version's delta.
             frame = Frame.unpack(fetch(entry))
@@ -136,7 +131,7 @@ class WeightMirror:
         Raises: FrameError when their hash differs, and then keeps the old state.
         """
         whole = _require_changes(manifest, StateHash())
-        for entry in (manifest.buckets[index] for index in sorted(planes.held)):
+        for entry in manifest.buckets:
             found = planes.bucket_hash(planes.layout.buckets[entry.index])
             if str(found) != entry.change:
                 raise FrameError(
@@ -160,8 +155,8 @@ class WeightMirror:
         if self.version is None or self.planes is None:
             raise FrameError("an empty mirror can't read ahead: it needs a snapshot first")
         frame, layout = Frame.unpack(data), self.planes.layout
-        if bucket not in self.planes.held:
-            raise FrameError(f"this mirror does not hold bucket {bucket} of {len(layout.buckets)}")
+        if not 0 <= bucket < len(layout.buckets):
+            raise FrameError(f"there is no bucket {bucket} among {len(layout.buckets)}")
         if bucket in self._ahead:
             raise FrameError(f"bucket {bucket} was read ahead already")
         run_id, number = self.version.run_id, self.version.number
@@ -180,7 +175,7 @@ class WeightMirror:
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
 
-        fetch: returns an entry's frame; called for held buckets that were not read ahead. Raises: FrameError,
+        fetch: returns an entry's frame; called for buckets that were not read ahead. Raises: FrameError,
         and then keeps the old state.
         """
         planes, before = self._require_base(manifest)
@@ -190,7 +185,7 @@ class WeightMirror:
         steps = [
             self._fetch_step(planes, manifest, entry, bucket, fetch)
             for entry, bucket in zip(manifest.buckets, buckets, strict=True)
-            if bucket.index in planes.held and bucket.index not in self._ahead
+            if bucket.index not in self._ahead
         ]
         if self._store is None:
             _apply_all(planes, steps)
@@ -210,9 +205,7 @@ class WeightMirror:
             self.planes.check_integrity()
             written = self._ahead.values() if self._store is None else ()
             ahead = sum((step.change for step in written), StateHash())
-            assert self.planes.state_hash - ahead == self._held_hash
-            is_whole = len(self.planes.held) == len(self.planes.layout.buckets)
-            assert not is_whole or self._held_hash == self._version_hash
+            assert self.planes.state_hash - ahead == self._held_hash == self._version_hash
 
     def _arrive(self, manifest: Manifest, planes: WeightPlanes, whole: StateHash) -> None:
         self._ahead.clear()

@@ -1,24 +1,23 @@
-"""Makes a layout from shard plans, so that every rank can fetch just its share.
+"""Cuts a layout at the edges of the trainer ranks' shards, so that every rank publishes just its share.
 
 Owns where tensors are cut so that every rank holds each part wholly or not at all, the groups of parts that
-the same ranks hold, and which buckets a rank's plan needs. Pure. A rank whose plan went into the layout needs
-exactly the buckets of its groups; a rank with any other plan needs every bucket that its shards overlap.
-Source: ROSE §4.2. Where we differ: parts are grouped by the ranks that hold them, so pipeline stages,
-replicated heads, padding and mixed parallelism all give whole buckets, without a rule for each.
+the same ranks hold, and which rank publishes which bucket. Pure. Source: ROSE §4.2.
+Where we differ: parts are grouped by the ranks that hold them, so pipeline stages, replicated heads, padding
+and mixed parallelism all give whole buckets, without a rule for each.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from rose.transfer.format.layout import DTYPE_BYTES, Layout, TensorCut, TensorPart, TensorSpec
-from rose.transfer.format.shard_plan import Box, ShardPlan
+from rose.transfer.format.shard_plan import Box
 
 Holdings = dict[str, list[Box]]
 """The regions of each tensor that one rank holds."""
 
 
 def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) -> dict[str, TensorCut]:
-    """Returns one cut per tensor. ranks: the holdings of all ranks that publish or fetch."""
+    """Returns one cut per tensor. ranks: the holdings of all ranks that publish."""
     signatures: dict[tuple[int, ...], int] = {}
     cuts: dict[str, TensorCut] = {}
     for tensor in sorted(tensors, key=lambda each: (each.dtype, each.name)):
@@ -35,26 +34,6 @@ def cut_by_holdings(tensors: Iterable[TensorSpec], ranks: Sequence[Holdings]) ->
             groups.append(signatures.setdefault(holders, len(signatures)))
         cuts[tensor.name] = TensorCut(dim=dim, points=points, groups=tuple(groups))
     return cuts
-
-
-def held_buckets(layout: Layout, plans: Sequence[ShardPlan]) -> frozenset[int]:
-    """Returns the buckets that contain anything of what these plans' ranks hold, or of a tensor that no plan
-    knows, such as one of a drafter.
-    """
-    ranks = [plan.boxes() for plan in plans]
-    known = {name for plan in plans for name in plan.shapes}
-    held = {
-        part
-        for part in layout.parts
-        for rank in ranks
-        if part.tensor.name not in known
-        or any(Box.of(part.box).meets(box) for box in rank.get(part.tensor.name, []))
-    }
-    return frozenset(
-        bucket.index
-        for bucket in layout.buckets
-        if any(piece.part in held for piece in layout.pieces(bucket))
-    )
 
 
 def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[int]]:
@@ -85,9 +64,7 @@ def assign_buckets(layout: Layout, ranks: Sequence[Holdings]) -> list[frozenset[
 
 
 def _edges(tensor: TensorSpec, boxes: Sequence[Box]) -> tuple[int, tuple[int, ...]]:
-    """Returns the dimension with the most cuts, and the cuts. Along other dimensions ranks fetch more than
-    they hold.
-    """
+    """Returns the dimension with the most cuts, and the cuts."""
     best: tuple[int, tuple[int, ...]] = (0, ())
     for dim, size in enumerate(tensor.shape):
         edges = {edge for box in boxes for edge in (box.start[dim], box.stop[dim])} - {0, size}

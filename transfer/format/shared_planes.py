@@ -30,6 +30,8 @@ from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.state_hash import StateHash
 
 LAYOUT_KEY = "rose_layout"
+_OLD_HELD_KEY = "rose_buckets"
+"""Written by older subscribers: the indices of the buckets that the file has."""
 _STATE_KEY = "rose_state"
 _STATE_BYTES = 256
 """A flag, a version of up to 150 bytes, a hash of 32."""
@@ -256,6 +258,13 @@ def _read_head(file: int, path: Path) -> tuple[int, dict[str, str]]:
 
 def _described(metadata: dict[str, str], path: Path) -> Layout:
     try:
-        return unpack_body(metadata[LAYOUT_KEY].encode(), LayoutBody, str(path)).to_layout()
+        layout = unpack_body(metadata[LAYOUT_KEY].encode(), LayoutBody, str(path)).to_layout()
     except (RelayError, KeyError, ValueError) as error:
         raise FrameError(f"{path}: its metadata holds no layout: {error}") from error
+    held = metadata.get(_OLD_HELD_KEY)
+    if held is not None and len(held.split(",")) < len(layout.buckets):
+        raise FrameError(
+            f"{path}: an older subscriber with --plan keeps only some of its {len(layout.buckets)} buckets; "
+            "start this version's subscriber in its place, without --plan"
+        )
+    return layout

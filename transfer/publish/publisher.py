@@ -28,7 +28,6 @@ from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import BUCKET_BYTES
 from rose.transfer.format.manifest import Ack, AdapterBody, Manifest
 from rose.transfer.format.planes import WeightPlanes
-from rose.transfer.format.shard_plan import ShardPlan
 from rose.transfer.format.signature import Signer
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.behind import Behind
@@ -104,8 +103,6 @@ class WeightPublisher:
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
     snapshot_every, snapshot_share: the relay folds its deltas into a new snapshot for late joiners after this
     many versions, or when they exceed this share of the snapshot's size.
-    plans: those of receivers that hold a part of the weights (rose.transfer.model_sync), so that each can
-    fetch its own.
     rank, num_ranks: for a trainer that is spread over processes. Each publishes its own TensorShards, or its
     share of what several hold, under one run id, and calls publish() as often as the others; they wait
     ranks_timeout_s for each other.
@@ -131,7 +128,6 @@ class WeightPublisher:
         snapshot_share: float = SNAPSHOT_SHARE,
         bucket_bytes: int = BUCKET_BYTES,
         full_wait_s: float = FULL_WAIT_S,
-        plans: Sequence[ShardPlan] = (),
         rank: int = 0,
         num_ranks: int = 1,
         ranks_timeout_s: float = RANKS_TIMEOUT_S,
@@ -160,7 +156,7 @@ class WeightPublisher:
             if self._ranks.is_leader:
                 claim_run(self._relay, self.run_id, relay_url)
             specs, held = self._source.specs(), self._source.holdings()
-            self.layout, share = self._ranks.agree(specs, held, list(plans), bucket_bytes)
+            self.layout, share = self._ranks.agree(specs, held, bucket_bytes)
         except (RelayError, ValueError):
             self._puts.shutdown()
             self._relay.close()

@@ -24,7 +24,7 @@ from rose.transfer.format.manifest import (
     unpack_body,
 )
 from rose.transfer.format.partition import Holdings, assign_buckets, cut_by_holdings
-from rose.transfer.format.shard_plan import Box, ShardPlan
+from rose.transfer.format.shard_plan import Box
 from rose.transfer.format.signature import Signer, Verifier
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.version_writer import VersionWriter
@@ -65,21 +65,19 @@ class TrainerRanks:
         return self.rank == 0
 
     def agree(
-        self, specs: list[TensorSpec], held: Holdings, plans: list[ShardPlan], bucket_bytes: int
+        self, specs: list[TensorSpec], held: Holdings, bucket_bytes: int
     ) -> tuple[Layout, frozenset[int]]:
         """Returns the run's layout and this rank's buckets. Raises: RelayError when a rank is missing;
         ValueError.
         """
         if self.num_ranks == 1:
-            cuts = cut_by_holdings(specs, [plan.boxes() for plan in plans]) if plans else None
-            layout = Layout(specs, bucket_bytes, cuts)
+            layout = Layout(specs, bucket_bytes)
             return layout, frozenset(range(len(layout.buckets)))
         key = keys.rank_key(self._run_id, self.rank)
         self._relay.upsert(key, sealed(self._signer, key, _rank_body(specs, held)))
         bodies = [self._wait_for_rank(rank) for rank in range(self.num_ranks)]
         all_specs, all_held = _merge(bodies)
-        cuts = cut_by_holdings(all_specs, [*all_held, *(plan.boxes() for plan in plans)])
-        layout = Layout(all_specs, bucket_bytes, cuts)
+        layout = Layout(all_specs, bucket_bytes, cut_by_holdings(all_specs, all_held))
         return layout, assign_buckets(layout, all_held)[self.rank]
 
     def commit(

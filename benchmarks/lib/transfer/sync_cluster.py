@@ -37,9 +37,8 @@ class Setup:
     codec: str | None
     """One for every bucket; None: the product chooses."""
     trainer_ranks: int
-    serving_ranks: int
-    """Ranks that share one model; 1: each follower holds all of it."""
     followers: int
+    """Each holds all of the model."""
     is_pipelined: bool
     """Whether followers follow while the trainer publishes, or start when all of it is in the relay."""
     relays: int = 1
@@ -128,8 +127,11 @@ class SyncCluster:
         self.link.unlimit()
         trainers = self._workers("trainer", TRAINER, setup.trainer_ranks)
         followers = self._workers("follower", SERVING, setup.followers)
-        model = {"num_layers": self.num_layers, "serving_ranks": setup.serving_ranks}
-        common = {"relays": self._relays(setup), "run": next(self._run_ids), **model}
+        common = {
+            "relays": self._relays(setup),
+            "run": next(self._run_ids),
+            "num_layers": self.num_layers,
+        }
         run = SyncRun(self.link, setup, trainers, followers, common)
         names = [receiver_name(rank) for rank in range(setup.followers if setup.is_acknowledged else 0)]
         options = {"codec": setup.codec, "gbps": 1.0, "bucket_bytes": setup.bucket_bytes, "receivers": names}

@@ -16,7 +16,6 @@ from typing import Any
 
 from rose.config import Settings
 from rose.transfer.format.layout import TensorSpec
-from rose.transfer.format.shard_plan import ShardCopy, ShardPlan, StridedView
 from rose.transfer.model_sync import ModelReceiver, ModelSender
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import remove_run
@@ -42,25 +41,6 @@ def model_specs(num_layers: int) -> list[TensorSpec]:
         ):
             shapes[f"model.layers.{layer}.{name}.weight"] = (rows, columns)
     return [TensorSpec(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
-
-
-def row_plans(num_layers: int, num_ranks: int) -> list[ShardPlan]:
-    """Plans of tensor-parallel ranks that hold a share of each tensor's rows; none for a single rank."""
-    specs = model_specs(num_layers)
-    plans: list[ShardPlan] = []
-    for rank in range(num_ranks if num_ranks > 1 else 0):
-        views = []
-        for spec in specs:
-            rows, columns = spec.shape[0] // num_ranks, spec.shape[1]
-            views.append(
-                StridedView(
-                    name=spec.name, offset=rank * rows * columns, shape=(rows, columns), stride=(columns, 1)
-                )
-            )
-        copies = [ShardCopy(source=view, target=view) for view in views]
-        shapes = {spec.name: spec.shape for spec in specs}
-        plans.append(ShardPlan(rank=f"tp{rank}", shapes=shapes, copies=copies, whole=[]))
-    return plans
 
 
 class Trainer:
@@ -94,7 +74,6 @@ class Trainer:
             bucket_bytes=request["bucket_bytes"],
             codec=Codec[request["codec"]] if request["codec"] is not None else None,
             link_gbps=request["gbps"],
-            plans=row_plans(num_layers, request["serving_ranks"]),
         )
         return self._publish()
 
@@ -175,21 +154,16 @@ class Serving:
     """The receiver of one serving rank."""
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Joins the run at version 0, with a plan if several ranks share the model."""
-        rank, plans = request["rank"], row_plans(request["num_layers"], request["serving_ranks"])
+        """Joins the run at version 0."""
         self._receiver = ModelReceiver(
-            request["relays"],
-            request["run"],
-            rank=rank,
-            num_ranks=request["num_ranks"],
-            plans=plans[rank % request["serving_ranks"] :][:1],
+            request["relays"], request["run"], rank=request["rank"], num_ranks=request["num_ranks"]
         )
         return self.reach({"version": 0})
 
     def reach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns when this rank holds the version."""
         self._receiver.receive(request["version"])
-        return {"held_s": time.monotonic(), "state_hash": str(self._receiver.mirror.version_hash)}
+        return {"held_s": time.monotonic(), "state_hash": str(self._receiver.mirror.state_hash)}
 
     def close(self, request: dict[str, Any]) -> dict[str, Any]:
         """All bits that were received are hashed anew."""

@@ -1,6 +1,7 @@
 """Other processes read the mirror's file as one whole version, or not at all."""
 
 import errno
+import json
 import subprocess
 import sys
 import threading
@@ -64,6 +65,30 @@ def test_a_file_of_uncut_tensors_is_a_safetensors_file(tmp_path: Path) -> None:
         assert loaded[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
     assert checkpoint_state_hash(planes.path) == planes.state_hash
     planes.close()
+
+
+def write_as_by_an_older_subscriber(path: Path, held: list[int]) -> None:
+    """Names the buckets that the file has, as subscribers did when they could hold a part of the weights."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"]["rose_buckets"] = ",".join(map(str, held))
+    body = json.dumps(header).encode()
+    body += b" " * (-len(body) % 8)
+    path.write_bytes(len(body).to_bytes(8, "little") + body + data[8 + size :])
+
+
+def test_a_part_of_the_weights_from_an_older_subscriber_is_refused(tmp_path: Path) -> None:
+    planes = shared_planes(tmp_path / "weights")
+    planes.close()
+    buckets = [bucket.index for bucket in planes.layout.buckets]
+    write_as_by_an_older_subscriber(planes.path, buckets)
+    file = PlanesFile(planes.path)
+    assert file.state_hash() == planes.state_hash
+    file.close()
+    write_as_by_an_older_subscriber(planes.path, buckets[1:])
+    with pytest.raises(FrameError, match=f"only some of its {len(buckets)} buckets.*without --plan"):
+        PlanesFile(planes.path)
 
 
 def test_nobody_reads_while_the_bits_change_and_nobody_changes_them_while_they_are_read(
