@@ -16,11 +16,13 @@ _REFUSAL = "missing or wrong key: give $ROSE_DASHBOARD_KEY as the password, or a
 
 
 def asks_for(key: str | None) -> Middleware:
-    """Returns what lets requests with the key through; None lets everybody in."""
+    """Returns what lets requests with the key through; None lets everybody in. White space around the key, as
+    files of secrets have it, is no part of it."""
+    wanted = key.strip().encode(errors="surrogateescape") if key is not None else None
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if key is None or hmac.compare_digest(_given(request), key.encode()):
+        if wanted is None or hmac.compare_digest(_given(request), wanted):
             return await handler(request)
         return web.Response(status=401, text=_REFUSAL, headers=_ASKS)
 

@@ -140,7 +140,8 @@ class Admin:
             raise Conflict(str(error)) from error
         self._plane.dispatcher.lend()
         await self._note("job", self._changes.joined("job", given.model_dump(exclude_unset=True), name), name)
-        return web.json_response({name: job.as_json(0, time.monotonic())})
+        proves = self._plane.config.admin_key is not None
+        return web.json_response({name: job.as_json(0, time.monotonic(), shows_proof=proves)})
 
     async def forget_job(self, request: web.Request) -> web.Response:
         """Closes a job's account, which frees its serving GPUs at once, and undoes its changes: what the

@@ -107,9 +107,9 @@ class Handshakes:
             self._counts["refused"] += 1
             client.close()
             return
+        task = asyncio.get_running_loop().create_task(self._shake_hands(client, origin))
         self._unfinished[origin] += 1
         self._num_unfinished += 1
-        task = asyncio.get_running_loop().create_task(self._shake_hands(client, origin))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

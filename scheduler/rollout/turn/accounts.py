@@ -92,8 +92,9 @@ class JobAccount:
             run_id=self.spec.run_id,
         )
 
-    def as_json(self, num_queued: int, now: float) -> dict[str, Any]:
-        key, meter = self.spec.key, self.serving_gpus.id
+    def as_json(self, num_queued: int, now: float, *, shows_proof: bool) -> dict[str, Any]:
+        """`shows_proof`: whether only admins read this; whoever has the proof can try keys against it."""
+        key, meter = self.spec.key if shows_proof else None, self.serving_gpus.id
         return {
             **self.spec.model_dump(exclude={"key"}),
             "has_key": self.spec.key is not None,

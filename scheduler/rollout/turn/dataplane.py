@@ -92,7 +92,8 @@ class DataPlane:
     def job_status(self) -> dict[str, object]:
         queued = self.dispatcher.queued_by_job()
         jobs, now = (*self.jobs, *self.jobs.without_account()), time.monotonic()
-        return {job.name: job.as_json(queued.get(job.name, 0), now) for job in jobs}
+        proves = self.config.admin_key is not None
+        return {job.name: job.as_json(queued.get(job.name, 0), now, shows_proof=proves) for job in jobs}
 
     def status(self) -> Mapping[str, object]:
         now = time.monotonic()

@@ -123,10 +123,12 @@ class Registry:
                 await self.beat(worker)
                 self._changed()
                 is_failing = False
-            except Exception:  # without heartbeats the worker would seem alive for ever
+            except Exception as error:  # without heartbeats the worker would seem alive for ever
                 if not is_failing:  # once, and not twice a second
                     logger.exception("heartbeat failed, and goes on worker=%s", worker.id)
                 is_failing = True
+                if self._is_silent(worker):
+                    worker.lost(f"{type(error).__name__}: {error}")
             every_s = self._config.heartbeat_s / (_CONTESTED_RATE if worker.is_contested else 1)
             every_s = min(every_s, _UPDATING_S if worker.is_hurried else math.inf)
             with contextlib.suppress(TimeoutError):
@@ -166,11 +168,13 @@ class Registry:
             if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
                 await self._refresh(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:
-            now = time.monotonic()
-            is_refused = isinstance(error, aiohttp.ClientConnectorError)
-            if is_refused or worker.last_seen is None or now - worker.last_seen > self._config.lost_after_s:
+            if isinstance(error, aiohttp.ClientConnectorError) or self._is_silent(worker):
                 worker.lost(f"{type(error).__name__}: {error}")
                 worker.has_rose_routes = True
+
+    def _is_silent(self, worker: Worker) -> bool:
+        """Whether nothing that could be understood has come for `lost_after_s`."""
+        return worker.last_seen is None or time.monotonic() - worker.last_seen > self._config.lost_after_s
 
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models

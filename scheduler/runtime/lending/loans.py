@@ -142,6 +142,9 @@ class Loans:
                 weight=borrow.weight,
             )
             self._put(loan)
+        elif loan.submission != submission:  # schedulers of earlier versions noted none
+            loan = msgspec.structs.replace(loan, submission=submission)
+            self._put(loan)
         return loan
 
     def _put(self, loan: Loan) -> None:

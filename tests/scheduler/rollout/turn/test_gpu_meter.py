@@ -23,10 +23,10 @@ def test_a_gpu_counts_once_however_many_turns_run_on_it_and_only_a_serving_gpu_c
     turn = TurnView(session="t", job="math")
     first, second = (take_place(turn, job, 0.0, lent, now) for now in (1.0, 2.0))
     take_place(turn, job, 0.0, own, 0.0).end(9.0)
-    assert job.as_json(0, 3.0)["serving_gpu_s"] == pytest.approx(4.0)
+    assert job.as_json(0, 3.0, shows_proof=True)["serving_gpu_s"] == pytest.approx(4.0)
     first.end(4.0)
     second.end(6.0)
-    assert job.as_json(0, 20.0)["serving_gpu_s"] == pytest.approx(10.0)
+    assert job.as_json(0, 20.0, shows_proof=True)["serving_gpu_s"] == pytest.approx(10.0)
 
 
 def test_a_declared_job_keeps_its_use_through_idle_times_until_its_name_is_another_jobs() -> None:
@@ -36,13 +36,13 @@ def test_a_declared_job_keeps_its_use_through_idle_times_until_its_name_is_anoth
     accounts.expire({}, 100.0)
     assert accounts.find("math") is None
     [shown] = accounts.without_account()
-    assert shown.as_json(0, 100.0)["serving_gpu_s"] == pytest.approx(3.0)
+    assert shown.as_json(0, 100.0, shows_proof=True)["serving_gpu_s"] == pytest.approx(3.0)
     again = accounts.get("math", 101.0)
-    assert again.as_json(0, 101.0)["serving_gpu_s"] == pytest.approx(3.0)
+    assert again.as_json(0, 101.0, shows_proof=True)["serving_gpu_s"] == pytest.approx(3.0)
     running = take_place(TurnView(session="t", job="math"), again, 0.0, worker(WorkerKind.SERVING), 101.0)
     accounts.put("math", RouterJob(key="key-of-another", run_id="run"))
     running.end(105.0)
-    assert again.as_json(0, 106.0)["serving_gpu_s"] == 0.0
+    assert again.as_json(0, 106.0, shows_proof=True)["serving_gpu_s"] == 0.0
 
 
 def test_each_count_has_an_id_and_tells_those_who_know_the_key_that_it_is_theirs() -> None:
@@ -51,7 +51,7 @@ def test_each_count_has_an_id_and_tells_those_who_know_the_key_that_it_is_theirs
 
     def meter() -> dict[str, str]:
         [job] = [*accounts, *accounts.without_account()]
-        found: dict[str, str] = job.as_json(0, 100.0)["serving_meter"]
+        found: dict[str, str] = job.as_json(0, 100.0, shows_proof=True)["serving_meter"]
         return found
 
     accounts.change("math", declared, 0.0)
@@ -64,3 +64,5 @@ def test_each_count_has_an_id_and_tells_those_who_know_the_key_that_it_is_theirs
     accounts.change("math", RouterJob(key="key-of-another"), 101.0)
     second = meter()
     assert second["id"] != first["id"] and second["proof"] == key_proof("key-of-another", second["id"])
+    [job] = accounts
+    assert job.as_json(0, 100.0, shows_proof=False)["serving_meter"] == {"id": second["id"], "proof": None}

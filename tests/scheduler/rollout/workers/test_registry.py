@@ -202,6 +202,24 @@ def test_a_worker_that_became_a_stock_engine_has_no_lease() -> None:
     assert one.view().has_room
 
 
+async def test_a_worker_whose_answers_fail_the_router_counts_as_lost() -> None:
+    class Puzzling(Worker):
+        def take_status(self, status: RoutingStatus, now: float) -> None:
+            raise TypeError("scripted")
+
+    config = RouterConfig(heartbeat_s=0.02, lost_after_s=0.2)
+    async with ScriptedWorker() as scripted, aiohttp.ClientSession() as http:
+        registry = Registry(config, http, lambda: None)
+        one = registry.add(WorkerSpec(url=scripted.url, kind=WorkerKind.SERVING))
+        await until(lambda: one.is_alive)
+        one.__class__ = Puzzling
+        await until(lambda: not one.is_alive)
+        assert one.problem == "TypeError: scripted"
+        one.__class__ = Worker
+        await until(lambda: one.is_alive)
+        await registry.close()
+
+
 async def test_heartbeats_go_on_when_what_they_bring_about_fails(caplog: pytest.LogCaptureFixture) -> None:
     num_beats = 0
 

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from lone_scheduler import Scheduler
 
@@ -182,6 +183,20 @@ def test_the_borrowed_time_of_a_job_adds_up_through_restarts_of_routers_and_sche
     scheduler.control.router_heard(RouterNews(forgotten=scheduler.control.loans))
     assert hear(scheduler, number, b=4.0) == 46.0
     assert scheduler.job("math")["serving_dollars"] == pytest.approx(46.0 / 3600 * 2.0)
+
+
+def test_the_loan_of_an_earlier_version_gets_its_jobs_number_and_counts_on() -> None:
+    scheduler = lending()
+    submit(scheduler, "math")
+    before = loans(scheduler)["math"]
+    row = msgspec.json.decode(scheduler.rows["loan:math"])
+    del row["submission"]
+    scheduler.rows["loan:math"] = msgspec.json.encode(row)
+    scheduler.restart(5.0)
+    scheduler.call(Hello, client="runner", running={"math": 1}, log_folder="/logs")
+    scheduler.wait(0.25)
+    assert loans(scheduler)["math"] == before
+    assert hear(scheduler, before.submission, a=10.0) == 10.0
 
 
 def test_a_job_is_not_charged_for_what_an_earlier_job_of_its_name_has_used() -> None:
