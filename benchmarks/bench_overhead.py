@@ -49,6 +49,8 @@ OUTPUT_TOKENS = 48
 WARM_TOKENS = 4
 """After an engine has been stopped, one short answer brings its pages and caches back."""
 VOCABULARY = 8192
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its class: on a CPU vLLM takes the name "uni" for "mp" (`vllm/platforms/cpu.py`)."""
 WARM_UP_BLOCKS = 2
 BOOTSTRAPS = 1000
 
@@ -77,7 +79,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     minutes = args.minutes if args.minutes is not None else (1.5 if args.quick else 20.0)
     with Rig() as rig:
         rig.pool("overhead", num_slabs=64, slab_bytes=1 << 20, headroom_slabs=6)
-        flags = ("--distributed-executor-backend", "uni") if args.one_process else ()
+        flags = ("--distributed-executor-backend", _IN_PROCESS) if args.one_process else ()
         server = rig.start_stock_engine(STOCK, Role.SERVING, *flags)
         rig.start_engine(ROSE, Role.SERVING, pool="overhead")
         engines = {
