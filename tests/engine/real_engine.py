@@ -12,7 +12,7 @@ import httpx
 from forked_server import ForkedServer
 from tiny_models import MAX_MODEL_LEN
 
-from rose.messages import ActivationChange, Profile, WeightUpdate, WorkerStatus
+from rose.messages import ActivationChange, Profile, RunToFollow, WeightUpdate, WorkerStatus
 from rose.node.control import completion_body
 from rose.node.launch import engine_process
 from rose.node.node_config import EngineConfig
@@ -153,6 +153,12 @@ class RealEngine:
 
     def update_weights(self, update: WeightUpdate) -> httpx.Response:
         return self.post("weights", update.model_dump())
+
+    def loaned_run(self) -> str | None:
+        """The run of the job that the GPU is lent to. Asks as a subscriber does, which the engine then
+        counts on."""
+        answer = self._http.get("/rose/v1/loan").raise_for_status().json()
+        return RunToFollow.model_validate(answer).run
 
     def activate(self) -> ActivationChange:
         return ActivationChange.model_validate(self.post("activate", {}).raise_for_status().json())

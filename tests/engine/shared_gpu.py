@@ -107,7 +107,10 @@ class SharedGpu:
 
         A test that failed half-way may have left them anywhere else.
         """
-        self.engine(Role.ROLLOUT).activate()
+        rollout = self.engine(Role.ROLLOUT)
+        if rollout.status().has_subscriber:
+            until(lambda: rollout.loaned_run() is None, "the end of the loan")
+        rollout.activate()
         for engine in self._engines.values():
             engine.set_gate(self._gate)
         until(lambda: not any(map(_has_requests, self._engines.values())), "idle engines")

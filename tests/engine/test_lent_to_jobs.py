@@ -135,6 +135,7 @@ def test_the_turns_of_a_scheduled_job_run_beside_serving_on_a_lent_engine_until_
         assert made_by(turns) <= {"run-math/0", "run-math/1"}
         wait_until(lambda: "math" not in fleet.jobs(), "the router to forget the job")
         wait_until(lambda: not fleet.worker()["owner"], "the end of the loan")
+        wait_until(lambda: fleet.engine.loaned_run() is None, "the engine to hear of it")
         done = cluster.job("math")
         assert done["state"] == "done" and done["serving_gpus"] is None and done["restarts"] == 0
         assert done["serving_gpu_s"] > 0

@@ -161,6 +161,12 @@ class ServedEngine:
         self._cores.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
         self._cores.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
 
+    def note_loan(self) -> None:
+        """Tells whoever waits for it which run the loan of the GPU names now."""
+        if self.leases is not None:
+            self.leases.lapse(time.monotonic())
+            self.loan.name(self.leases.run)
+
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
         """Brings the weights to a version between two steps, and drops the KV of the old ones.
 
@@ -171,6 +177,7 @@ class ServedEngine:
         it is activated.
         """
         async with self._exclusive:
+            self.note_loan()
             self.loan.require(update.version)
             is_active = self._activation.is_active
             reason = await self._prepare(update) if is_active else "the engine is inactive"

@@ -132,7 +132,7 @@ async def get_status(
     if cap is not None and control.leases is not None:
         ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone, run=run)
         status.lease = control.leases.asked(ask, time.monotonic())
-        control.loan.name(control.leases.run)
+        control.note_loan()
     return status
 
 
@@ -147,6 +147,7 @@ async def get_loan(
     ``wait_s`` for another run than the one that the subscriber ``knows``. ``problem``: why the engine can't
     get the weights of that one."""
     control = _control(request)
+    control.note_loan()
     return RunToFollow(run=await control.loan.asked(knows, problem, wait_s))
 
 

@@ -7,7 +7,8 @@ hands only when none of its turns is left. Time is an argument. Runs on the API 
 A router asks with each heartbeat, and its lease of turns is then renewed, shrunk or grown. A lease grows only
 by what no other router holds. A smaller lease counts when the router asks again, which shows that it knows of
 it. A lease that is not renewed lasts until another router needs its turns; turns that still run go on
-counting. While the GPU is lent to a job, only routers that lend it to that job have turns. The fence grows
+counting. While the GPU is lent to a job, only routers that lend it to that job have turns. The loan ends once
+none of them has asked for a minute, even if no other router ever asks. The fence grows
 when a loan begins to change hands, which ends all leases. A turn under an older fence is refused, and so is
 every turn until the change is done.
 """
@@ -106,6 +107,13 @@ class Leases:
             fence=self._fence,
             run=self.run,
         )
+
+    def lapse(self, now: float) -> None:
+        """Ends a loan whose routers have all been silent for so long that they won't come back. ``now``:
+        monotonic seconds."""
+        self._forget(now)
+        if not any(holder.ask and holder.ask.lends for holder in self._holders.values()):
+            self._settle_loan(())
 
     def _forget(self, now: float) -> None:
         gone = [n for n, each in self._holders.items() if not each.in_flight and each.until < now - _FORGET_S]

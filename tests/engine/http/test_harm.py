@@ -15,7 +15,7 @@ from rose.admission.board import NUM_WORDS, closed_slices
 from rose.admission.harm import CONTROL_WINDOWS_S, MEASURING_SHARE, HarmReport, RequestDelay, SliceTime
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
-from rose.admission.slices import slice_number
+from rose.admission.slices import GROUP_SLICES, slice_number
 from rose.engine.harm_records import NUM_REQUESTS, NUM_SLICES, HarmRecords, records_path
 from rose.engine.http.harm import HOUR_S, LOOKS_PER_HOURLY, NO_ROLLOUTS, HarmWatch
 from rose.engine.settings import EngineSettings
@@ -68,9 +68,11 @@ def record_minute(writer: HarmRecords, *, slowdown: float) -> None:
                 tenant="slow" if is_slow else "quick",
             )
         )
-    for number in range(slice_number(now) - 400, slice_number(now)):
-        is_closed = number % 10 == 0
-        factor = (1 if is_closed else 1 + slowdown) * (1 + 0.001 * (number % 7))
+    # Whole groups, the same at whatever time the test runs.
+    last = slice_number(now) // GROUP_SLICES * GROUP_SLICES
+    for place in range(400):
+        number, is_closed = last - 400 + place, place % 10 == 0
+        factor = (1 if is_closed else 1 + slowdown) * (1 + 0.001 * (place % 7))
         writer.add_slice(
             SliceTime(number=number, is_closed=is_closed, seconds=0.1 * factor, predicted_s=0.1, fixed_s=0.09)
         )
@@ -271,9 +273,11 @@ def test_requests_that_are_no_longer_kept_shorten_what_the_hour_rests_on(
 
 def test_forecasts_rest_on_the_time_whose_slices_are_kept(board: Words, writer: HarmRecords) -> None:
     RolloutSide(board)
+    # Both forecasts are of the same slices, in the same groups, however long the test takes.
+    now = slice_number(time.monotonic()) // GROUP_SLICES * GROUP_SLICES
 
     def forecast() -> float:
-        now, noise = slice_number(time.monotonic()), random.Random(0)
+        noise = random.Random(0)
         for number in range(now - 2000, now):
             seconds = 0.1 * noise.lognormvariate(0, 0.1)
             writer.add_slice(
@@ -293,8 +297,7 @@ def test_forecasts_rest_on_the_time_whose_slices_are_kept(board: Words, writer: 
         return hour.shown_in_a_day
 
     rests_on_all = forecast()
-    first = slice_number(time.monotonic()) - NUM_SLICES
-    for number in range(first, first + NUM_SLICES):
+    for number in range(now - NUM_SLICES, now):
         writer.add_slice(SliceTime(number=number, is_closed=False, seconds=0.0, predicted_s=0.0, fixed_s=0.0))
     kept_s = NUM_SLICES / 10
     assert forecast() / rests_on_all == pytest.approx((kept_s / 3000) ** 0.5, rel=0.1)

@@ -45,6 +45,20 @@ def test_a_second_router_gets_what_the_first_gives_back_and_both_get_half_when_b
     assert begin(leases, "b", 20) == 8
 
 
+def test_a_loan_ends_a_minute_after_the_last_word_of_its_router_though_no_other_asks() -> None:
+    leases = Leases()
+    asked(leases, "a", 0.0, lends="math", run="run-math", needs=True)
+    assert begin(leases, "a", 1, asked(leases, "a", 0.5, lends="math", run="run-math").fence) == 1
+    leases.lapse(59.0)
+    assert leases.run == "run-math", "a router that starts again finds its loan"
+    leases.lapse(63.0)
+    assert leases.run == "run-math", "a turn of the job still runs"
+    leases.end("a")
+    leases.lapse(63.5)
+    assert leases.run is None
+    assert asked(leases, "b", 64.0, lends="code", run="run-code").run == "run-code"
+
+
 def test_what_one_router_does_not_want_the_other_has() -> None:
     leases = Leases()
     asked(leases, "a", 0.0, wants=40)
