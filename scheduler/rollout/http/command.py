@@ -54,7 +54,8 @@ _HANDSHAKE_S = 10.0
 """The most time for a client's TLS handshake, and for its end."""
 _LEAST_HANDSHAKES = 64
 _HANDSHAKES_PART = 8
-"""By default one address may have this part of `max_connections`, or a few, in their handshakes."""
+"""One address may have this part of `max_connections`, or a few, in their handshakes, unless the settings
+say otherwise."""
 
 
 class RunningRouter:

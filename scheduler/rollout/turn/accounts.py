@@ -128,7 +128,7 @@ class JobAccounts:
         self._take_specs(config.jobs)
         self._jobs: dict[str, JobAccount] = {}
         self._meters: dict[str, GpuMeter] = {}
-        """Of declared jobs without an account: what they have used of serving GPUs is not forgotten."""
+        """The meters of declared jobs without an account: what they have used of serving GPUs is kept."""
         self.revision = 0
         """Grows when a job comes, leaves, gets other limits or asks for another model or run."""
 

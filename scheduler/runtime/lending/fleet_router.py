@@ -62,9 +62,9 @@ class FleetRouter:
         self._problem: str | None = None
         self._forgotten: list[Loan] = []
         self._used: dict[str, Use] = {}
-        """By meter, since the last call of news()."""
+        """What the router has reported since the last call of news(), by meter."""
         self._told: dict[str, Loan] = {}
-        """What the router has taken from this process, by job. Of the thread alone."""
+        """What the router has taken from this process, by job. Only the thread uses it."""
         threading.Thread(target=self._run, name="rose-fleet-router", daemon=True).start()
 
     @classmethod
