@@ -93,7 +93,8 @@ class JobAccount:
         )
 
     def as_json(self, num_queued: int, now: float, *, shows_proof: bool) -> dict[str, Any]:
-        """`shows_proof`: whether only admins read this; whoever has the proof can try keys against it."""
+        """Returns the account as admins see it. `shows_proof`: whether only admins read this. Whoever has the
+        proof can try keys against it."""
         key, meter = self.spec.key if shows_proof else None, self.serving_gpus.id
         return {
             **self.spec.model_dump(exclude={"key"}),

@@ -248,7 +248,7 @@ class State:
         self.touched.add(group)
 
     def keep(self, key: str, row: bytes | None) -> None:
-        """Adds a row that belongs to neither to the next batch."""
+        """Adds a row that is no job's and no group's to the next batch."""
         self._batch.rows[key] = row
 
     def forget_past(self, job: str) -> None:
