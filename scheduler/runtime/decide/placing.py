@@ -151,7 +151,7 @@ class Groups:
 
     @contextmanager
     def with_newcomer(self, group: Group, newcomer: Resident) -> Iterator[None]:
-        """Inside the context, this group, with a job that runs nowhere yet, replaces that of the same name."""
+        """Inside the context, this group, with a job that runs nowhere yet, replaces that of its name."""
         old, known = self.by_name.get(group.name), self._resident_of
         self._resident_of = lambda name, now: newcomer if name == newcomer.job.name else known(name, now)
         self.put(group)

@@ -308,7 +308,7 @@ class ServeSpec(Section):
     ray: RayClusterSpec | None = None
     """The Ray cluster that runs the jobs. None: they run on the scheduler's own machine."""
     router: RouterSpec | None = None
-    """The router that lends `pools.serving_gpus` GPUs to jobs whose files have `borrow`. None: no job borrows."""
+    """The router that lends `pools.serving_gpus` GPUs to jobs with `borrow`. None: no job borrows."""
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
 
