@@ -44,9 +44,13 @@ class TailSpec(Section):
     """
 
     step_s: float = Field(gt=0)
+    """The part of a step that does not depend on the responses."""
     request_s: float = Field(ge=0)
+    """The part of a step for each response."""
     prompt_tokens: int = Field(ge=0)
+    """The length of a prompt."""
     prefill_tokens_per_s: float = Field(gt=0)
+    """The speed at which a moved response is prefilled again."""
     pause_s: float = Field(default=1.0, ge=0)
     """The time to stop the responses and send them on."""
 
@@ -55,9 +59,11 @@ class RaySpec(Section):
     """A Ray instance that lives as long as the job's process. The job's `ray.init()` finds it."""
 
     num_cpus: int = Field(default=1, ge=1)
+    """The CPUs that the instance offers."""
     num_gpus: int = Field(default=0, ge=0)
+    """The GPUs that the instance offers."""
     object_store_gb: float | None = Field(default=None, gt=0)
-    """None: Ray's own default, a share of the host's memory."""
+    """The size of the object store. None: Ray's own default, a share of the host's memory."""
 
 
 class Launch(StrEnum):
@@ -81,7 +87,7 @@ class PlacementStrategy(StrEnum):
     STRICT_PACK = "strict-pack"
     """Ray puts all nodes on one host."""
     STRICT_SPREAD = "strict-spread"
-    """Each on a host of its own."""
+    """Ray puts each node on a host of its own."""
 
     @property
     def is_strict(self) -> bool:
@@ -110,6 +116,7 @@ class RunSpec(JobSpec):
     num_ranks: int = Field(default=1, ge=1)
     """The processes that enter the phases together: torchrun's WORLD_SIZE."""
     launch: Launch = Launch.ONCE
+    """How the command is started: once, on each node, or for each rank."""
     placement: PlacementStrategy = PlacementStrategy.PACK
     """Where a Ray cluster puts the nodes. Jobs share a group only with jobs of the same placement."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
@@ -131,6 +138,7 @@ class RunSpec(JobSpec):
     tail: TailSpec | None = None
     """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
     ray: RaySpec | None = None
+    """Gives each attempt a Ray instance of its own. None: it gets none."""
 
     @model_validator(mode="after")
     def _pins_make_sense(self) -> Self:
@@ -204,7 +212,9 @@ class GroupSpec(Section):
     """Nodes that jobs may be pinned to, whether or not any job runs there."""
 
     num_rollout_nodes: int = Field(default=1, ge=1)
+    """The rollout nodes of the group."""
     num_train_nodes: int = Field(default=1, ge=1)
+    """The training nodes of the group."""
 
 
 class TeamSpec(Section):
@@ -246,6 +256,7 @@ class RayClusterSpec(Section):
     rollout: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
     """What a rollout node takes of a Ray node, in Ray's names. Custom resources choose the hosts."""
     train: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
+    """The same for a training node."""
     hung_s: float = Field(default=60.0, ge=1)
     """The time after which a part of a job that does not answer is ended, and the job starts again."""
 
@@ -295,6 +306,7 @@ class ServeSpec(Section):
     """CLUSTER.yaml of `rose sched serve`."""
 
     pools: PoolsSpec = PoolsSpec()
+    """The nodes of both kinds, and the serving GPUs that jobs may borrow."""
     policy: str = "lifetime-static"
     """The policy that places the jobs that name no group. `lifetime` moves them after an iteration, too.
 
@@ -303,8 +315,11 @@ class ServeSpec(Section):
     move_pause_s: float = Field(default=PAUSE_S, ge=0)
     """The time that a move is assumed to cost the job. Its SLO must allow it, and the gain must exceed it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
+    """Groups that jobs may name. For all other jobs the policy forms groups."""
     teams: dict[str, TeamSpec] = Field(default_factory=dict)
+    """The shares and quotas of teams, by name."""
     preemption: PreemptionSpec = PreemptionSpec()
+    """Which jobs take the places of running ones. By default, none does."""
     ray: RayClusterSpec | None = None
     """The Ray cluster that runs the jobs. None: they run on the scheduler's own machine."""
     router: RouterSpec | None = None
