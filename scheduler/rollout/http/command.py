@@ -268,8 +268,8 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
 
 
 def _own_state(config: RouterConfig, settings: Settings) -> Path | None:
-    """Returns where a router keeps what an admin sets unless it is told: several hosts may share the folder.
-    None if it can't be made, as for a user without a home.
+    """Returns the default file for what an admin sets. Its name has the host, as hosts may share the folder.
+    None if the folder can't be made, as for a user without a home.
 
     Raises: ConfigError if the folder is not this user's.
     """

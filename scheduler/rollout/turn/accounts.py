@@ -137,7 +137,7 @@ class JobAccounts:
         return len(self._jobs)
 
     def _check_room(self, name: str) -> None:
-        """Anyone may name jobs, and each has metrics of its own. Raises: QueueFull."""
+        """Bounds the number of jobs: anyone may name one, and each has metrics. Raises: QueueFull."""
         is_known = name in self._jobs or name in self._specs or name == DEFAULT_JOB
         if not is_known and len(self._jobs) >= self._max_jobs:
             raise QueueFull(

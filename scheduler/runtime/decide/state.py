@@ -200,7 +200,7 @@ class State:
         self.changed(spec.name)
 
     def learn(self, job: str, spec: RunSpec) -> None:
-        """The job's file says this from now on."""
+        """Replaces the job's file by this one."""
         self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
 
     def take_places(self, job: str, victims: tuple[str, ...] | None) -> None:
