@@ -20,6 +20,7 @@ import msgspec
 
 from rose.node.processes import ServerProcess
 from rose.node.watcher import group_members
+from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.runtime.channel.messages import Start
 from rose.scheduler.runtime.job.job import JobFile, JobNode
 from rose.scheduler.runtime.job.recording import Recording
@@ -198,11 +199,20 @@ def write_job_file(
         nodes=list(nodes),
         num_ranks=spec.num_ranks,
         cache_folder=str(cache),
-        limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
+        limit_bytes={name: limit_bytes(name, phase, nodes) for name, phase in spec.phases.items()},
         recording=recording,
     )
     path.write_bytes(msgspec.json.encode(file))
     return path
+
+
+def limit_bytes(name: str, phase: PhaseSpec, nodes: Sequence[JobNode]) -> int:
+    """Returns the host memory that all ranks of a phase may keep together on a host with these nodes.
+
+    A rank on a host without nodes of the phase may keep as much as one node holds.
+    """
+    num_nodes = sum(node.name.startswith(f"{name}-") for node in nodes)
+    return round(phase.memory_gb * 1e9) * max(1, num_nodes)
 
 
 def argv_of(spec: RunSpec) -> list[str]:

@@ -261,7 +261,8 @@ def filled(content: Mapping[str, Any], spec: RunSpec, profile: JobProfile) -> di
     for name, phase in profile.phases.items():
         written["phases"][name]["seconds"] = math.ceil(phase.total_s.worst * 1e3) / 1e3
         if phase.cached_bytes and not _has_memory(spec.phases[name]):
-            written["phases"][name]["memory_gb"] = math.ceil(phase.cached_bytes / 1e6) / 1e3
+            node_bytes = phase.cached_bytes / max(1, spec.phases[name].nodes)
+            written["phases"][name]["memory_gb"] = math.ceil(node_bytes / 1e6) / 1e3
     written["outside"] = spec.outside.model_dump()
     for earlier, seconds in profile.outside.items():
         key = f"after_{earlier}_s"

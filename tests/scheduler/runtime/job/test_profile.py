@@ -113,6 +113,14 @@ def test_phases_that_are_not_those_of_the_file_are_refused(phases: tuple[str, ..
         profile(content(), [run(phase, 1, 1.0) for phase in phases])
 
 
+def test_memory_is_written_for_one_of_the_phases_nodes() -> None:
+    file = content(rollout={"nodes": 2, "seconds": 1.0}, train={"after": ["rollout"]})
+    runs = [run(phase, 1, 2.0, cached_bytes=3_000_001) for phase in ("rollout", "train")]
+    written = filled(file, RunSpec.model_validate(file), profile(file, runs))
+    assert written["phases"]["rollout"]["memory_gb"] == 0.002
+    assert written["phases"]["train"]["memory_gb"] == 0.004
+
+
 def test_the_file_gets_times_and_the_memory_that_it_does_not_name() -> None:
     file = content(rollout={"nodes": 2, "seconds": 1.0, "memory_gb": 5.0}, train={"after": ["rollout"]})
     runs = [run(phase, 1, 2.00001, cached_bytes=3_000_001) for phase in ("rollout", "train")]
