@@ -19,8 +19,10 @@ _LARGEST = 448.0
 _LEAST_BLOCK_AMAX = 1e-4
 _ROW_AMAX_INVERSE = 512
 """vLLM's bounds, below which a scale no longer shrinks; the second one is of the inverse."""
-_CHUNK_ELEMENTS = 16 << 20
-"""Elements that are quantized at a time, because this takes several copies of them in float32."""
+_CHUNK_ELEMENTS, _DEVICE_CHUNK_ELEMENTS = 1 << 20, 64 << 20
+"""Elements that are quantized at a time, which takes several copies of them in float32. On a processor with
+16 Mi it takes four times as long, because the kernel clears new pages each time; a device has launches to
+save."""
 
 
 class QuantizedSource(TorchSource):
@@ -91,10 +93,12 @@ def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: A
     # A tensor on the device: torch multiplies by the inverse of a Python number on CUDA.
     largest = torch.tensor(_LARGEST, device=matrix.device)
     if scheme.kind == "tensor":
-        amax = _amax(matrix).to(dtype).float()
+        low, high = matrix.aminmax()
+        amax = low.abs().maximum(high.abs()).to(dtype).float()
         scales.copy_((amax / largest).clamp_min(torch.finfo(torch.float32).tiny))
     rows, _ = scheme.group if scheme.group[0] else (1, 0)
-    step = rows * max(1, _CHUNK_ELEMENTS // (rows * matrix.shape[1]))
+    most = _CHUNK_ELEMENTS if matrix.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+    step = rows * max(1, most // (rows * matrix.shape[1]))
     for begin in range(0, matrix.shape[0], step):
         part, made = (each[begin : begin + step] for each in (matrix, numbers))
         part = part.to(dtype)
@@ -109,7 +113,7 @@ def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: A
 
 
 def _quantize_rows(matrix: Any, numbers: Any, scales: Any, largest: Any) -> None:
-    amax = _amax(matrix, dim=-1, keepdim=True).float()
+    amax = matrix.abs().amax(dim=-1, keepdim=True).float()
     scales.copy_((amax / largest).clamp_min(1.0 / (largest * _ROW_AMAX_INVERSE)))
     numbers.copy_((matrix / scales).clamp_(-_LARGEST, _LARGEST))
 
@@ -124,11 +128,6 @@ def _quantize_blocks(matrix: Any, numbers: Any, scales: Any, largest: Any, block
     made = amax / largest
     scales.copy_(made.view(scales.shape))
     numbers.copy_((blocks * (1.0 / made)).view_as(padded)[:num_rows, :num_columns])
-
-
-def _amax(matrix: Any, **over: Any) -> Any:
-    low, high = matrix.aminmax(**over)
-    return low.abs().maximum(high.abs())
 
 
 def _require_whole_groups(name: str, shard: TensorShard, scheme: Fp8Scheme) -> None:

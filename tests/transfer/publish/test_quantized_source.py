@@ -21,6 +21,7 @@ from training_steps import Weights
 
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.publish import quantized_source
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.quantized_source import QuantizedSource
 from rose.transfer.publish.torch_source import TensorShard, load_planes
@@ -98,8 +99,14 @@ def publish(embedded_url: str) -> Iterator[Publish]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_each_version_has_the_bits_of_a_checkpoint_that_is_quantized_whole(
-    publish: Publish, relay: Relay, tmp_path: Path, kind: str, dtype: torch.dtype
+    publish: Publish,
+    relay: Relay,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    dtype: torch.dtype,
 ) -> None:
+    monkeypatch.setattr(quantized_source, "_CHUNK_ELEMENTS", 1 << 12)  # several chunks for each matrix
     weights = {name: each.to(dtype) for name, each in model_tensors().items()}
     weights[QUANTIZED[0]][3] = 0.0
     weights[QUANTIZED[0]][4] = 1e-6
