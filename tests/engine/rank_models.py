@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import INT8_CONFIG, MTP_CONFIG, with_mtp_head
+from tiny_models import FP8_CONFIG, INT8_CONFIG, MTP_CONFIG, with_mtp_head
 
 from rose.transfer.publish.torch_source import TorchSource
 
@@ -67,6 +67,13 @@ def int8() -> Any:
     return config
 
 
+def fp8() -> Any:
+    """The same with fp8 weights."""
+    config = dense(is_tied=False)
+    config.quantization_config = FP8_CONFIG
+    return config
+
+
 def shape() -> dict[str, Any]:
     return {
         "num_hidden_layers": 4,
@@ -92,6 +99,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "latent": (latent, {}),
     "state space": (state_space, {}),
     "int8": (int8, {}),
+    "fp8": (fp8, {}),
 }
 """Makers of configurations, and arguments of the engines that load them."""
 
@@ -133,7 +141,8 @@ class Checkpoint:
         if quantization is not None:
             model.config.quantization_config = quantization
             model.config.save_pretrained(folder)
-            tensors = _quantized(tensors)
+            is_fp8 = quantization == FP8_CONFIG
+            tensors = _quantized(tensors, torch.float8_e4m3fn if is_fp8 else torch.int8)
         self.tensors = after_a_step(tensors, 1.0, seed=0, is_finite=is_finite)
         self.specs = TorchSource(self.tensors, dtype=None).specs()
         engine = EngineArgs(
@@ -142,12 +151,12 @@ class Checkpoint:
         self.vllm_config = engine.create_engine_config()
 
 
-def _quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of which a checkpoint with int8 weights consists, without values."""
+def _quantized(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the tensors of which a checkpoint with weights of this type consists, without values."""
     made = {}
     for name, tensor in tensors.items():
         is_linear = name.endswith("proj.weight")
-        made[name] = tensor.to(torch.int8) if is_linear else tensor
+        made[name] = tensor.to(dtype) if is_linear else tensor
         if is_linear:
             made[f"{name}_scale"] = tensor[:, :1].clone()
     return made
@@ -187,7 +196,8 @@ def differing(model: torch.nn.Module, other: torch.nn.Module) -> list[str]:
     )
     wrong = [name for name in expected if not torch.equal(expected[name], found[name])]
     for name, module in other.named_modules():
-        if "cpu_linear" in vars(module) or hasattr(getattr(module, "scheme", None), "kernel"):
+        scheme = getattr(module, "scheme", None)
+        if "cpu_linear" in vars(module) or hasattr(scheme, "kernel") or hasattr(scheme, "fp8_linear"):
             outputs = [_outputs(each) for each in (module, model.get_submodule(name))]
             wrong += [name] if not torch.equal(*map(_bits, outputs)) else []
     return wrong
@@ -198,7 +208,7 @@ def _outputs(module: Any) -> torch.Tensor:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     parameters, _ = get_layerwise_info(module).restore_metadata
-    is_float = parameters["weight"].dtype.is_floating_point
+    is_float = parameters["weight"].dtype.is_floating_point and parameters["weight"].itemsize > 1
     inputs = torch.linspace(-1, 1, parameters["weight"].shape[1]).repeat(3, 1)
     inputs = inputs.to(parameters["weight"].dtype if is_float else torch.bfloat16)
     result: torch.Tensor = module.quant_method.apply(module, inputs, None)
@@ -224,7 +234,7 @@ def after_a_step(
         limits = torch.iinfo(old.dtype)
         drawn = torch.randint(limits.min, limits.max + 1, old.shape, dtype=old.dtype, generator=generator)
         if is_finite and tensor.is_floating_point():
-            drawn &= ~0x4000  # the exponent's first bit
+            drawn &= ~(0x4000 if tensor.element_size() == 2 else 0x40)  # the exponent's first bit
         is_new = torch.rand(old.shape, generator=generator) < share * (only in name)
         later[name] = torch.where(is_new, drawn, old).view(tensor.dtype)
     return later

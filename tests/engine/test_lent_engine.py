@@ -19,6 +19,7 @@ from references import ModelDirs, StockAnswers
 from relay_process import RelayProcess
 from safetensors.torch import load_file
 
+from rose.engine.http.loaned_run import LASTING_S
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.placing.views import WorkerKind
 from rose.scheduler.rollout.router_config import WorkerSpec
@@ -28,26 +29,28 @@ from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.waiting import until
 
 pytestmark = pytest.mark.vllm
-RUNS = {"math": "math-1", "code": "code-1", "odd": "odd-1"}
+RUNS = {"math": "math-1", "code": "code-1", "odd": "odd-1", "late": "late-1"}
 WEIGHTS_S = 60.0
 
 
 class Fleet:
-    """An engine with its subscriber, a relay, and the trainers of three jobs."""
+    """An engine with its subscriber, a relay, and the trainers of four jobs, one of which publishes late."""
 
     def __init__(self, models: ModelDirs, folder: Path) -> None:
         self.relay = RelayProcess("embedded")
         self._model, self._folder = models.untied[0], folder
         self.engine = RealEngine(models.untied[0], Role.ROLLOUT, folder, "--dtype", "float32")
         weights = {"math": models.untied[0], "code": models.untied[-1], "odd": models.serving}
+        weights["late"] = weights["code"]
         self.trainers = {
             job: WeightPublisher(load_file(path / "model.safetensors"), self.relay.url, RUNS[job], dtype=None)
             for job, path in weights.items()
         }
         self.engine.wait_ready()
         self.fresh = [self.engine.complete(probe, PROBE_TOKENS) for probe in probes()]
-        for trainer in self.trainers.values():
-            trainer.publish()
+        for job, trainer in self.trainers.items():
+            if job != "late":
+                trainer.publish()
         self.subscribe()
 
     def subscribe(self) -> None:
@@ -159,6 +162,20 @@ async def test_each_jobs_turns_are_answered_as_by_a_fresh_engine_with_its_weight
         for number, (job, answer) in enumerate(zip(order, found, strict=True)):
             index = number % 3
             assert answer == (of_math(fleet, index) if job == "math" else of_code(stock, index))
+
+
+async def test_weights_of_another_run_answer_no_turn_of_a_job_before_its_run_has_published(
+    fleet: Fleet, stock: StockAnswers
+) -> None:
+    async with jobs_of(fleet, weights_s=8.0) as jobs:
+        assert await jobs.probe("math") == of_math(fleet)
+        refused = await jobs.ask("late", probes()[0])
+        assert refused["status"] == 503
+        assert "the run has published nothing in this relay" in refused["error"]["message"]
+        assert await jobs.probe("math") == of_math(fleet)
+        await asyncio.to_thread(fleet.trainers["late"].publish)
+    async with jobs_of(fleet, weights_s=LASTING_S + WEIGHTS_S) as jobs:
+        assert await jobs.probe("late") == of_code(stock)
 
 
 async def test_a_switch_outlives_the_death_of_the_subscriber_and_of_the_engine(

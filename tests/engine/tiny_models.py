@@ -6,6 +6,7 @@ bfloat16, for greedy comparisons under changing batches: two bfloat16 logits are
 batch decides.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ BLOCK_TOKENS = 128
 VOCABULARY = 320
 MAX_MODEL_LEN = 1024
 MTP_CONFIG = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-INT8_CONFIG = {
+INT8_CONFIG: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "quantization_status": "compressed",
@@ -39,6 +40,19 @@ INT8_CONFIG = {
     },
 }
 """A checkpoint's quantization: a scale for each row of a weight, and one for each token's inputs."""
+_LINEAR = INT8_CONFIG["config_groups"]["linear"]
+FP8_CONFIG = {
+    **INT8_CONFIG,
+    "format": "float-quantized",
+    "config_groups": {
+        "linear": {
+            "targets": ["Linear"],
+            "weights": {**_LINEAR["weights"], "type": "float"},
+            "input_activations": {**_LINEAR["input_activations"], "type": "float"},
+        }
+    },
+}
+"""The same in fp8, which vLLM also computes with on a CPU without AMX."""
 
 
 def make_serving_model(folder: Path) -> Path:
@@ -115,21 +129,39 @@ def make_mla_model(folder: Path, *, num_dense: int = 4) -> Path:
 
 def make_int8_model(folder: Path) -> Path:
     """The Qwen3 in bfloat16 with int8 weights and a scale for each row, in compressed-tensors' format."""
+    import torch
+
+    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+        return (weight.float() / scale).round().to(torch.int8), scale.to(torch.bfloat16)
+
+    return _quantize(make_rollout_model(folder, is_tied=True), INT8_CONFIG, quantized)
+
+
+def quantize_to_fp8(folder: Path) -> Path:
+    """Gives the linear layers of a checkpoint fp8 weights with a scale for each row, in place."""
+    import torch
+
+    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / torch.tensor(448.0)
+        return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    return _quantize(folder, FP8_CONFIG, quantized)
+
+
+def _quantize(folder: Path, quantization: dict[str, Any], quantized: Callable[[Any], Any]) -> Path:
+    """Puts the numbers and scales that `quantized` makes in the place of a checkpoint's linear weights."""
     import json
 
-    import torch
     from safetensors.torch import load_file, save_file
 
-    make_rollout_model(folder, is_tied=True)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in [each for each in tensors if each.endswith("proj.weight")]:
-        scale = tensors[name].float().abs().amax(dim=1, keepdim=True) / 127
-        tensors[name] = (tensors[name].float() / scale).round().to(torch.int8)
-        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
-    save_file(tensors, path)
+        tensors[name], tensors[f"{name}_scale"] = quantized(tensors[name])
+    save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": INT8_CONFIG}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return folder
 
 

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rose.config import Settings
@@ -34,8 +35,8 @@ from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
 from rose.transfer.publish.kept_copy import open_kept_copy
+from rose.transfer.publish.quantized_source import source_of
 from rose.transfer.publish.run_lease import RunLease
-from rose.transfer.publish.torch_source import TorchSource
 from rose.transfer.publish.trainer_ranks import TrainerRanks
 from rose.transfer.publish.version_writer import VersionWriter
 from rose.transfer.relay.opening import open_relay
@@ -108,6 +109,8 @@ class WeightPublisher:
     ranks_timeout_s for each other.
     encode_threads: the number of buckets that are compared and packed at the same time; None: this rank's
     share of the cores that the process may use, 4 at most.
+    quantized_like: the folder of a checkpoint in fp8 like that of the engines. What is quantized there is
+    quantized here, before it is published.
     adapter: what the tensors are if they are a LoRA adapter's (rose.transfer.adapters.publisher).
     key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
     is signed, and the trainer sends its snapshots itself.
@@ -132,6 +135,7 @@ class WeightPublisher:
         num_ranks: int = 1,
         ranks_timeout_s: float = RANKS_TIMEOUT_S,
         encode_threads: int | None = None,
+        quantized_like: str | Path | None = None,
         adapter: AdapterBody | None = None,
         key: str | None = None,
         signing_key: str | None = None,
@@ -139,7 +143,7 @@ class WeightPublisher:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         _check_pace(link_gbps, snapshot_every)
         num_threads = _num_encode_threads(encode_threads, num_ranks)
-        self._source = TorchSource(weights, dtype)
+        self._source = source_of(weights, dtype, quantized_like)
         self._full_wait_s = full_wait_s
         self._number, self._is_followed = -1, False
         settings = Settings.from_environment()
@@ -215,7 +219,7 @@ class WeightPublisher:
         self._behind.settle()
         self._ranks.attempt += 1
         self._source.require_same()
-        self._source.wait()
+        self._source.prepare()
 
     def _publish(self) -> SyncReport:
         if self._ranks.is_leader:

@@ -41,11 +41,13 @@ class TensorShard:
     """A trainer rank's part of a tensor, and its place in the Hugging Face tensor.
 
     tensor: a view of the live parameter, not a copy, with the part's shape. shape: that of the whole tensor.
+    keeps_dtype: whether it is never cast.
     """
 
     tensor: Any
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    keeps_dtype: bool = False
 
     @property
     def box(self) -> Box:
@@ -84,9 +86,13 @@ class TorchSource:
     def specs(self) -> list[TensorSpec]:
         """Returns the specs of what is published. Raises: ValueError on a dtype that can't be published."""
         return [
-            TensorSpec(name=name, dtype=self._wire_dtype(name, shards[0].tensor), shape=shards[0].shape)
+            TensorSpec(name=name, dtype=self._wire_dtype(name, shards[0]), shape=shards[0].shape)
             for name, shards in self._shards.items()
         ]
+
+    def named_shards(self) -> Iterator[tuple[str, TensorShard]]:
+        """Yields what this process holds, each with its tensor's name."""
+        return ((name, shard) for name, shards in self._shards.items() for shard in shards)
 
     def holdings(self) -> dict[str, list[Box]]:
         """Returns the regions of each tensor that this process holds."""
@@ -101,9 +107,8 @@ class TorchSource:
     def _read_formats(self) -> list[tuple[str, str]]:
         """Returns the name of each shard's tensor, and the form in which it would be published."""
         return [
-            (name, f"{self._wire_dtype(name, shard.tensor)} {tuple(shard.tensor.shape)}")
-            for name, shards in self._shards.items()
-            for shard in shards
+            (name, f"{self._wire_dtype(name, shard)} {tuple(shard.tensor.shape)}")
+            for name, shard in self.named_shards()
         ]
 
     def device(self) -> Any:
@@ -112,9 +117,9 @@ class TorchSource:
         return next(iter(devices)) if len(devices) == 1 else None
 
     def _devices(self) -> set[Any]:
-        return {shard.tensor.device for shards in self._shards.values() for shard in shards}
+        return {shard.tensor.device for _, shard in self.named_shards()}
 
-    def wait(self) -> None:
+    def prepare(self) -> None:
         """Returns when the calling thread's streams have finished with the weights, so that any thread may
         read them.
         """
@@ -137,10 +142,10 @@ class TorchSource:
             memory = self._scratch.memory = np.empty(num_bytes, np.uint8)
         scratch = memory[:num_bytes].view(dtype)
         pieces: list[Bits] = []
-        for piece, region in self._regions(layout, bucket):
+        for piece, region, target in self._regions(layout, bucket):
             flat = region.reshape(-1)[piece.begin : piece.end]
-            bits: Bits = self._raw(flat, dtype.itemsize).cpu().numpy()
-            if not self._is_as_published(region):
+            bits: Bits = self._raw(flat, target, dtype.itemsize).cpu().numpy()
+            if region.device.type != "cpu" or target is not None or not region.is_contiguous():
                 copied = scratch[piece.at : piece.at + bits.size]
                 copied[:] = bits
                 bits = copied
@@ -153,9 +158,9 @@ class TorchSource:
         bits: the vector, whose integers have the elements' width. Nothing crosses to the host. Raises:
         ValueError when not all elements are here.
         """
-        for piece, region in self._regions(layout, bucket):
+        for piece, region, target in self._regions(layout, bucket):
             flat = region.reshape(-1)[piece.begin : piece.end]
-            raw = self._raw(flat, bits.element_size()).view(bits.dtype)
+            raw = self._raw(flat, target, bits.element_size()).view(bits.dtype)
             bits[piece.at : piece.at + flat.numel()].copy_(raw)
 
     def load(self, planes: WeightPlanes) -> None:
@@ -164,7 +169,7 @@ class TorchSource:
         parts = planes.layout.parts_by_tensor
         with torch.no_grad():
             for name, shards in self._shards.items():
-                target = self._target(shards[0].tensor)
+                target = self._target(shards[0])
                 dtype = target if target is not None else shards[0].tensor.dtype
                 whole = torch.empty(shards[0].shape, dtype=dtype)
                 bits = whole.view(self._views[whole.element_size()]).numpy()
@@ -174,31 +179,31 @@ class TorchSource:
                     ends = zip(shard.start, shard.tensor.shape, strict=True)
                     shard.tensor.copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
 
-    def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Extent, Any]]:
-        """Yields the bucket's pieces, each with the part of a tensor that it is cut from."""
+    def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Extent, Any, Any]]:
+        """Yields the bucket's pieces, each with the part of a tensor that it is cut from, and the dtype that
+        this is cast to, if it is.
+        """
         for piece in layout.pieces(bucket):
             ends = piece.part.box
             shards = self._shards.get(piece.tensor.name, [])
             shards = [shard for shard in shards if Box.of(ends).lies_in(shard.box)]
             if not shards:
                 raise ValueError(f"no shard holds {ends} of tensor {piece.tensor.name}")
-            yield piece, shards[0].region(ends)
+            yield piece, shards[0].region(ends), self._target(shards[0])
 
-    def _is_as_published(self, region: Any) -> bool:
-        """Whether these elements can be flattened and read as bits without a copy."""
-        return region.device.type == "cpu" and self._target(region) is None and region.is_contiguous()
-
-    def _raw(self, flat: Any, width: int) -> Any:
-        cast = flat if self._target(flat) is None else flat.to(self._target(flat))
+    def _raw(self, flat: Any, target: Any, width: int) -> Any:
+        cast = flat if target is None else flat.to(target)
         return cast.contiguous().view(self._views[width])
 
-    def _target(self, tensor: Any) -> Any:
-        is_wide_float = tensor.is_floating_point() and tensor.element_size() >= 2
-        return self._cast if is_wide_float and tensor.dtype != self._cast else None
+    def _target(self, shard: TensorShard) -> Any:
+        """Returns the dtype that a shard is cast to; None if it is not cast."""
+        tensor = shard.tensor
+        is_cast = tensor.is_floating_point() and tensor.element_size() >= 2 and not shard.keeps_dtype
+        return self._cast if is_cast and tensor.dtype != self._cast else None
 
-    def _wire_dtype(self, name: str, tensor: Any) -> str:
-        target = self._target(tensor)
-        dtype = str(target if target is not None else tensor.dtype).removeprefix("torch.")
+    def _wire_dtype(self, name: str, shard: TensorShard) -> str:
+        target = self._target(shard)
+        dtype = str(target if target is not None else shard.tensor.dtype).removeprefix("torch.")
         if dtype not in _SAFETENSORS_NAMES:
             raise ValueError(
                 f"tensor {name}: dtype {dtype} can't be published: publish it as one of "

@@ -167,6 +167,10 @@ class ServedEngine:
             self.leases.lapse(time.monotonic())
             self.loan.name(self.leases.run)
 
+    def _require_loaned(self, version: str) -> None:
+        self.note_loan()
+        self.loan.require(version)
+
     async def apply_weights(self, update: WeightUpdate) -> WeightUpdated:
         """Brings the weights to a version between two steps, and drops the KV of the old ones.
 
@@ -177,8 +181,7 @@ class ServedEngine:
         it is activated.
         """
         async with self._exclusive:
-            self.note_loan()
-            self.loan.require(update.version)
+            self._require_loaned(update.version)
             is_active = self._activation.is_active
             reason = await self._prepare(update) if is_active else "the engine is inactive"
             info: dict[str, object] = {"path": update.path, "state_hash": update.state_hash}
@@ -239,7 +242,10 @@ class ServedEngine:
         logger.info("weights loaded whole: version=%s because=%s", update.version, reason)
 
     async def _update_between_steps(self, update: WeightUpdate, info: dict[str, object]) -> None:
-        # The status tells of the update before a step is held back, so that no router sees a stall.
+        # The loan may have changed while the update was prepared, and turns of another run's job may be here.
+        self._require_loaned(update.version)
+        # The status tells of the update before a step is held back, so that no router sees a stall. From here
+        # on, no router sends a turn.
         self._is_updating = True
         try:
             await self._pause()

@@ -74,6 +74,27 @@ async def test_a_gpu_that_can_not_get_its_jobs_weights_goes_back_with_one_line_o
         ]
 
 
+@pytest.mark.slow
+async def test_a_job_whose_run_has_published_nothing_gets_no_weights_of_the_run_before(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        lent_worker("run-a/1") as worker,
+        start_router((worker, "serving"), jobs=JOBS, weights_s=1.0) as client,
+    ):
+        assert versions(await ask(client, "a")) == ["run-a/1"]
+        turn = await lend_to_b(client, worker)
+        worker.run_problems = {"run-b": NOTHING_PUBLISHED}
+        status, answer = await turn
+        assert (status, NOTHING_PUBLISHED in answer["error"]["message"]) == (503, True)
+        assert len(worker.requests) == 1
+        turn = asyncio.create_task(ask(client, "b"))
+        worker.run_problems = {}  # the engine has forgotten it, and the run has published since
+        await until(lambda: worker.leases is not None and worker.leases.run == "run-b")
+        worker.version = "run-b/0"
+        assert versions(await turn) == ["run-b/0"]
+
+
 async def test_a_job_whose_run_has_published_nothing_gets_base_weights(
     start_router: StartRouter, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,143 @@
+"""A trainer's weights, quantized to fp8 before they are published.
+
+Owns the quantization, which rounds as vLLM's own does: fp8 numbers and scales are those that vLLM would make
+of the same weights. Keeps what was quantized beside the weights, on their device: a byte for each element.
+Source of the rounding: vLLM 0.32, its online quantization to fp8 and per_block_cast_to_fp8(). Where we
+differ: block scales are divided on every device, where vLLM multiplies by an inverse on CUDA, so trainers on
+a processor and on a GPU publish the same bits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from rose.transfer.format.planes import WeightPlanes
+from rose.transfer.publish.fp8_scheme import Fp8Checkpoint, Fp8Scheme
+from rose.transfer.publish.torch_source import TensorShard, TorchSource
+
+_LARGEST = 448.0
+"""The largest number of float8_e4m3fn."""
+_LEAST_BLOCK_AMAX = 1e-4
+_ROW_AMAX_INVERSE = 512
+"""vLLM's bounds, below which a scale no longer shrinks; the second one is of the inverse."""
+_CHUNK_ELEMENTS, _DEVICE_CHUNK_ELEMENTS = 1 << 20, 64 << 20
+"""Elements that are quantized at a time, which takes several copies of them in float32. On a processor with
+16 Mi it takes four times as long, because the kernel clears new pages each time; a device has launches to
+save."""
+
+
+class QuantizedSource(TorchSource):
+    """What a trainer publishes for engines with a checkpoint in fp8.
+
+    checkpoint: tells by name which tensors are quantized, and how. dtype: floats are cast to it before they
+    are quantized. A shard has to hold whole groups of elements that have a scale in common. Raises:
+    ValueError where the tensors are not the checkpoint's.
+    """
+
+    def __init__(self, weights: Any, dtype: str | None, checkpoint: Path) -> None:
+        import torch
+
+        found = Fp8Checkpoint(checkpoint)
+        self._scheme = found.scheme
+        self._trained = TorchSource(weights, dtype)
+        self._quantized: list[tuple[Any, Any, Any]] = []
+        """Matrices of the trainer, with their fp8 numbers and their scales."""
+        pairs: list[tuple[str, TensorShard]] = []
+        for name, shard in self._trained.named_shards():
+            spec = found.scales_of(name, shard.shape)
+            if spec is None:
+                pairs.append((name, shard))
+                continue
+            _require_whole_groups(name, shard, self._scheme)
+            matrix = shard.tensor
+            numbers = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+            num_scales = self._scheme.scales_of(tuple(matrix.shape))
+            scales = torch.empty(num_scales, dtype=torch.float32, device=matrix.device)
+            self._quantized.append((matrix, numbers, scales))
+            group = self._scheme.group_of(shard.shape)
+            start = tuple(at // size for at, size in zip(shard.start, group, strict=True))
+            pairs.append((name, TensorShard(tensor=numbers, shape=shard.shape, start=shard.start)))
+            if len(spec.shape) < 2:
+                scales, start = scales.view(spec.shape), (0,) * len(spec.shape)
+            pairs.append(
+                (spec.name, TensorShard(tensor=scales, shape=spec.shape, start=start, keeps_dtype=True))
+            )
+        super().__init__(pairs, dtype)
+
+    def require_same(self) -> None:
+        self._trained.require_same()
+
+    def prepare(self) -> None:
+        """Quantizes the present weights, as the calling thread's streams leave them."""
+        with self._torch.no_grad():
+            for matrix, numbers, scales in self._quantized:
+                quantize(self._scheme, matrix.detach(), self._cast, numbers, scales)
+        super().prepare()
+
+    def load(self, planes: WeightPlanes) -> None:
+        """Raises: ValueError always, because what was published is less exact than the trainer's weights."""
+        raise ValueError("what was published is quantized: load the trainer's own checkpoint instead")
+
+
+def source_of(weights: Any, dtype: str | None, quantized_like: str | Path | None) -> TorchSource:
+    """Returns what a trainer publishes, quantized if there is a checkpoint that says how."""
+    if quantized_like is None:
+        return TorchSource(weights, dtype)
+    return QuantizedSource(weights, dtype, Path(quantized_like))
+
+
+def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: Any) -> None:
+    """Writes the fp8 numbers and the scales of a matrix. dtype: cast to before; None: as it is."""
+    import torch
+
+    dtype = dtype if dtype is not None else matrix.dtype
+    # A tensor on the device: torch multiplies by the inverse of a Python number on CUDA.
+    largest = torch.tensor(_LARGEST, device=matrix.device)
+    if scheme.kind == "tensor":
+        low, high = matrix.aminmax()
+        amax = low.abs().maximum(high.abs()).to(dtype).float()
+        scales.copy_((amax / largest).clamp_min(torch.finfo(torch.float32).tiny))
+    rows, _ = scheme.group if scheme.group[0] else (1, 0)
+    most = _CHUNK_ELEMENTS if matrix.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+    step = rows * max(1, most // (rows * matrix.shape[1]))
+    for begin in range(0, matrix.shape[0], step):
+        part, made = (each[begin : begin + step] for each in (matrix, numbers))
+        part = part.to(dtype)
+        if scheme.kind == "tensor":
+            made.copy_((part * (1.0 / scales)).clamp_(-_LARGEST, _LARGEST))
+            continue
+        own = scales[begin // rows :][: -(-part.shape[0] // rows)]
+        if scheme.kind == "channel":
+            _quantize_rows(part, made, own, largest)
+        else:
+            _quantize_blocks(part, made, own, largest, scheme.group)
+
+
+def _quantize_rows(matrix: Any, numbers: Any, scales: Any, largest: Any) -> None:
+    amax = matrix.abs().amax(dim=-1, keepdim=True).float()
+    scales.copy_((amax / largest).clamp_min(1.0 / (largest * _ROW_AMAX_INVERSE)))
+    numbers.copy_((matrix / scales).clamp_(-_LARGEST, _LARGEST))
+
+
+def _quantize_blocks(matrix: Any, numbers: Any, scales: Any, largest: Any, block: tuple[int, int]) -> None:
+    from torch.nn.functional import pad
+
+    (num_rows, num_columns), (rows, columns) = matrix.shape, block
+    padded = pad(matrix, (0, -num_columns % columns, 0, -num_rows % rows))
+    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
+    amax = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(_LEAST_BLOCK_AMAX)
+    made = amax / largest
+    scales.copy_(made.view(scales.shape))
+    numbers.copy_((blocks * (1.0 / made)).view_as(padded)[:num_rows, :num_columns])
+
+
+def _require_whole_groups(name: str, shard: TensorShard, scheme: Fp8Scheme) -> None:
+    """Raises: ValueError where elements with a scale in common lie on several trainer ranks."""
+    group = scheme.group_of(shard.shape)
+    box = shard.box
+    for begin, end, whole, size in zip(box.start, box.stop, shard.shape, group, strict=True):
+        if begin % size or (end % size and end != whole):
+            raise ValueError(
+                f"tensor {name}: this rank holds {list(box.start)} to {list(box.stop)} of "
+                f"{list(shard.shape)}, and {group[0]} rows by {group[1]} columns have a scale in common: cut "
+                "it between them"
+            )
