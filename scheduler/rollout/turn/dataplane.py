@@ -44,8 +44,15 @@ class DataPlane:
         self.config = config
         self.http = http
         self.wire = Wire(trusts)
-        self.registry = Registry(config, http, self._workers_changed, self._num_waiting, self._is_waited_for)
         self.jobs = JobAccounts(config)
+        self.registry = Registry(
+            config,
+            http,
+            self._workers_changed,
+            self._num_waiting,
+            self._is_waited_for,
+            lambda job: self.jobs.spec(job).priority,
+        )
         members = self.registry.members()
         self.trajectories = Trajectories(config, members, self.jobs)
         self.records = TurnRecords(config, self.jobs, self.registry.catalogue, self.trajectories)

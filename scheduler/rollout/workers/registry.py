@@ -57,14 +57,16 @@ class Registry:
         changed: Callable[[], None],
         num_waiting: Callable[[], int] = lambda: 0,
         is_waited_for: Callable[[Worker, str], bool] = lambda *_: False,
+        priority_of: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`num_waiting`: the turns that wait for a place. `is_waited_for`: whether turns of a job wait that
-        may begin on a worker."""
+        may begin on a worker. `priority_of`: a job's priority."""
         self._config = config
         self._http = http
         self._changed = changed
         self._num_waiting = num_waiting
         self._is_waited_for = is_waited_for
+        self._priority_of = priority_of
         self._workers = Members()
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self.newest = NewestVersions()
@@ -290,7 +292,7 @@ class Registry:
         told |= {"cap": worker.cap, "wants": worker.in_flight + self._num_waiting()}
         if owner := worker.owner:
             is_needed = worker.tenants[owner] > 0 or self._is_waited_for(worker, owner)
-            told |= {"lends": owner, "needs": int(is_needed)}
+            told |= {"lends": owner, "needs": int(is_needed), "priority": self._priority_of(owner)}
             told |= {"run": worker.lent_run} if worker.lent_run is not None else {}
         if worker.gone_routers:
             told["gone"] = min(worker.gone_routers)

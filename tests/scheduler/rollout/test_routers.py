@@ -18,7 +18,7 @@ from rose.messages import Lease
 from rose.ports import free_port
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.http.shared.peers import is_refused
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.trainers.router import router_announcer
 from rose.trainers.turns import RouterTurns
 from tests.scheduler.rollout.conftest import Client, router_process, running_router
@@ -96,6 +96,28 @@ async def test_a_serving_gpu_is_lent_to_one_job_at_a_time_by_both_routers() -> N
             lease = other.known(worker).lease
             assert lease is not None and lease.lent_to == "code"
             assert lease.fence >= 2
+
+
+async def test_a_job_of_higher_priority_gets_the_gpu_that_another_router_keeps_using() -> None:
+    jobs = {"high": RouterJob(priority=1)}
+    async with ScriptedWorker(leases=Leases()) as worker:
+        spec = WorkerSpec.model_validate({"url": worker.url, "kind": "serving"})
+        async with two_routers(spec, jobs=jobs, turns_per_gpu=2) as (one, other):
+
+            async def keep_asking() -> None:
+                while True:
+                    await one.complete(BODY, X_Rose_Job="low")
+
+            low = [asyncio.create_task(keep_asking()) for _ in range(8)]
+            await until(lambda: len(worker.requests) > 8)
+            for _ in range(3):
+                await asyncio.wait_for(other.complete(BODY, X_Rose_Job="high"), 20)
+                worker.requests.clear()
+                await until(lambda: len(worker.requests) > 8)  # low goes on
+            assert not any(task.done() for task in low), "no turn failed"
+            for task in low:
+                task.cancel()
+            await asyncio.gather(*low, return_exceptions=True)
 
 
 async def test_turns_that_may_not_begin_hold_no_gpu() -> None:
