@@ -164,6 +164,7 @@ class WorkerColumns:
             unknown_s = slowest.step_s + slowest.step_s_per_turn * (neighbours + 1)
             decode_s = np.where(is_known, decode_s, unknown_s)
             turn_s = np.where(is_known, turn_s, slowest.step_s_per_turn)
+        costs_s: _Floats
         costs_s, imposed_s, part_s = self._scratch[:, : len(self._ids)]
         np.multiply(own_s, max(0.0, turn.prompt_tokens), out=imposed_s)
         np.add(imposed_s, ahead_s, out=costs_s)
