@@ -50,7 +50,7 @@ WARM_TOKENS = 4
 """After an engine has been stopped, one short answer brings its pages and caches back."""
 VOCABULARY = 8192
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its class: on a CPU vLLM takes the name "uni" for "mp" (`vllm/platforms/cpu.py`)."""
+"""The name of the class: on a CPU vLLM takes the short name "uni" for "mp" (`vllm/platforms/cpu.py`)."""
 WARM_UP_BLOCKS = 2
 BOOTSTRAPS = 1000
 

@@ -10,6 +10,9 @@ class Words:
     def add(self, index: int, value: int) -> int:
         """Adds and returns the new value."""
     def cas(self, index: int, expected: int, desired: int) -> bool: ...
+    def count(self, first: int, num: int, mask: int, value: int) -> int:
+        """The number of words of a range whose bits under the mask are the value. Raises: IndexError beyond
+        the last word."""
     def wait(self, index: int, seen: int, timeout_s: float) -> bool:
         """Sleep until the word differs from `seen`, a wake, or the timeout; True if it changed."""
     def wake(self, index: int) -> int: ...

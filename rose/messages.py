@@ -162,9 +162,13 @@ class RoutingStatus(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    """The model that it serves."""
     weight_version: str | None = None
+    """RUN/NUMBER of its weights; None for base weights."""
     num_running: int = 0
+    """Requests in vLLM's running queue."""
     num_waiting: int = 0
+    """Requests in vLLM's waiting queue, preempted ones included."""
     pressure: str | None = None
     """normal, pressure or frozen (ROSE §4.1)."""
     gate: RoutingGate | None = None
@@ -204,13 +208,17 @@ class WorkerStatus(RoutingStatus):
     """Which phases of its requests a serving engine computes."""
     model: str
     engine_id: str
+    """The engine's name on its host."""
     weight_version: str | None
     steps: int
+    """Steps that computed something."""
     num_running: int
     num_waiting: int
     kv_slabs_owned: int
     kv_slabs_in_use: int
+    """Owned slabs with blocks that a request uses."""
     kv_slabs_budget: int
+    """The most slabs that rollouts may hold now."""
     pool_slabs_quarantined: int = 0
     """Slabs of dead engines of the same pool; they come free once the last of those processes has ended."""
     kv_cached_blocks: int
@@ -233,10 +241,14 @@ class WorkerStatus(RoutingStatus):
     """The versions of LoRA adapters that were delivered and are not loaded, with the reasons."""
     stalled_requests: int
     reclaimed_requests: int
+    """Rollout requests that ended because serving took their slabs."""
     leases_expired: int
+    """Slabs of the pool whose prefix cache was dropped at the end of its lease."""
     cuts: int
+    """Emergency cuts of the pool's rollout budget."""
     generated_tokens: int
     busy_s: float
+    """Seconds in steps."""
     is_active: bool
     activated_at_s: float
     """Unix time of the last activation, or of the start."""
@@ -261,7 +273,7 @@ def parse_version(text: str | None) -> WeightVersion | None:
 
 
 def key_proof(key: str, meter: str) -> str:
-    """Returns what tells those who know a job's key, and nobody else, that a router's meter counts for it."""
+    """Returns a proof that a router's meter counts for a job's key. Whoever knows the key can check it."""
     return hmac.new(key.encode(), meter.encode(), hashlib.sha256).hexdigest()
 
 
@@ -270,6 +282,7 @@ class RlStep(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     step: int = Field(ge=0)
+    """The number of the RL step."""
 
 
 class GateChange(BaseModel):

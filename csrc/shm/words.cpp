@@ -41,6 +41,20 @@ class Words {
     return __atomic_compare_exchange_n(at(i), &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   }
 
+  // The number of words of [first, first + num) whose bits under mask are value. Each is read once, at any
+  // time during the call.
+  std::size_t count(std::size_t first, std::size_t num, std::int64_t mask, std::int64_t value) const {
+    if (num == 0) return 0;
+    if (num > size_) throw py::index_error(std::to_string(num) + " words of " + std::to_string(size_));
+    const std::int64_t* begin = at(first);
+    at(first + num - 1);
+    std::size_t found = 0;
+    for (std::size_t i = 0; i < num; ++i) {
+      found += (__atomic_load_n(begin + i, __ATOMIC_RELAXED) & mask) == value;
+    }
+    return found;
+  }
+
   // Sleeps until word i no longer holds `seen`, somebody wakes it, or timeout_s passes.
   // True if the word changed. Spurious returns are possible: callers loop.
   bool wait(std::size_t i, std::int64_t seen, double timeout_s) {
@@ -92,6 +106,8 @@ PYBIND11_MODULE(_shm, m) {
       .def("store", &Words::store, py::arg("index"), py::arg("value"))
       .def("add", &Words::add, py::arg("index"), py::arg("value"), "Adds and returns the new value.")
       .def("cas", &Words::cas, py::arg("index"), py::arg("expected"), py::arg("desired"))
+      .def("count", &Words::count, py::arg("first"), py::arg("num"), py::arg("mask"), py::arg("value"),
+           "The number of words of a range whose bits under the mask are the value.")
       .def("wait", &Words::wait, py::arg("index"), py::arg("seen"), py::arg("timeout_s"))
       .def("wake", &Words::wake, py::arg("index"));
 }

@@ -52,7 +52,7 @@ class Attempt(Protocol):
         """Sends SIGTERM, and SIGKILL after ``grace_s``. Does not wait; may be called again."""
 
     def ended(self) -> Ended | None:
-        """How the attempt has ended; None while anything of it may still run."""
+        """Returns how the attempt has ended; None while anything of it may still run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

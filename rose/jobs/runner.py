@@ -53,7 +53,7 @@ CLOSE_S = 30.0
 
 
 class Engine(Protocol):
-    """Where jobs run. One thread calls it."""
+    """A place where jobs run: this host, or a Ray cluster. One thread calls it."""
 
     host: str
     log_folder: Path
@@ -61,13 +61,13 @@ class Engine(Protocol):
     """Whether attempts go on when the runner ends."""
 
     def waits_for(self) -> str | None:
-        """What must happen before jobs can start here, now or again; None: they can."""
+        """Returns what must happen before jobs can start here, at first or again; None: they can."""
 
     def adopted(self) -> Mapping[str, tuple[int, Attempt]]:
-        """The attempts of an earlier runner, with their numbers."""
+        """Returns the attempts of an earlier runner, with their numbers."""
 
     def num_nodes(self) -> dict[Phase, int] | None:
-        """The nodes that groups may use, by pool; None: as many as are asked for."""
+        """Returns how many nodes groups may use, by pool; None: as many as are asked for."""
 
     def check(self) -> None:
         """Raises: WorkerError if no job can run here any more."""
@@ -82,7 +82,7 @@ class Engine(Protocol):
         """Returns what the scheduler should know since the last call, as calls that lack their number."""
 
     def close(self) -> None:
-        """Frees all that does not go on. No other attempt runs any more."""
+        """Frees what does not outlive the runner. No attempt runs any more but those that outlive it."""
 
 
 @dataclass(slots=True)

@@ -29,15 +29,17 @@ class PoolConfig(Section):
     """The KV memory that engines share on one GPU, or on several under tensor parallelism."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+    """The pool's name, as in `rose serve --pool NAME`."""
     num_slabs: Annotated[int, Field(gt=0)] | None = None
-    """None stands for as many as the models leave memory for."""
+    """Slabs in the pool. None: as many as the models leave memory for."""
     slab_bytes: Annotated[int, Field(gt=0)] | None = None
-    """None stands for a size that suits the models."""
+    """The size of a slab. None: one that suits the models."""
     headroom_slabs: Annotated[int, Field(ge=0)] | None = None
-    """Slabs kept free for serving's bursts. None stands for 20% of them."""
+    """Slabs kept free for serving's bursts. None: 20% of the slabs."""
     num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
     """The tensor-parallel size of its engines."""
     backend: BackendKind = BackendKind.HOST
+    """Where the slabs are: in host memory, or shard i on the i-th visible GPU."""
 
     @model_validator(mode="after")
     def _headroom_fits(self) -> Self:
@@ -53,20 +55,24 @@ class EngineConfig(EngineSettings):
     """One vLLM engine on the GPU: where it listens, what vLLM is told, and its ROSE settings."""
 
     model: Annotated[str, Field(min_length=1)]
+    """A model directory or hub id."""
     port: Annotated[int, Field(gt=0, lt=65536)]
+    """The port that the engine listens on."""
     host: str = "127.0.0.1"
+    """The address that the engine listens on."""
     vllm_args: tuple[str, ...] = ()
     """Flags for vLLM itself, as on its command line."""
     cpus: tuple[int, ...] | None = None
     """CPUs for the whole engine; ``compute_cpus`` pins the model's thread alone."""
     relay: str | None = None
+    """The URL of the relay that brings new weights. None: no new weights come."""
     run: str | None = None
     """The trainer's run whose weights the engine follows over ``relay``; None: the only live run, or with
     ``adapters`` none."""
     adapters: tuple[str, ...] = ()
     """Runs of LoRA adapters that the engine follows over ``relay``. Turns name a run as their model."""
     staging: str | None = None
-    """The folder for checkpoints from the relay; None for one in memory, which is removed at the end."""
+    """The folder for new weights from the relay. None: one in memory, which is removed at the end."""
 
     @model_validator(mode="after")
     def _weights_can_come(self) -> Self:
@@ -154,10 +160,15 @@ class NodeConfig(Section):
     """NODE.yaml: one shared GPU with its pool and its engines."""
 
     pool: PoolConfig
+    """The pool of all engines."""
     engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)]
+    """The engines that share the GPU."""
     relay: str | None = None
+    """The relay of the rollout engines, unless they name one of their own."""
     run: str | None = None
+    """The run that the rollout engines follow, unless they name one of their own."""
     adapters: tuple[str, ...] = ()
+    """The runs of LoRA adapters that the rollout engines follow, unless they name some of their own."""
 
     @model_validator(mode="before")
     @classmethod

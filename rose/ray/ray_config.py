@@ -36,7 +36,9 @@ class ServiceBundle(Section):
     """What one service takes of a Ray node: its bundle in the placement group."""
 
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs that Ray reserves for the service."""
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs that Ray reserves for the service."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Ray's custom resources, which can choose the nodes that a service may run on."""
 
@@ -58,34 +60,43 @@ class RelayConfig(Section):
     """The flags of `rose relay`."""
 
     kind: Literal["embedded", "mooncake"] = "embedded"
+    """The store of the weights."""
     host: str | None = None
-    """None for the address of the node that Ray chooses."""
+    """The address to listen on. None: that of the node that Ray chooses."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """The port to listen on; 0 takes any free port."""
     capacity_bytes: Annotated[int, Field(gt=0)] = DEFAULT_CAPACITY_BYTES
+    """Memory for objects."""
 
 
 class RelayService(ServiceBundle):
     config: RelayConfig = RelayConfig()
+    """The flags of `rose relay`."""
 
 
 class RouterService(ServiceBundle):
     config: RouterConfig = RouterConfig()
-    """The rollout engines of `nodes` are workers in addition to `workers`."""
+    """The keys of router.yaml. The rollout engines of `nodes` are workers in addition to its `workers`."""
 
 
 class NodeService(ServiceBundle):
     config: NodeConfig
+    """The keys of node.yaml."""
 
 
 class RayConfig(Section):
     """RAY.yaml."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")] = "default"
+    """The name of the services, for `rose ray status` and `rose ray down`."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "SPREAD"
     """How Ray spreads the services over nodes, in Ray's own word."""
     relay: RelayService | None = None
+    """The relay, which all engines follow. None: there is none."""
     router: RouterService | None = RouterService()
+    """The router before the rollout engines. null: there is none."""
     nodes: tuple[NodeService, ...] = ()
+    """The nodes, each with a pool and its engines."""
 
     @model_validator(mode="after")
     def _has_services(self) -> Self:

@@ -37,17 +37,22 @@ class PhaseSpec(Section):
     """One phase. `seconds` at `max_tokens`; without them the job has to be profiled before it is placed."""
 
     pool: str | None = None
+    """The pool's name, which is checked. None: the pool of the phase's kind."""
     nodes: Annotated[int, Field(ge=0, description="8-GPU nodes; 0 for a phase that needs none")] = 1
     seconds: Annotated[float | None, Field(gt=0)] = None
+    """The longest time that the phase takes, copies of its working set included."""
     memory_gb: Annotated[float, Field(ge=0, description="host memory on each node while suspended")] = 0.0
     after: tuple[str, ...] = ()
+    """The phases that come before it in an iteration."""
 
 
 class OutsideSpec(Section):
     """The longest times of an iteration in which the job is in no phase."""
 
     after_rollout_s: Annotated[float, Field(ge=0)] = 0.0
+    """From the end of the rollout to training."""
     after_train_s: Annotated[float, Field(ge=0)] = 0.0
+    """From the end of training to the next rollout."""
 
 
 class BorrowSpec(Section):
@@ -68,15 +73,20 @@ class JobSpec(Section):
     """One RL job as its user describes it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+    """The job's name, for all commands and for its files."""
     phases: dict[Annotated[str, Field(pattern=PHASE_NAME)], PhaseSpec]
     """`rollout` and `train`, and any others, which need no nodes: `sync`, `checkpoint`."""
     outside: OutsideSpec = OutsideSpec()
-    slo: Annotated[float, Field(description="longest allowed iteration over the one alone")] = 2.0
+    """The time that the job spends in no phase."""
+    slo: Annotated[float, Field(description="longest allowed iteration over that of the job alone")] = 2.0
     slo_kind: SloKind = SloKind.ITERATION
+    """Whether the SLO bounds each iteration, or their mean."""
     max_tokens: Annotated[int, Field(ge=1)]
+    """The length of the longest response."""
     iterations: Annotated[int, Field(ge=1)]
+    """The iterations after which the job is done."""
     borrow: BorrowSpec | None = None
-    """Its rollouts also run on serving GPUs. None: on none."""
+    """Lets its rollouts also run on serving GPUs. None: they run on the job's own nodes alone."""
 
     @model_validator(mode="after")
     def _could_run(self) -> Self:
@@ -196,9 +206,13 @@ class PoolSpec(Section):
     """Nodes of one kind."""
 
     name: Annotated[str, Field(min_length=1)]
+    """The name of the kind, such as h20."""
     dollars_per_gpu_hour: Annotated[float, Field(ge=0)]
+    """The price of a GPU of these nodes."""
     host_gb: Annotated[float, Field(gt=0)] = HOST_BYTES / _GB
+    """The host memory of a node for suspended phases."""
     num_nodes: Annotated[int | None, Field(ge=1)] = None
+    """The most nodes that all groups may have. None: no limit."""
 
     def to_pool(self) -> Pool:
         return Pool(
@@ -217,10 +231,12 @@ class PoolsSpec(Section):
     """The pools of a cluster."""
 
     rollout: PoolSpec = _spec_of(H20)
+    """The nodes for rollouts."""
     train: PoolSpec = _spec_of(H800)
-    serving_gpus: Annotated[int, Field(ge=0, description="may be borrowed for rollouts, and taken back")] = 0
+    """The nodes for training."""
+    serving_gpus: Annotated[int, Field(ge=0, description="the most that all jobs borrow together")] = 0
     serving_dollars_per_gpu_hour: Annotated[
-        float, Field(ge=0, description="of a borrowed GPU; 0: serving pays for it anyway")
+        float, Field(ge=0, description="the price of a borrowed GPU; 0: serving pays for it anyway")
     ] = 0.0
     max_residents: Annotated[int, Field(ge=1, description="most jobs in a group")] = 5
 

@@ -191,7 +191,9 @@ class RouterConfig(_Settings):
         default=2.0, gt=0, description="a turn without a token for this long is rerouted (ROSE §4.3)"
     )
     first_token_s: float = Field(
-        default=60.0, gt=0, description="the same before the first token, and for requests forwarded whole"
+        default=60.0,
+        gt=0,
+        description="the same for a first token, and for requests that go to one worker whole",
     )
     stream_interval: int = Field(
         default=14,
@@ -226,7 +228,8 @@ class RouterConfig(_Settings):
         default=(), description="addresses of the other routers before the same workers"
     )
     state: Path | None = Field(
-        default=None, description="file that keeps what an admin sets, so that a restart knows it"
+        default=None,
+        description="file that keeps what an admin sets; without the key, one in ROSE_STATE_DIR",
     )
 
     otlp_endpoint: str | None = Field(

@@ -64,7 +64,7 @@ class SharedMirror:
         self._state_hash = ""
         self._steps: deque[_Step] = deque()
         self._writer: ChangesWriter | None = None
-        """Of the changes file of the version that is being written, unless there is a problem with it."""
+        """Writes the changes file of the coming version; None if there is none, or a problem with it."""
         self._problem: str | None = None
         self._is_followed = False
         """Whether an engine runs or takes a version from which the kept changes lead on."""

@@ -73,7 +73,7 @@ class _Routes:
         app.router.add_put("/v1/objects/{key:.+}", self.write)
         app.router.add_get("/v1/objects/{key:.+}", self.read)
         app.router.add_get("/v1/objects", self.read_all)
-        app.router.add_post("/v1/remove", self.remove)
+        app.router.add_post("/v1/remove", self.remove_listed)
         app.router.add_get("/v1/keys", self.names)
         app.router.add_get("/v1/changes", self.changes)
 
@@ -98,7 +98,7 @@ class _Routes:
         data = self._store.objects.get(request.match_info["key"])
         return web.Response(status=404) if data is None else web.Response(body=data)
 
-    async def remove(self, request: web.Request) -> web.Response:
+    async def remove_listed(self, request: web.Request) -> web.Response:
         """Removes the objects whose keys the JSON list names."""
         for name in await request.json():
             self._store.remove(name)

@@ -209,7 +209,7 @@ class Part:
                 self._begun = order, part, ray_nodes
 
     def begun(self) -> Begun | None:
-        """What was started here; None if nothing was."""
+        """Returns what was started here; None if nothing was."""
         if self._begun is None or self._attempt is None:
             return None
         order, part, ray_nodes = self._begun
@@ -222,7 +222,7 @@ class Part:
         )
 
     def poll(self, kept: int | None) -> Polled:
-        """How the processes have ended, if they have, and what they have written behind ``kept``.
+        """Returns how the processes have ended, if they have, and what they have written behind ``kept``.
 
         kept: `Polled.end` of what the caller has kept. None, for a new caller: what the one before it has
         not said to have kept comes again.

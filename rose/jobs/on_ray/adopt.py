@@ -81,7 +81,8 @@ def _listed() -> dict[str, Broken]:
 
 
 def _ask(parts: Iterable[PartRef], hung_s: float) -> dict[int, Begun]:
-    """Returns what each part has started, by its id; without the parts that have started or say nothing."""
+    """Returns what parts have started, by their ids. Parts that are silent or have started nothing are left
+    out."""
     left = {part.actor.begun.remote(): part for part in parts}
     answers: dict[int, Begun] = {}
     waited_s = 0.0

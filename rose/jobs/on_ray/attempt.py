@@ -26,7 +26,7 @@ from rose.scheduler.runtime.job.spec import Launch, RunSpec
 logger = logging.getLogger(__name__)
 
 SPREAD_GRACE_S = 10.0
-"""Between SIGTERM and SIGKILL for the other processes, when one has failed."""
+"""The time between SIGTERM and SIGKILL for the other processes when one has failed."""
 ENV_RETRY_S = 65.0
 """Ray answers with the same failure for a minute before it prepares an environment again."""
 

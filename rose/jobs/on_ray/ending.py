@@ -76,7 +76,7 @@ class AttemptThread(ABC):
             self._setup.groups.leave(self._job)
 
     def let_go(self) -> None:
-        """The attempt goes on without this object."""
+        """Lets the attempt go on without this object."""
         self._is_let_go = True
 
     def wait_gone(self, timeout_s: float) -> None:

@@ -40,7 +40,7 @@ class Spot:
     node: str
     ray_node: str
     strategy: PlacementGroupSchedulingStrategy
-    """For actors beside the keeper."""
+    """Ray's scheduling strategy for actors beside the keeper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

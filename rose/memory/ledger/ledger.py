@@ -60,7 +60,8 @@ class Ledger(SlabTable):
         # What is read of every slot in every step; one load after another would take 5 us. Each word is one
         # process's, and a sum of several is of about one moment either way.
         header = np.frombuffer(buffer, dtype=np.int64, count=LedgerWord.SLABS)
-        self._roles = header[LedgerWord.SLOTS : LedgerWord.SLOTS + SLOT_WORDS * (MAX_SLOT + 1) : SLOT_WORDS]
+        slots = header[LedgerWord.SLOTS : LedgerWord.SLOTS + SLOT_WORDS * (MAX_SLOT + 1)]
+        self._roles, self._leaving = slots[::SLOT_WORDS], slots[3::SLOT_WORDS]
         self._used, self._reserved, self._wanted = (
             header[first : first + MAX_SLOT + 1]
             for first in (LedgerWord.USED, LedgerWord.RESERVED, LedgerWord.WANTED)
@@ -208,8 +209,10 @@ class Ledger(SlabTable):
     @property
     def num_quarantined(self) -> int:
         """Slabs of engines that are leaving; they come free when the engine's last process has ended."""
+        if not self._leaving.any():
+            return 0
         leaving = [slot for slot, engine in self.engines().items() if engine.is_leaving]
-        return sum(int(np.count_nonzero((self._slabs & 0xFF00) == slot << 8)) for slot in leaving)
+        return sum(self.count_matching(0xFF00, slot << 8) for slot in leaving)
 
     # Integrity -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ decisions.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 
 class Pressure(IntEnum):
@@ -33,6 +34,7 @@ class PolicyState:
         return self.rl_step << 32 | self.rollout_budget_slabs << 8 | self.pressure
 
     @classmethod
+    @lru_cache(maxsize=64)  # each step reads the word several times, and it seldom changes
     def decode(cls, word: int) -> "PolicyState":
         return cls(
             rl_step=word >> 32, rollout_budget_slabs=word >> 8 & 0xFF_FFFF, pressure=Pressure(word & 0xFF)

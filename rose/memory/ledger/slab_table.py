@@ -113,20 +113,24 @@ class SlabTable:
     @property
     def num_free(self) -> int:
         """Slabs that any engine may acquire."""
-        return int(np.count_nonzero((self._slabs & 0xFF) == SlabState.FREE))
+        return self.count_matching(0xFF, SlabState.FREE)
 
     @property
     def num_draining(self) -> int:
         """Slabs that are being given back."""
-        return int(np.count_nonzero((self._slabs & 0xFF) == SlabState.DRAINING))
+        return self.count_matching(0xFF, SlabState.DRAINING)
 
     def num_owned(self, slot: int) -> int:
         """Slabs that an engine owns, without those it is giving back."""
-        return int(np.count_nonzero((self._slabs & 0xFFFF) == (slot << 8 | SlabState.OWNED)))
+        return self.count_matching(0xFFFF, slot << 8 | SlabState.OWNED)
 
     def owned(self, slot: int) -> list[int]:
         """The slabs behind :meth:`num_owned`, ascending."""
         return self._matching(0xFFFF, slot << 8 | SlabState.OWNED)
+
+    def count_matching(self, mask: int, value: int) -> int:
+        """The number of slabs whose word has ``value`` under ``mask``."""
+        return self._words.count(LedgerWord.SLABS, self.num_slabs, mask, value)
 
     # Change notification -------------------------------------------------------------------------
 

@@ -41,19 +41,25 @@ class JobName(_Body):
     """The body of pause, resume and abort. Without a job it means all jobs."""
 
     job: str | None = None
+    """The job's name. None: all jobs."""
 
 
 class VersionChange(_Body):
+    """The body of a change of the version rule."""
+
     mode: VersionMode
+    """Which weight versions a turn may use."""
     max_lag: int = Field(default=1, ge=0)
+    """The most versions behind the newest, under max-lag."""
 
 
 class StepBegun(RlStep):
     """The body of rl_step: the step, and the newest weights that the run's publisher has published."""
 
     version: str | None = None
+    """RUN/NUMBER of these weights. None: the publisher does not say."""
     signed: str | None = None
-    """The version as the publisher has signed it (rose/signature.py)."""
+    """The version as the publisher has signed it (rose/signature.py); None: it is not signed."""
 
 
 class Admin:

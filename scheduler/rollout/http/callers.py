@@ -19,7 +19,7 @@ from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.workers.registry import Registry
 
 _MOST_CHARACTERS = 256
-"""Of a job's name, which is a label of metrics."""
+"""The longest name of a job, which is a label of metrics."""
 _NAME_A_RUN = f"send {RUN_HEADER}, or set the job's run_id (jobs in the router's file, PUT /admin/jobs/JOB)"
 
 

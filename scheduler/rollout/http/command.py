@@ -54,7 +54,8 @@ _HANDSHAKE_S = 10.0
 """The most time for a client's TLS handshake, and for its end."""
 _LEAST_HANDSHAKES = 64
 _HANDSHAKES_PART = 8
-"""By default one address may have this part of `max_connections`, or a few, in their handshakes."""
+"""One address may have this part of `max_connections`, or a few, in their handshakes, unless the settings
+say otherwise."""
 
 
 class RunningRouter:
@@ -267,8 +268,8 @@ def _parse_arguments(argv: Sequence[str]) -> RouterConfig:
 
 
 def _own_state(config: RouterConfig, settings: Settings) -> Path | None:
-    """Returns where a router keeps what an admin sets unless it is told: several hosts may share the folder.
-    None if it can't be made, as for a user without a home.
+    """Returns the default file for what an admin sets. Its name has the host, as hosts may share the folder.
+    None if the folder can't be made, as for a user without a home.
 
     Raises: ConfigError if the folder is not this user's.
     """

@@ -24,8 +24,9 @@ class _RouterCollector(Collector):
         counts = self._plane.records.counters
         yield _by("rose_router_turns", "Single requests by result.", "result", counts.turns)
         yield _by("rose_router_reroutes", "Attempts that did not finish, by cause.", "cause", counts.reroutes)
-        text = "TLS handshakes of clients by result."
-        yield _by("rose_router_tls_handshakes", text, "result", counts.handshakes)
+        yield _by(
+            "rose_router_tls_handshakes", "TLS handshakes of clients by result.", "result", counts.handshakes
+        )
         yield CounterMetricFamily("rose_router_resumed", "Turns resumed elsewhere.", value=counts.resumed)
         yield CounterMetricFamily("rose_router_restarted", "Turns started again.", value=counts.restarted)
         kept, dropped = counts.tokens_kept, counts.tokens_dropped
@@ -44,8 +45,11 @@ class _RouterCollector(Collector):
     def _by_job(self) -> Iterable[Metric]:
         tokens = CounterMetricFamily("rose_router_job_tokens", "Tokens generated.", labels=["job"])
         in_flight = GaugeMetricFamily("rose_router_job_in_flight", "Turns on workers.", labels=["job"])
-        text = "Part of the generated tokens under contention, relative to other jobs."
-        weight = GaugeMetricFamily("rose_router_job_weight", text, labels=["job"])
+        weight = GaugeMetricFamily(
+            "rose_router_job_weight",
+            "Part of the generated tokens under contention, relative to other jobs.",
+            labels=["job"],
+        )
         following = CounterMetricFamily(
             "rose_router_next_turns",
             "Later turns of trajectories, by whether their prompts begin with all tokens of the last turn.",

@@ -37,7 +37,7 @@ class _Row(IntEnum):
     """Until when share and speed are known; -inf where either is not."""
     SHARE_UNTIL = 4
     SHARE = 5
-    """At least MIN_SHARE."""
+    """The rollouts' share of the GPU, at least MIN_SHARE."""
     NEIGHBOURS = 6
     PENDING_TOKENS = 7
     HAS_SPEED = 8

@@ -90,7 +90,7 @@ class SessionTable:
         scope: str | None = None,
         said: bytes | None = None,
     ) -> None:
-        """Remember that this session's turn ran on `worker`; the version of its first turn is kept. `said`:
+        """Notes that this session's turn ran on `worker`; the version of its first turn is kept. `said`:
         the bytes of its prompt and its sampled tokens."""
         entry = (key, scope)
         session = self._sessions.get(entry)

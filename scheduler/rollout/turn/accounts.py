@@ -94,7 +94,8 @@ class JobAccount:
         )
 
     def as_json(self, num_queued: int, now: float, *, shows_proof: bool) -> dict[str, Any]:
-        """`shows_proof`: whether only admins read this; whoever has the proof can try keys against it."""
+        """Returns the account as admins see it. `shows_proof`: whether only admins read this. Whoever has the
+        proof can try keys against it."""
         key, meter = self.spec.key if shows_proof else None, self.serving_gpus.id
         return {
             **self.spec.model_dump(exclude={"key"}),
@@ -129,7 +130,7 @@ class JobAccounts:
         self._take_specs(config.jobs)
         self._jobs: dict[str, JobAccount] = {}
         self._meters: dict[str, GpuMeter] = {}
-        """Of declared jobs without an account: what they have used of serving GPUs is not forgotten."""
+        """The meters of declared jobs without an account: what they have used of serving GPUs is kept."""
         self.revision = 0
         """Grows when a job comes, leaves, gets other limits or asks for another model or run."""
 
@@ -137,7 +138,7 @@ class JobAccounts:
         return len(self._jobs)
 
     def _check_room(self, name: str) -> None:
-        """Anyone may name jobs, and each has metrics of its own. Raises: QueueFull."""
+        """Bounds the number of jobs: anyone may name one, and each has metrics. Raises: QueueFull."""
         is_known = name in self._jobs or name in self._specs or name == DEFAULT_JOB
         if not is_known and len(self._jobs) >= self._max_jobs:
             raise QueueFull(

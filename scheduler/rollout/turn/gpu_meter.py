@@ -25,7 +25,7 @@ class GpuMeter:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _used_s: float = 0.0
     _uses: dict[str, _Use] = field(default_factory=dict)
-    """By the workers that run turns of the job."""
+    """What each worker that runs turns of the job has done, by the worker's URL."""
 
     def begin(self, worker: str, gpus: int, now: float) -> None:
         """Notes that a turn of the job begins on a worker with so many GPUs."""

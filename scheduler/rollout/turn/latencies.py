@@ -18,11 +18,11 @@ _TURN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
     *(1800.0, 3600.0),
 )
-"""From an immediate place up to the default deadline of turns."""
+"""These bounds reach from an immediate place to the default deadline of turns."""
 _TOKEN_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
 )
-"""From a small model's step up to a rollout's pace on a busy serving GPU."""
+"""These bounds reach from a small model's step to a rollout's pace on a busy serving GPU."""
 _MAX_MODELS = 64
 _OTHERS = ""
 """Stands for the models beyond these, such as one adapter per step, and for models no worker names."""

@@ -296,7 +296,7 @@ def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float, r
 
 
 class _Asking:
-    """Asks the policy about waiting turns, and about none that resembles one it found no worker for."""
+    """Asks the policy about waiting turns, but not about turns like one for which it found no worker."""
 
     def __init__(self, policy: PlacementPolicy, fleet: Fleet, now: float) -> None:
         self._policy = policy

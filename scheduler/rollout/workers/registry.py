@@ -178,7 +178,7 @@ class Registry:
             worker.is_due.set()
 
     def router_lives(self, name: str) -> None:
-        """Keeps to itself that another router had died, where that is not told yet."""
+        """Takes back the news that a router had died, for the workers that have not been told yet."""
         for worker in self._workers.values():
             worker.gone_routers.discard(name)
 

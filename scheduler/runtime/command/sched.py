@@ -24,7 +24,7 @@ class Subcommand:
 _JOBS = "rose.scheduler.runtime.command.jobs"
 _STATUS = "rose.scheduler.runtime.command.status"
 SUBCOMMANDS = (
-    Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs and run them on this machine"),
+    Subcommand(name="serve", module="rose.jobs.serve", summary="schedule jobs and run them"),
     Subcommand(name="profile", module="rose.jobs.profile", summary="measure the times of a job's phases"),
     Subcommand(
         name="profile-stages",

@@ -60,7 +60,7 @@ AWAY_S = 2.0
 
 
 class Due:
-    """When each group's permits are due: the groups that are not are never looked at."""
+    """The times at which groups' permits are due. A group is looked at only when it is due."""
 
     def __init__(self) -> None:
         self._at_s: dict[str, float] = {}
@@ -68,7 +68,7 @@ class Due:
         """Also holds times that were replaced since."""
 
     def put(self, group: str, at_s: float | None) -> None:
-        """The group is due then; None: never."""
+        """Sets when the group is due; None: never."""
         if at_s is None:
             self._at_s.pop(group, None)
             return
@@ -85,7 +85,7 @@ class Due:
         return found
 
     def next_s(self) -> float | None:
-        """When the next group is due."""
+        """Returns when the next group is due; None if none is."""
         while self._heap and self._at_s.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -235,7 +235,7 @@ class ClusterScheduler:
         self._state.meter.decided(type(call).__name__.lower(), seconds)
 
     def next_wake_s(self, now: float) -> float | None:
-        """When the next `tick` is due without another call: a job that runs ahead is held back until then."""
+        """Returns when the next `tick` is due without another call, as when a job that ran ahead may go."""
         self._note_due(now)
         return self._due.next_s()
 
@@ -246,11 +246,11 @@ class ClusterScheduler:
 
     @property
     def loans(self) -> tuple[Loan, ...]:
-        """What the router of the serving fleet is to know: the same object until that changes."""
+        """What the serving fleet's router must know of the jobs. It is the same object until that changes."""
         return self._state.loans.wanted
 
     def router_heard(self, news: RouterNews) -> None:
-        """The router has been told of loans, or could not be told."""
+        """Notes that the router was told of loans, or could not be told."""
         self._state.loans.heard(news)
         for use in news.used:
             record = self._state.jobs.get(use.job)

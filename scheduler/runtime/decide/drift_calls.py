@@ -35,7 +35,7 @@ MIN_S = 1.0
 
 
 class _What(NamedTuple):
-    """What takes time: a phase, or what follows it until the job asks for the next."""
+    """A part of an iteration: a phase, or the time after it until the job asks for the next phase."""
 
     phase: Phase
     is_outside: bool

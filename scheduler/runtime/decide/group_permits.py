@@ -44,7 +44,7 @@ class Hold:
 
     @property
     def expires_s(self) -> float:
-        """When the first lease ends."""
+        """The time at which the first lease ends."""
         return min(self.until_s.values())
 
     def renew(self, until_s: float) -> None:
@@ -65,7 +65,7 @@ class HoldRow(msgspec.Struct, kw_only=True):
 
 
 class PermitsRow(msgspec.Struct, kw_only=True):
-    """What changes with every permit. Times are of ``clock``; ``at_s`` is the latest of them."""
+    """The row that changes with every permit. Times are of ``clock``; ``at_s`` is the latest of them."""
 
     clock: str
     at_s: float
@@ -75,7 +75,7 @@ class PermitsRow(msgspec.Struct, kw_only=True):
 
 
 class OrderRow(msgspec.Struct, kw_only=True):
-    """What changes when a job joins: the certified group, and the job of each iteration in a pass."""
+    """The row that changes when a job joins: the certified group, and the job of each iteration in a pass."""
 
     group: Group
     jobs: list[str]
@@ -177,7 +177,7 @@ class GroupPermits:
         return granted
 
     def next_wake_s(self, now: float) -> float | None:
-        """When `grant` or a lease next has something to do without another call; None: never."""
+        """Returns when `grant` or the end of a lease is next due without another call; None: never."""
         if self._book is None:
             return None
         times = [hold.expires_s for hold in self.holds.values()]
@@ -214,7 +214,7 @@ class GroupPermits:
         return True
 
     def held_s(self, job: str, epoch: int, now: float, rank: int = 0) -> float | None:
-        """How long the job has held this permit; None unless this rank is the last that holds it."""
+        """Returns how long the job has held this permit; None unless this rank is the last that holds it."""
         hold = self.holds.get(job)
         if hold is None or hold.epoch != epoch or hold.until_s.keys() != {rank}:
             return None
@@ -236,7 +236,7 @@ class GroupPermits:
         return functools.reduce(Group.without, absent, self._group)
 
     def granted_s(self, job: str) -> float:
-        """When the permit that the job holds was issued."""
+        """Returns when the permit that the job holds was issued."""
         permit = self._book.permit_of(job) if self._book is not None else None
         assert permit is not None, job
         return permit.granted_s

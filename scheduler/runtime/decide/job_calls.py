@@ -193,7 +193,7 @@ class JobCalls:
             self.start_again(name, why, now)
 
     def _free(self, name: str, now: float) -> None:
-        """No process of this attempt runs any more: its nodes go to the next job."""
+        """Gives the nodes of an attempt of which no process runs any more to the next job."""
         self._state.permits_of(name).drop(name, now)
         self._state.meter.dropped(name)
         self._permits.forget(name)

@@ -97,11 +97,11 @@ class Meter:
         self._decisions.setdefault(call, Histogram(DECISION_BOUNDS_S)).add(seconds)
 
     def waited_s(self, job: str, now: float) -> float | None:
-        """How long the job has waited for a permit; None if it does not wait, or if that is unknown."""
+        """Returns how long the job has waited for a permit; None if it does not wait, or if it is unknown."""
         return _age_s(self._asked.get(job), now)
 
     def held_s(self, job: str, now: float) -> float | None:
-        """How long the job has held its permit; None if it holds none, or one of an earlier scheduler."""
+        """Returns how long the job has held its permit; None for none, or one of an earlier scheduler."""
         return _age_s(self._held.get(job), now)
 
     def to_json(self) -> dict[str, Any]:

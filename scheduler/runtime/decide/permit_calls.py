@@ -39,7 +39,7 @@ class PermitCalls:
         self._apart_s = {name: now for name in state.live if self._are_apart(name)}
         """For each job of which only some ranks have asked or released, when the last of these did.
 
-        Without the jobs whose note says so.
+        Jobs whose note says so already are left out.
         """
 
     def _are_apart(self, job: str) -> bool:
@@ -343,7 +343,7 @@ HUNG = "hung: "
 
 
 def named(ranks: Iterable[int], num_ranks: int) -> str:
-    """Names ranks in a sentence; a job of one rank has no other word for it than its process."""
+    """Returns words for these ranks: "ranks 1, 3", or "its process" if the job has one rank."""
     if num_ranks == 1:
         return "its process"
     numbers = sorted(ranks)

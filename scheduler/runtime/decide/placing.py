@@ -151,7 +151,7 @@ class Groups:
 
     @contextmanager
     def with_newcomer(self, group: Group, newcomer: Resident) -> Iterator[None]:
-        """Meanwhile the group of this name is this one, with a job in it that runs nowhere yet."""
+        """Inside the context, this group, with a job that runs nowhere yet, replaces that of its name."""
         old, known = self.by_name.get(group.name), self._resident_of
         self._resident_of = lambda name, now: newcomer if name == newcomer.job.name else known(name, now)
         self.put(group)
@@ -164,7 +164,7 @@ class Groups:
                 del self.by_name[group.name]
 
     def without_some(self, jobs: Collection[str]) -> "Groups":
-        """Returns what a job would find if these had ended."""
+        """Returns the groups as they would be if these jobs had ended."""
         found = Groups(self._spec, self._resident_of)
         found.offered = self.offered
         for name, group in self.by_name.items():
@@ -191,17 +191,17 @@ class Groups:
         return rest
 
     def leave(self, job: str, name: str) -> None:
-        """The job is a member of another group from now on, and goes there after its iteration."""
+        """Notes that the job is a member of another group from now on, and goes there after its iteration."""
         self.leaving[job] = name
         self._stale.add(name)
 
     def drain(self, name: str, nodes: list[str]) -> None:
-        """No policy puts a job into a group with drained nodes."""
+        """Sets a group's drained nodes. No policy puts a job into a group that has some."""
         self.drained[name] = nodes
         self._stale.add(name)
 
     def touch(self, name: str) -> None:
-        """A job of the group has gone on."""
+        """Notes that a job of the group has gone on, so that the policies see it anew."""
         self._stale.add(name)
 
     def refresh(self, now: float) -> None:

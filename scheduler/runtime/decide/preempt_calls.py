@@ -17,7 +17,7 @@ from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.job.spec import RunSpec
 
 MAX_TAKEOVERS = 8
-"""So many jobs of a priority and above wait for victims at a time: each search looks at all of them."""
+"""The most jobs of a priority and above that wait for victims at a time. Each search looks at all of them."""
 
 
 class PreemptCalls:

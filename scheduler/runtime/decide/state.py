@@ -200,7 +200,7 @@ class State:
         self.changed(spec.name)
 
     def learn(self, job: str, spec: RunSpec) -> None:
-        """The job's file says this from now on."""
+        """Replaces the job's file by this one."""
         self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
 
     def take_places(self, job: str, victims: tuple[str, ...] | None) -> None:
@@ -248,7 +248,7 @@ class State:
         self.touched.add(group)
 
     def keep(self, key: str, row: bytes | None) -> None:
-        """Adds a row that belongs to neither to the next batch."""
+        """Adds a row that is no job's and no group's to the next batch."""
         self._batch.rows[key] = row
 
     def forget_past(self, job: str) -> None:

@@ -180,7 +180,7 @@ def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[MemorySample
 def _outside(
     spec: RunSpec, measured: Sequence[PhaseRun], done_s: Mapping[int, float]
 ) -> dict[Phase, Seconds]:
-    """What is between the phases with nodes, less the phases without: from one end to the next beginning.
+    """Returns the times from the end of a phase with nodes to the next one, less phases without nodes.
 
     What comes before an iteration's rollout counts as after the training of that iteration.
     """
@@ -217,14 +217,14 @@ def _longest_s(runs: Sequence[PhaseRun], part: str) -> float:
 
 
 def _phase(runs: Sequence[PhaseRun], samples: Sequence[MemorySample]) -> PhaseProfile:
-    """Several calls in one iteration, which a sync may have, count together."""
+    """Returns a phase's profile. Several calls in one iteration, which a sync may have, count together."""
     iterations = [[run for run in runs if run.iteration == each] for each in {run.iteration for run in runs}]
 
     def seconds(part: str) -> Seconds:
         return Seconds.of([_longest_s(each, part) for each in iterations])
 
     def held_s(runs: Sequence[PhaseRun]) -> float:
-        """From the first rank's begin to the last one's end."""
+        """Returns the time from the first rank's begin to the last one's end."""
         is_one_call = len({run.rank for run in runs}) == len(runs)
         return _end_s(runs, runs[0].phase) - _begin_s(runs, runs[0].phase) if is_one_call else 0.0
 

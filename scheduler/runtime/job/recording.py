@@ -24,7 +24,7 @@ class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int = 0
     iteration: int
     begin_s: float
-    """On time.monotonic(), which all processes of a host share."""
+    """The time is of time.monotonic(), which all processes of a host share."""
     load_s: float
     run_s: float
     offload_s: float

@@ -44,9 +44,13 @@ class TailSpec(Section):
     """
 
     step_s: float = Field(gt=0)
+    """The part of a step that does not depend on the responses."""
     request_s: float = Field(ge=0)
+    """The part of a step for each response."""
     prompt_tokens: int = Field(ge=0)
+    """The length of a prompt."""
     prefill_tokens_per_s: float = Field(gt=0)
+    """The speed at which a moved response is prefilled again."""
     pause_s: float = Field(default=1.0, ge=0)
     """The time to stop the responses and send them on."""
 
@@ -55,9 +59,11 @@ class RaySpec(Section):
     """A Ray instance that lives as long as the job's process. The job's `ray.init()` finds it."""
 
     num_cpus: int = Field(default=1, ge=1)
+    """The CPUs that the instance offers."""
     num_gpus: int = Field(default=0, ge=0)
+    """The GPUs that the instance offers."""
     object_store_gb: float | None = Field(default=None, gt=0)
-    """None: Ray's own default, a share of the host's memory."""
+    """The size of the object store. None: Ray's own default, a share of the host's memory."""
 
 
 class Launch(StrEnum):
@@ -75,13 +81,13 @@ class PlacementStrategy(StrEnum):
     """Where a Ray cluster puts the nodes of the job's group."""
 
     PACK = "pack"
-    """On few hosts, if they have room."""
+    """Ray puts the nodes on few hosts, if they have room."""
     SPREAD = "spread"
-    """On many hosts, if they have room."""
+    """Ray puts the nodes on many hosts, if they have room."""
     STRICT_PACK = "strict-pack"
-    """On one host."""
+    """Ray puts all nodes on one host."""
     STRICT_SPREAD = "strict-spread"
-    """Each on a host of its own."""
+    """Ray puts each node on a host of its own."""
 
     @property
     def is_strict(self) -> bool:
@@ -93,16 +99,16 @@ class RunSpec(JobSpec):
     """JOB.yaml of a job that is run and not only placed."""
 
     command: tuple[str, ...] = Field(min_length=1)
-    """Run in `folder`, once per attempt."""
+    """The program and its arguments. Each attempt runs it in `folder`."""
     folder: str = "."
-    """Relative to the file."""
+    """The folder in which the command runs, relative to the job's file."""
     priority: int = 0
     """The queue tries the highest first; equal ones by their teams' shares, then by submission.
 
     A queued job may take the place of a running one of lower priority.
     """
     team: str | None = None
-    """Its team in the cluster's file, whose share and quota count. None: no team, and no quota."""
+    """The job's team in the cluster's file, whose share and quota count. None: no team, and no quota."""
     group: str | None = None
     """A group of the cluster's file, or a running one. None: the policy chooses."""
     rollout_nodes: tuple[int, ...] | None = None
@@ -110,27 +116,29 @@ class RunSpec(JobSpec):
     num_ranks: int = Field(default=1, ge=1)
     """The processes that enter the phases together: torchrun's WORLD_SIZE."""
     launch: Launch = Launch.ONCE
+    """How the command is started: once, on each node, or for each rank."""
     placement: PlacementStrategy = PlacementStrategy.PACK
-    """On a Ray cluster. Jobs share a group only with jobs of the same placement."""
+    """Where a Ray cluster puts the nodes. Jobs share a group only with jobs of the same placement."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
-    """On a Ray cluster: what Ray prepares on each host, such as `working_dir` and `pip`.
+    """What a Ray cluster prepares on each host, such as `working_dir` and `pip`.
 
     A `working_dir` that is a folder, relative to the file, is sent to each host, and the command runs there.
     """
     max_restarts: int = Field(default=3, ge=0)
-    """After so many crashes without an iteration in between, the next one fails the job.
+    """The crashes without an iteration in between that the job survives; the next one fails it.
 
-    0: it can't be started again, and is never preempted.
+    0: the job can't be started again, and is never preempted.
     """
     start_s: float = Field(default=1800.0, gt=0)
-    """An attempt of which a rank has called no phase so long after its start has hung, and is ended."""
+    """The time from an attempt's start in which each rank must call a phase; else the attempt is ended."""
     hung_s: float = Field(default=1800.0, gt=0)
-    """So has one of which a rank takes so much longer than the file says, in a phase without a report of
-    progress or outside of phases. In the attempt's first phase, `start_s` counts if it is longer."""
+    """The time by which a rank may be later than the file says, in a phase without a report of progress or
+    outside of phases; then the attempt is ended. In its first phase `start_s` counts if it is longer."""
 
     tail: TailSpec | None = None
     """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
     ray: RaySpec | None = None
+    """Gives each attempt a Ray instance of its own. None: it gets none."""
 
     @model_validator(mode="after")
     def _pins_make_sense(self) -> Self:
@@ -204,7 +212,9 @@ class GroupSpec(Section):
     """Nodes that jobs may be pinned to, whether or not any job runs there."""
 
     num_rollout_nodes: int = Field(default=1, ge=1)
+    """The rollout nodes of the group."""
     num_train_nodes: int = Field(default=1, ge=1)
+    """The training nodes of the group."""
 
 
 class TeamSpec(Section):
@@ -214,8 +224,9 @@ class TeamSpec(Section):
     share: float = Field(default=1.0, gt=0)
     """Orders queued jobs of equal priority: those of the team that uses least for its share come first."""
     max_rollout_nodes: int | None = Field(default=None, ge=1)
-    """Its quota: the most that it may use. None: no quota."""
+    """The most rollout nodes that the team may use: its quota. None: no quota."""
     max_train_nodes: int | None = Field(default=None, ge=1)
+    """The same for training nodes."""
 
     def quota(self, phase: Phase) -> int | None:
         """Returns the most nodes of this kind that the team may use."""
@@ -232,7 +243,7 @@ class PreemptionSpec(Section):
     by_priority: bool = False
     """A job takes the places of jobs of lower priority."""
     by_share: bool = False
-    """At equal priority, a job takes the places of teams that use more for their shares than its own."""
+    """At equal priority, a job takes places from teams that use more for their shares than its own team."""
     min_run_s: float = Field(default=600.0, ge=0)
     """A job runs at least so long before it gives its place away."""
 
@@ -245,8 +256,9 @@ class RayClusterSpec(Section):
     rollout: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
     """What a rollout node takes of a Ray node, in Ray's names. Custom resources choose the hosts."""
     train: dict[str, float] = Field(default={"GPU": 8, "CPU": 8})
+    """The same for a training node."""
     hung_s: float = Field(default=60.0, ge=1)
-    """A part of a job that has not answered for so long has hung, and the job starts again."""
+    """The time after which a part of a job that does not answer is ended, and the job starts again."""
 
     @field_validator("rollout", "train")
     @classmethod
@@ -294,20 +306,24 @@ class ServeSpec(Section):
     """CLUSTER.yaml of `rose sched serve`."""
 
     pools: PoolsSpec = PoolsSpec()
+    """The nodes of both kinds, and the serving GPUs that jobs may borrow."""
     policy: str = "lifetime-static"
-    """Places the jobs that name no group. `lifetime` also moves them, at the end of an iteration.
+    """The policy that places the jobs that name no group. `lifetime` moves them after an iteration, too.
 
     `lifetime-multirate` does that too, and lets short jobs of a group run more often than long ones.
     """
     move_pause_s: float = Field(default=PAUSE_S, ge=0)
     """The time that a move is assumed to cost the job. Its SLO must allow it, and the gain must exceed it."""
     groups: dict[str, GroupSpec] = Field(default_factory=dict)
+    """Groups that jobs may name. For all other jobs the policy forms groups."""
     teams: dict[str, TeamSpec] = Field(default_factory=dict)
+    """The shares and quotas of teams, by name."""
     preemption: PreemptionSpec = PreemptionSpec()
+    """Which jobs take the places of running ones. By default, none does."""
     ray: RayClusterSpec | None = None
-    """Runs jobs on a Ray cluster. None: on the scheduler's own machine."""
+    """The Ray cluster that runs the jobs. None: they run on the scheduler's own machine."""
     router: RouterSpec | None = None
-    """Lends up to `pools.serving_gpus` GPUs to the jobs whose files have `borrow`. None: to none."""
+    """The router that lends `pools.serving_gpus` GPUs to jobs with `borrow`. None: no job borrows."""
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
 

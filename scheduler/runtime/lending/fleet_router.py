@@ -28,7 +28,7 @@ RETRY_S = 0.5
 """The time until the next try, for a router that does not answer or that refuses something."""
 TIMEOUT_S = 10.0
 USED_TIMEOUT_S = 2.0
-"""For what other routers than the one that is told say of the jobs' use of serving GPUs."""
+"""The time in which other routers than the one that is told must say how jobs have used serving GPUs."""
 _SAID = ("run_id", "model", "weight", "max_serving_gpus")
 """The fields of a loan that the router shows. It shows no keys."""
 
@@ -62,9 +62,9 @@ class FleetRouter:
         self._problem: str | None = None
         self._forgotten: list[Loan] = []
         self._used: dict[str, Use] = {}
-        """By meter, since the last call of news()."""
+        """What the router has reported since the last call of news(), by meter."""
         self._told: dict[str, Loan] = {}
-        """What the router has taken from this process, by job. Of the thread alone."""
+        """What the router has taken from this process, by job. Only the thread uses it."""
         threading.Thread(target=self._run, name="rose-fleet-router", daemon=True).start()
 
     @classmethod
@@ -73,7 +73,7 @@ class FleetRouter:
         return cls(router, settings) if router is not None else None
 
     def want(self, loans: tuple[Loan, ...]) -> None:
-        """The router is to know these loans, and to forget those that are over. Does not wait."""
+        """Has the thread tell the router these loans, and end those that are over. Does not wait."""
         if loans is not self._wanted:
             self._wanted = loans
             self._has_changed.set()

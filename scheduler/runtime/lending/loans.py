@@ -35,7 +35,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     submission: int
-    """As the loan has it under whose key these turns came."""
+    """The submission that the loan names under whose key these turns came."""
     meter: str
     """The router's count for this key. It grows, and ends with the router's process."""
     gpu_s: float

@@ -49,13 +49,15 @@ def test_a_loan_ends_a_minute_after_the_last_word_of_its_router_though_no_other_
     leases = Leases()
     asked(leases, "a", 0.0, lends="math", run="run-math", needs=True)
     assert begin(leases, "a", 1, asked(leases, "a", 0.5, lends="math", run="run-math").fence) == 1
-    leases.lapse(59.0)
-    assert leases.run == "run-math", "a router that starts again finds its loan"
-    leases.lapse(63.0)
-    assert leases.run == "run-math", "a turn of the job still runs"
+
+    def run_at(now: float) -> str | None:
+        leases.lapse(now)
+        return leases.run
+
+    assert run_at(59.0) == "run-math", "a router that starts again finds its loan"
+    assert run_at(63.0) == "run-math", "a turn of the job still runs"
     leases.end("a")
-    leases.lapse(63.5)
-    assert leases.run is None
+    assert run_at(63.5) is None
     assert asked(leases, "b", 64.0, lends="code", run="run-code").run == "run-code"
 
 

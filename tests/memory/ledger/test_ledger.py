@@ -308,3 +308,17 @@ def test_bad_arguments_are_the_callers_mistake() -> None:
     ):
         with pytest.raises(ValueError):
             call()
+
+
+def test_words_are_counted_by_their_bits_within_the_range_alone() -> None:
+    buffer = mmap.mmap(-1, 8 * 6)
+    words = Words(buffer)
+    for index, value in enumerate((0x102, 0x102, 0x202, 0x101, -1, 0x102)):
+        words.store(index, value)
+    assert words.count(1, 4, 0xFF, 2) == 2
+    assert words.count(0, 6, 0xFF00, 0x100) == 4
+    assert words.count(0, 6, -1, -1) == 1
+    assert words.count(6, 0, 0, 0) == 0
+    for first, num in ((3, 4), (6, 1), (0, 7), (1, 2**63)):
+        with pytest.raises((IndexError, TypeError)):
+            words.count(first, num, 0, 0)

@@ -88,7 +88,7 @@ def test_what_is_served_learns_to_prefer_the_chosen_answers() -> None:
         try:
 
             def preference() -> float:
-                """By how many nats a token the rejected answers are less likely than the chosen ones."""
+                """How much likelier the chosen answers are than the rejected ones, in nats a token."""
                 chosen, rejected = (
                     [f"{p['prompt']} {p[kind]}" for p in PAIRS] for kind in ("chosen", "rejected")
                 )

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 REWARD = "tests.trainers.fine_tune.toy_reward:wanted_words"
 WANTED = "100"
-"""Of about 300 words, so the model that has learned nothing gets a third."""
+"""The number of words that are rewarded. There are about 300, so a model that has learned nothing gets a
+third."""
 ROWS = [{"prompt": f"w{n} w{n + 1}", "wanted": WANTED} for n in range(0, 8)]
 ANSWER_TOKENS = 8
 FLAGS = (

@@ -131,8 +131,8 @@ class Entries:
         self._digest = None
 
     def _old_removals(self) -> set[str]:
-        """Returns the keys of removals beyond the bound, which platforms leave that add and remove a job per
-        run. They are the same at every peer."""
+        """Returns the keys of the oldest removals beyond the bound, as a platform leaves them that adds and
+        removes a job for each run. They are the same at every peer."""
         removed: dict[str, list[str]] = {}
         for key, entry in self._kept.entries.items():
             if entry.value is None or entry.value is False:

@@ -31,8 +31,11 @@ class Borrowing(BaseModel):
     """A job that has work at a router, as a borrower of serving GPUs."""
 
     job: str
+    """The job's name."""
     weight: float = Field(ge=1e-3, le=1e3)
+    """Its weight, relative to other jobs."""
     max_serving_gpus: int | None = None
+    """The most serving GPUs that it may borrow. None: no limit."""
     wants: list[tuple[str | None, str | None]] | None = None
     """The models and runs of its turns; None if any will do."""
 
@@ -54,12 +57,15 @@ class Exchange(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
+    """The router that speaks."""
     every_s: float = Field(gt=0)
+    """The interval of its heartbeats."""
     digest: str
-    """It is equal if all entries are."""
+    """A hash that is equal at two routers if all their entries are."""
     entries: dict[str, Entry] = {}
     """All entries if the other router's digest differs; otherwise none."""
     borrowers: list[Borrowing] = []
+    """The jobs that have work at this router."""
 
 
 class _Peer:
