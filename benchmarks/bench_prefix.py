@@ -9,22 +9,34 @@ without (where the router knows a trajectory by how its prompt begins).
 
 Beside it, the ideal and how many turns ran on another engine than the one before.
 
-    python benchmarks/bench_prefix.py --json prefix.json
+  cost_over_paper_real[alike]   the time of a rollout phase under policy `paper` / that under `cost`, by pairs
+  cost_over_paper_real[unlike]  the same with one engine slower: it shares its core with all but the other
+
+A phase is over when the last of its trajectories is. Their turns, answers and pauses vary
+(lib/load/phases.py). Each phase has a router of its own, which knows nothing of the engines at first. The
+policies take turns at going first.
+
+    python benchmarks/bench_prefix.py --json prefix.json [--cases alike,unlike]
 """
 
 import argparse
 import asyncio
+import os
 import random
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lib.harness import median_figure, run_benchmark
+from lib.load.phases import Phase, play_phase
 from lib.load.turns import RouterClient, random_prompt, until_so
 
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
-from rose.measure.rig import Rig
+from rose.measure.rig import Rig, pin_tree
 from rose.types import GateMode, Role
 
 NUM_SESSIONS = 12
@@ -34,6 +46,9 @@ MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 24, 64
 MIN_TOOL_TOKENS, MAX_TOOL_TOKENS = 20, 60
 MIN_TOOL_S, MAX_TOOL_S = 0.05, 0.5
 POLICIES = ("paper", "cost")
+CASES = ("prefix", "alike", "unlike")
+NUM_PAIRS = {True: 2, False: 4}
+"""The pairs of phases by --quick."""
 BLOCK_TOKENS = 128
 """vLLM's block on the CPU: the prefix cache comes in whole ones."""
 
@@ -55,19 +70,78 @@ class Tally:
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     figures = []
-    with Rig() as rig:
-        for name in ("a", "b"):
-            rig.start_engine(
-                name, Role.ROLLOUT, gate=GateMode.OFF, vllm_args=("--enable-prompt-tokens-details",)
-            )
-        workers = [rig.wait_engine(name).url for name in ("a", "b")]
-        for policy in POLICIES:
-            for has_keys in (True, False):
-                url = rig.start_router(workers, "--policy", policy, name=f"router-{policy}-{has_keys}")
-                names = [f"{policy}-{has_keys}-{args.seed}-{i}" for i in range(1 if args.quick else 3)]
-                tallies = [asyncio.run(_play_all(url, name, has_keys)) for name in names]
-                figures.append(_figure(policy if has_keys else f"{policy},no key", tallies))
+    cases = args.cases.split(",")
+    if "prefix" in cases:
+        with Rig() as rig:
+            figures += _prefixes(rig, _start_engines(rig), args)
+    if "alike" in cases or "unlike" in cases:
+        with Rig() as rig:
+            workers = _start_engines(rig, rig.model(Role.SERVING))
+            if "alike" in cases:
+                figures.append(_phases(rig, "alike", workers, args))
+            if "unlike" in cases:
+                with _slowed(rig):
+                    figures.append(_phases(rig, "unlike", workers, args))
     return figures
+
+
+@contextmanager
+def _slowed(rig: Rig) -> Iterator[None]:
+    """Gives one engine the first CPU, and all other processes the rest. Raises: WorkerError without a second
+    one."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise WorkerError("the case `unlike` needs two CPUs")
+    pin_tree(rig.pid("a"), cpus[:1])
+    pin_tree(rig.pid("b"), cpus[1:])
+    rig.others = tuple(cpus[1:])
+    os.sched_setaffinity(0, cpus[1:])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def _start_engines(rig: Rig, model: Path | None = None) -> list[str]:
+    for name in ("a", "b"):
+        flags = ("--enable-prompt-tokens-details",)
+        rig.start_engine(name, Role.ROLLOUT, model=model, gate=GateMode.OFF, vllm_args=flags)
+    return [rig.wait_engine(name).url for name in ("a", "b")]
+
+
+def _prefixes(rig: Rig, workers: Sequence[str], args: argparse.Namespace) -> list[Figure]:
+    figures = []
+    for policy in POLICIES:
+        for has_keys in (True, False):
+            url = rig.start_router(workers, "--policy", policy, name=f"router-{policy}-{has_keys}")
+            names = [f"{policy}-{has_keys}-{args.seed}-{i}" for i in range(1 if args.quick else 3)]
+            tallies = [asyncio.run(_play_all(url, name, has_keys)) for name in names]
+            figures.append(_figure(policy if has_keys else f"{policy},no key", tallies))
+    return figures
+
+
+def _phases(rig: Rig, case: str, workers: Sequence[str], args: argparse.Namespace) -> Figure:
+    """Plays pairs of phases, each pair with the same lengths under both policies. The first one warms up."""
+    phases: dict[str, list[Phase]] = {policy: [] for policy in POLICIES}
+    for number in range(NUM_PAIRS[args.quick] + 1):
+        for policy in POLICIES if number % 2 else POLICIES[::-1]:
+            name = f"{case}-{policy}-{args.seed}-{number}"
+            router, url = rig.run_router(workers, "--policy", policy, name=f"router-{name}")
+            phases[policy].append(asyncio.run(play_phase(url, name, f"{args.seed}-{number}")))
+            router.stop()
+            print(f"{name}: {phases[policy][-1]}", file=sys.stderr)
+    paper, cost = (phases[policy][1:] for policy in POLICIES)
+    return median_figure(
+        f"cost_over_paper_real[{case}]",
+        [slow.took_s / fast.took_s for slow, fast in zip(paper, cost, strict=True)],
+        "x",
+        target=">= 1.05",
+        peers={
+            f"{what}, {policy}": statistics.median(getattr(each, field) for each in found)
+            for policy, found in (("paper", paper), ("cost", cost))
+            for what, field in (("s", "took_s"), ("hits, %", "hit_percent"), ("moved", "num_moved"))
+        },
+    )
 
 
 async def _play_all(url: str, name: str, has_keys: bool) -> Tally:
@@ -121,5 +195,9 @@ def _figure(name: str, tallies: Sequence[Tally]) -> Figure:
     )
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", default=",".join(CASES), help="some of them (default %(default)s)")
+
+
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, _add_arguments))

@@ -19,6 +19,9 @@ in between (lib/router/bare_passthrough.py): "aiohttp floor".
   added_latency[decision_p99,queued]   the same by way of the queue and its fair order
   decide_us[16], [512], [4000]  P99 of a placement's CPU by the number of workers, policy paper
   decide_us[16,cost], ...       the same by policy cost
+  session_us[100000], ...       P99 of finding a trajectory by its key and noting a turn, among so many
+  session_us[10000,one prefix]  the same without keys, if all prompts begin with the same 2,000 tokens
+  heartbeat_cores[16], ...      the router's CPU for the heartbeats of so many idle workers
   added_latency[p99,48KB]       P99 through the router less P99 direct, 50 req/s each, in turn with the floor
                                 (lib/router/latency.py: what is in it and what not)
   cpu_ms[0.7KB], [48KB], cpu_ms_32k   CPU of the router process per request, 8 at a time
@@ -29,10 +32,12 @@ in between (lib/router/bare_passthrough.py): "aiohttp floor".
   jain_mixed                    the same, where the larger job asks for chats with tools and the other for
                                 completions
 
-With --tls the router serves HTTPS, stub and pass-through stay plain, and the figures that TLS changes are
-reported without targets. A round of the CPU figures opens 8 connections, whose handshakes count.
+With --scale only what depends on the number of workers is measured. With --tls the router serves HTTPS, stub
+and pass-through stay plain, and the figures that TLS changes are reported without targets. A round of the CPU
+figures opens 8 connections, whose handshakes count.
 
     python benchmarks/bench_router.py --json router.json
+    python benchmarks/bench_router.py --scale --json scale.json
     python benchmarks/bench_router.py --tls --json router_tls.json
 """
 
@@ -49,6 +54,7 @@ import psutil
 from lib.harness import run_benchmark
 from lib.load.requests import Target, closed_loop
 from lib.router.decision import decision, decisions
+from lib.router.heartbeats import heartbeats
 from lib.router.latency import latencies
 from lib.router.rig import (
     BODIES,
@@ -63,6 +69,7 @@ from lib.router.rig import (
     run,
     stub,
 )
+from lib.router.sessions import sessions
 from lib.router.streams import fairness, streams
 
 from rose.measure.figures import Figure
@@ -84,6 +91,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_peers(parser)
+    parser.add_argument("--scale", action="store_true", help="only what depends on the number of workers")
     parser.add_argument("--tls", action="store_true", help="only what TLS changes, behind HTTPS")
 
 
@@ -91,8 +99,10 @@ def _measure(args: argparse.Namespace, cpu: int) -> list[Figure]:
     if args.tls:
         return _tls_figures(args, cpu)
     num_decisions = 2_000 if args.quick else 20_000
+    if args.scale:
+        return decisions(num_decisions) + sessions(num_decisions) + heartbeats(cpu, args.quick)
     figures = [decision(num_decisions, is_queued=is_queued) for is_queued in (False, True)]
-    figures += decisions(num_decisions)
+    figures += decisions(num_decisions) + sessions(num_decisions) + heartbeats(cpu, args.quick)
     rng = random.Random(args.seed)
     figures += latencies(cpu, rng, args.quick)
     figures += _cpu_figures(cpu, rng, args.peer, args.quick)

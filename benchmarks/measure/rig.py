@@ -232,14 +232,26 @@ class Rig:
 
         ``behind``: what ends the command line, such as the flags of fronts.
         """
+        return self.run_router(workers, *flags, name=name, nice=nice, behind=behind)[1]
+
+    def run_router(
+        self,
+        workers: Iterable[str],
+        *flags: str,
+        name: str = "router",
+        nice: int = 0,
+        behind: Sequence[str] = (),
+    ) -> tuple[ServerProcess, str]:
+        """Like ``start_router``, and returns the process as well, for a router that is stopped early."""
         port = free_port()
         argv = ["-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
         for worker in workers:
             argv += ["--worker", worker]
         argv += behind
         url = f"http://127.0.0.1:{port}"
-        self.run(argv, name, nice=nice).wait_ready(f"{url}/workers", ROUTER_START_S)
-        return url
+        process = self.run(argv, name, nice=nice)
+        process.wait_ready(f"{url}/workers", ROUTER_START_S)
+        return process, url
 
     def start_relay(
         self, name: str, *, kind: str = "embedded", capacity_bytes: int, beside: str | None = None

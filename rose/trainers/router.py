@@ -7,6 +7,7 @@ import httpx
 from rose.config import Settings
 from rose.errors import ConfigError, WorkerError
 from rose.http import http_client, urls_of
+from rose.signature import ANNOUNCED, Signer
 from rose.types import WeightVersion
 
 _TIMEOUT_S = 30.0
@@ -24,7 +25,10 @@ def routers_of(router_url: str | None, settings: Settings) -> tuple[str, ...]:
 
 
 def router_announcer(
-    router_url: str, admin_key: str | None, published: Callable[[], WeightVersion | None] = lambda: None
+    router_url: str,
+    admin_key: str | None,
+    published: Callable[[], WeightVersion | None] = lambda: None,
+    signing_key: str | None = None,
 ) -> Announce:
     """Returns a function to call at the start of each RL step, so that frozen budgets grow back (ROSE §4.1).
 
@@ -32,16 +36,22 @@ def router_announcer(
     answers hands the step on to the others. ``published`` returns the newest weights that were published,
     such as ``lambda: publisher.version``: a worker that reports newer ones then makes no other worker's
     weights too old. ``admin_key``: the router's ROSE_ROUTER_ADMIN_KEY, which a router with any key asks for.
-    The function raises a WorkerError, with the router's reason, if a router refuses or none answers.
+    ``signing_key``: instead of the environment's ROSE_SIGNING_KEY. With one of them the version is signed,
+    which a router that has ROSE_PUBLIC_KEY asks for. The function raises a WorkerError, with the router's
+    reason, if a router refuses or none answers.
     """
     urls = [f"{url}/admin/rl_step" for url in urls_of(router_url)]
-    ca = Settings.from_environment().tls_ca
+    settings = Settings.from_environment()
+    ca, key = settings.tls_ca, signing_key if signing_key is not None else settings.signing_key
+    signer = Signer(key) if key is not None else None
 
     def announce(step: int) -> None:
         version = published()
         body: dict[str, object] = {"step": step}
         if version is not None:
             body["version"] = str(version)
+            if signer is not None:
+                body["signed"] = signer.seal(ANNOUNCED, str(version).encode()).decode()
         problem = ""
         for url in urls:
             problem = f"{url}: RL step {step} could not be announced"

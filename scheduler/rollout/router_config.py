@@ -260,6 +260,11 @@ class RouterConfig(_Settings):
         default=None, min_length=1, description="key sent to workers on /v1 (their --api-key)"
     )
     rose_key: str | None = Field(default=None, min_length=1, description="key sent to workers on /rose/v1")
+    public_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="trainers' public key; if it is set, only announced versions that they have signed count",
+    )
 
     @field_validator("peers")
     @classmethod
@@ -309,6 +314,7 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
         "member_key": settings.member_key,
         "worker_api_key": settings.worker_api_key,
         "rose_key": settings.key,
+        "public_key": settings.public_key,
         "tls_ca": settings.tls_ca,
     }
     try:

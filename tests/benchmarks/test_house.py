@@ -113,6 +113,6 @@ def test_a_turn_goes_from_the_service_to_the_wire_in_one_direction() -> None:
         trip = asyncio.run(trace_turn(worker))
     called = set().union(*trip.called.values())
     assert "http/service.py" in trip.called
-    assert "turn/attempt/wire.py" in called
+    assert "workers/wire.py" in called
     assert 1 <= trip.most_returns()[1] <= 5
     assert not trip.back

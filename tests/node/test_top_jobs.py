@@ -16,8 +16,12 @@ __all__ = ["start_router"]
 ROUTER = "http://router:8100"
 
 
-def job(weight: float, tokens: int, *, queued: int = 1, paused: bool = False) -> JobReading:
-    return JobReading(weight=weight, paused=paused, in_flight=0, queued=queued, tokens=tokens)
+def job(
+    weight: float, tokens: int, *, priority: int = 0, queued: int = 1, paused: bool = False
+) -> JobReading:
+    return JobReading(
+        weight=weight, priority=priority, paused=paused, in_flight=0, queued=queued, tokens=tokens
+    )
 
 
 def cells(now: JobsSample, before: JobsSample | None = None) -> dict[str, list[str]]:
@@ -33,15 +37,28 @@ def test_a_job_shows_what_it_is_entitled_to_and_what_it_gets() -> None:
     before = JobsSample(router=ROUTER, taken_at_s=10.0, jobs={"a": job(3, 100), "b": job(1, 100)})
     jobs = {"a": job(3, 700), "b": job(1, 300), "idle": job(4, 0, queued=0, paused=True)}
     found = cells(JobsSample(router=ROUTER, taken_at_s=12.0, jobs=jobs), before)
-    assert found["a"] == ["3", "75%", "75%", "300", "0", "1"]
-    assert found["b"] == ["1", "25%", "25%", "100", "0", "1"]
-    assert found["idle"] == ["4", "-", "0%", "0", "0", "0", "paused"]
+    assert found["a"] == ["0", "3", "75%", "75%", "300", "0", "1"]
+    assert found["b"] == ["0", "1", "25%", "25%", "100", "0", "1"]
+    assert found["idle"] == ["0", "4", "-", "0%", "0", "0", "0", "paused"]
+
+
+def test_jobs_of_lower_priority_are_entitled_to_nothing_while_others_want_more() -> None:
+    jobs = {"a": job(1, 0, priority=2), "b": job(3, 0, priority=2), "c": job(9, 0)}
+    idle = {"d": job(9, 0, priority=5, queued=0)}
+    found = cells(JobsSample(router=ROUTER, taken_at_s=12.0, jobs={**jobs, **idle}))
+    shown = {name: found[name][:3] for name in "abcd"}
+    assert shown == {
+        "a": ["2", "1", "25%"],
+        "b": ["2", "3", "75%"],
+        "c": ["0", "9", "0%"],
+        "d": ["5", "9", "-"],
+    }
 
 
 def test_a_router_that_was_restarted_has_no_negative_rate() -> None:
     before = JobsSample(router=ROUTER, taken_at_s=10.0, jobs={"a": job(1, 1000)})
     found = cells(JobsSample(router=ROUTER, taken_at_s=11.0, jobs={"a": job(1, 5)}), before)
-    assert found["a"] == ["1", "100%", "-", "0", "0", "1"]
+    assert found["a"] == ["0", "1", "100%", "-", "0", "0", "1"]
 
 
 async def test_the_command_asks_a_router_with_the_admin_key(

@@ -6,12 +6,12 @@ from relay_process import wait_folded
 from training_steps import step
 
 from rose.errors import RelayError
+from rose.signature import Signer, make_signing_key
 from rose.transfer.adapters.publisher import AdapterPublisher
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import Ack, pack_body
-from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay

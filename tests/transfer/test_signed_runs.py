@@ -10,6 +10,7 @@ from relay_process import StartRelay, stored
 from training_steps import Weights
 
 from rose.errors import ConfigError, FrameError, RelayError
+from rose.signature import Signer, Verifier, body_of, make_signing_key
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
@@ -17,7 +18,6 @@ from rose.transfer.format.codec import Codec
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.manifest import Head, Manifest, pack_body, unpack_body
 from rose.transfer.format.planes import WeightPlanes
-from rose.transfer.format.signature import Signer, Verifier, body_of, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose.errors import ConfigError, FrameError, RelayError
+from rose.signature import Verifier, frame_digest
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.run_choice import NAME_IT, RunChoice
 from rose.transfer.format import manifest as keys
@@ -27,7 +28,6 @@ from rose.transfer.format.manifest import (
     Model,
     unpack_body,
 )
-from rose.transfer.format.signature import Verifier, frame_digest
 from rose.transfer.relay.protocol import Relay
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rose.errors import RelayError
+from rose.signature import Signer, body_of
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
-from rose.transfer.format.signature import Signer, body_of
 
 HEAD_RUN_KEY = "rose/HEAD_RUN"
 RUN_SIGNS = "rose/.runs/"

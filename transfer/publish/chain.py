@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from rose.errors import RelayError, RelayFull
+from rose.signature import Signer
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.leases import ACK_LEASE_S, WatchedSigns
@@ -32,7 +33,6 @@ from rose.transfer.format.manifest import (
     sealed,
     unpack_body,
 )
-from rose.transfer.format.signature import Signer
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
 

@@ -23,13 +23,13 @@ from typing import Any
 
 from rose.config import Settings
 from rose.errors import RelayError, WorkerError
+from rose.signature import Signer
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.architecture import architecture_of
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import BUCKET_BYTES
 from rose.transfer.format.manifest import Ack, AdapterBody, Manifest
 from rose.transfer.format.planes import WeightPlanes
-from rose.transfer.format.signature import Signer
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder

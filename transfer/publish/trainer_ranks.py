@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rose.errors import RelayError
+from rose.signature import Signer, Verifier
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.manifest import (
@@ -25,7 +26,6 @@ from rose.transfer.format.manifest import (
 )
 from rose.transfer.format.partition import Holdings, assign_buckets, cut_by_holdings
 from rose.transfer.format.shard_plan import Box
-from rose.transfer.format.signature import Signer, Verifier
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.version_writer import VersionWriter
 from rose.transfer.relay.protocol import Relay

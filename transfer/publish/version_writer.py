@@ -11,12 +11,12 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 
 from rose.errors import RelayFull
+from rose.signature import Signer, frame_digest
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Bits, Codec, Encoded
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest, sealed
-from rose.transfer.format.signature import Signer, frame_digest
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
 

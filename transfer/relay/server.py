@@ -20,8 +20,8 @@ from rose.config import Settings
 from rose.errors import ConfigError, RelayError
 from rose.host_memory import available_bytes
 from rose.ports import check_exposure
+from rose.signature import Signer, make_signing_key
 from rose.tls import client_context, server_context
-from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.relay import embedded as embedded_relay
 from rose.transfer.relay.folding import SnapshotFolder
 from rose.transfer.relay.mooncake import MooncakeRelay, start_mooncake_master

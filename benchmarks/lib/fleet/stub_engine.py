@@ -62,6 +62,7 @@ class StubEngine:
             int(asked["cap"]),
             wants=int(asked["wants"]),
             lends=asked.get("lends"),
+            priority=int(asked.get("priority", 0)),
             needs=asked.get("needs") == "1",
             gone=asked.get("gone"),
         )

@@ -2,7 +2,8 @@
 
 Owns: one listening socket, answers of fixed length. Promises: the events that vLLM 0.32 streams for
 /v1/completions, prompt ids echoed where asked, unless the router asks ROSE's endpoint to be spared them; with
---stock as from a vLLM without that endpoint. SGLang's /generate in one piece, and chats too, as late as a
+--stock as from a vLLM without that endpoint. With --has-status it answers as many workers' heartbeats as
+there are addresses of loopback. SGLang's /generate in one piece, and chats too, as late as a
 stream's last event. Never: computes anything.
 
     python benchmarks/lib/router/stub_worker.py --num-chunks 4 --chunk-tokens 16 --delay-ms 0
@@ -36,10 +37,15 @@ class ScriptedAnswer:
     delay_s: float
     is_stock: bool
     """Without ROSE's endpoint."""
+    has_status: bool
+    """With ROSE's answer to heartbeats."""
 
 
 class StubProtocol(asyncio.Protocol):
     """One connection; requests one after the other."""
+
+    num_statuses = 0
+    """The answers to heartbeats on all connections."""
 
     def __init__(self, answer: ScriptedAnswer) -> None:
         self._answer = answer
@@ -63,7 +69,12 @@ class StubProtocol(asyncio.Protocol):
 
     def _reply(self, path: bytes, body: bytes, *, echoes: bool) -> None:
         assert self._transport is not None
-        if path == b"/v1/completions":
+        if path.startswith(b"/rose/v1/status?") and self._answer.has_status:
+            StubProtocol.num_statuses += 1
+            self._write_json(_status(path))
+        elif path == b"/num_statuses":
+            self._write_json({"num_statuses": StubProtocol.num_statuses})
+        elif path == b"/v1/completions":
             is_stream = b'"stream":true' in body[-4096:] or b'"stream":true' in body[:4096]
             if is_stream:
                 self._stream(body, echoes)
@@ -122,6 +133,16 @@ class StubProtocol(asyncio.Protocol):
         transport.write(_sse(usage) + _sse(b"[DONE]") + b"0\r\n\r\n")
 
 
+def _status(path: bytes) -> dict[str, object]:
+    """What the router needs of an idle engine's status; it may have all of the engine's turns."""
+    asked = dict(pair.partition("=")[::2] for pair in path.decode().partition("?")[2].split("&"))
+    gate = {"mode": "slack", "admitted_steps": 1, "declined_steps": 0, "share": 1.0}
+    lease = {"router": asked["follower"], "turns": int(asked["cap"]), "others": 0, "fence": 1}
+    counts = {"steps": 1, "num_running": 0, "num_waiting": 0, "stalled_requests": 0, "generated_tokens": 9}
+    weights = {"model": "stub", "weight_version": "run/1", "is_active": True, "is_updating": False}
+    return {"pressure": "normal", "gate": gate, "lease": lease, **counts, **weights}
+
+
 def _chat(answer: ScriptedAnswer) -> dict[str, object]:
     usage = {"prompt_tokens": 1, "completion_tokens": answer.num_chunks * answer.chunk_tokens}
     choice = {"index": 0, "message": {"role": "assistant", "content": "word"}, "finish_reason": "stop"}
@@ -173,7 +194,8 @@ def _generated(answer: ScriptedAnswer) -> object:
 async def serve(answer: ScriptedAnswer) -> None:
     """Serve on any free port until killed."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: StubProtocol(answer), "127.0.0.1", 0, backlog=2048)
+    host = "0.0.0.0" if answer.has_status else "127.0.0.1"
+    server = await loop.create_server(lambda: StubProtocol(answer), host, 0, backlog=8192)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
@@ -184,12 +206,14 @@ def main() -> int:
     parser.add_argument("--chunk-tokens", type=int, default=16)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--has-status", action="store_true")
     args = parser.parse_args()
     answer = ScriptedAnswer(
         num_chunks=args.num_chunks,
         chunk_tokens=args.chunk_tokens,
         delay_s=args.delay_ms / 1000,
         is_stock=args.stock,
+        has_status=args.has_status,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(answer))

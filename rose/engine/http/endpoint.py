@@ -114,6 +114,7 @@ async def get_status(
     cap: Annotated[int | None, Query(ge=1)] = None,
     wants: Annotated[int, Query(ge=0)] = 0,
     lends: Annotated[str | None, Query(min_length=1)] = None,
+    priority: int = 0,
     needs: bool = False,
     run: Annotated[str | None, Query(min_length=1)] = None,
     gone: str | None = None,
@@ -122,15 +123,25 @@ async def get_status(
     adapters that it ``knows`` and the interval of its questions: no token of new weights leaves before it
     knows their version, and no new version of an adapter is acknowledged. With a ``cap``, the answer has its
     lease: the turns that it may have of what it ``wants``, and the job that the GPU is lent to, which is the
-    one that it ``lends`` to, or another router's. ``run`` names the run whose weights that job's turns
-    get."""
+    one that it ``lends`` to, or another router's. ``priority`` is that job's, and ``run`` names the run whose
+    weights its turns get."""
     control = _control(request)
     status = control.status()
     if follower is None:
         return status
     control.followers.asked(follower, knows if knows is not None else (), every_s)
     if cap is not None and control.leases is not None:
-        ask = Ask(follower, every_s, cap, wants=wants, lends=lends, needs=needs, gone=gone, run=run)
+        ask = Ask(
+            follower,
+            every_s,
+            cap,
+            wants=wants,
+            lends=lends,
+            priority=priority,
+            needs=needs,
+            gone=gone,
+            run=run,
+        )
         status.lease = control.leases.asked(ask, time.monotonic())
         control.note_loan()
     return status

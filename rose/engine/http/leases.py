@@ -7,10 +7,11 @@ hands only when none of its turns is left. Time is an argument. Runs on the API 
 A router asks with each heartbeat, and its lease of turns is then renewed, shrunk or grown. A lease grows only
 by what no other router holds. A smaller lease counts when the router asks again, which shows that it knows of
 it. A lease that is not renewed lasts until another router needs its turns; turns that still run go on
-counting. While the GPU is lent to a job, only routers that lend it to that job have turns. The loan ends once
-none of them has asked for a minute, even if no other router ever asks. The fence grows
-when a loan begins to change hands, which ends all leases. A turn under an older fence is refused, and so is
-every turn until the change is done.
+counting. While the GPU is lent to a job, only routers that lend it to that job have turns. A job of higher
+priority that needs the GPU gets it when the turns that run there have ended; one of equal or lower priority
+waits until the loan's job needs it no longer. The loan ends once none of its routers has asked for a minute,
+even if no other router ever asks. The fence grows when a loan begins to change hands, which ends all leases.
+A turn under an older fence is refused, and so is every turn until the change is done.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Ask:
     """The number of turns that it runs here, plus those that wait."""
     lends: str | None = None
     """The job to which it would lend the GPU; None if it would lend it to no job."""
+    priority: int = 0
+    """That job's."""
     needs: bool = False
     """Whether turns of that job run here, or wait."""
     gone: str | None = None
@@ -131,8 +134,8 @@ class Leases:
         return max(0, min(share, cap - self._taken_by_others(ask.router)))
 
     def _settle_loan(self, live: Iterable[Ask]) -> None:
-        """Keeps the loan while a router uses it, or while a router has it and no other needs the GPU.
-        Otherwise hands it on."""
+        """Keeps the loan while a router uses it and no job of higher priority needs the GPU, or while a
+        router has it and no other needs the GPU. Otherwise hands it on."""
         claims = [ask for ask in live if ask.lends is not None]
         if not claims and self._lent_to is not None and self.in_flight == 0:
             self._lent_to, self._fence = None, self._fence + 1  # a dedicated GPU, or one without a loan
@@ -141,7 +144,9 @@ class Leases:
         rivals = [ask for ask in claims if ask.lends != self._lent_to]
         needing = [ask for ask in rivals if ask.needs]
         self._is_wanted = bool(needing)
-        if any(ask.needs for ask in keepers) or not (needing if keepers else rivals):
+        highest = max((ask.priority for ask in needing), default=-math.inf)
+        is_used = any(ask.needs and ask.priority >= highest for ask in keepers)
+        if is_used or not (needing if keepers else rivals):
             self._is_closing = False
             if len(runs := {ask.run for ask in keepers}) == 1:  # the job may have got another run
                 self.run = runs.pop()
@@ -151,7 +156,7 @@ class Leases:
             for holder in self._holders.values():
                 holder.told = holder.turns = 0  # nothing begins under the old fence
         if self.in_flight == 0:
-            heir = (needing or rivals)[0]
+            heir = max(needing or rivals, key=lambda ask: ask.priority)  # the first of equal ones
             self._lent_to, self.run = heir.lends, heir.run
             self._is_closing = self._is_wanted = False
 

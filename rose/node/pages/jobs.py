@@ -12,13 +12,14 @@ from rich.text import Text
 
 from rose.node.pages.fitted_table import FittedTable
 
-COLUMNS = ("job", "weight", "entitled", "got", "tok/s", "in flight", "queued", "state")
+COLUMNS = ("job", "priority", "weight", "entitled", "got", "tok/s", "in flight", "queued", "state")
 
 
 class JobReading(BaseModel):
     """A job's part of a router's ``GET /admin/jobs``."""
 
     weight: float
+    priority: int = 0
     paused: bool
     in_flight: int
     queued: int
@@ -61,7 +62,8 @@ def jobs_page(samples: Sequence[JobsSample], before: Mapping[str, JobsSample]) -
     """One table per router; rates are relative to ``before``.
 
     entitled: the job's part of the generated tokens while it and the other jobs with turns all want more, by
-    weight. got: its part of the tokens generated since ``before``. tok/s: the same as a rate.
+    weight among those of the highest priority; the others get nothing then. got: its part of the tokens
+    generated since ``before``. tok/s: the same as a rate.
     """
     found: list[RenderableType] = []
     for sample in samples:
@@ -88,13 +90,13 @@ def _generated(sample: JobsSample, before: JobsSample | None) -> tuple[Mapping[s
 
 
 def _rows(jobs: Mapping[str, JobReading], tokens: Mapping[str, int], elapsed_s: float) -> list[list[str]]:
-    active = {name: job.weight for name, job in jobs.items() if job.in_flight or job.queued}
-    weights, total = sum(active.values()), sum(tokens.values())
+    entitled, total = _entitled(jobs), sum(tokens.values())
     return [
         [
             name,
+            str(job.priority),
             f"{job.weight:g}",
-            f"{job.weight / weights:.0%}" if name in active else "-",
+            f"{entitled[name]:.0%}" if name in entitled else "-",
             f"{tokens[name] / total:.0%}" if total else "-",
             f"{tokens[name] / elapsed_s:.0f}" if elapsed_s > 0 else "-",
             str(job.in_flight),
@@ -103,3 +105,11 @@ def _rows(jobs: Mapping[str, JobReading], tokens: Mapping[str, int], elapsed_s: 
         ]
         for name, job in sorted(jobs.items())
     ]
+
+
+def _entitled(jobs: Mapping[str, JobReading]) -> dict[str, float]:
+    """Returns the part of the tokens that each job with turns would get if all of them wanted more."""
+    active = {name: job for name, job in jobs.items() if job.in_flight or job.queued}
+    highest = max((job.priority for job in active.values()), default=0)
+    weights = {name: job.weight if job.priority == highest else 0.0 for name, job in active.items()}
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}

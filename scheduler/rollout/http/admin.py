@@ -13,7 +13,7 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rose.errors import RoseError, WorkerError
+from rose.errors import RelayError, RoseError, WorkerError
 from rose.messages import RlStep, parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest
 from rose.scheduler.rollout.http.errors import Conflict, NotFound
@@ -58,6 +58,8 @@ class StepBegun(RlStep):
 
     version: str | None = None
     """RUN/NUMBER of these weights. None: the publisher does not say."""
+    signed: str | None = None
+    """The version as the publisher has signed it (rose/signature.py); None: it is not signed."""
 
 
 class Admin:
@@ -227,7 +229,10 @@ class Admin:
         except WorkerError as error:
             raise BadRequest(f"version: {error}") from error
         if version is not None:
-            self._plane.registry.newest.announced(version, time.monotonic())
+            try:
+                self._changes.announced(version, begun.signed)
+            except RelayError as error:
+                raise BadRequest(f"version: {error}") from error
         self._plane.dispatcher.lend(begins_anew=True)
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         sending = asyncio.gather(*(self._send_step(worker, step) for worker in workers))

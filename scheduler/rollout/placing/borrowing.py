@@ -2,13 +2,14 @@
 
 Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
 Promises: a serving GPU has at most one job, which can use its weights or whose weights it can get. No job
-exceeds its N_serving. GPUs with the lowest recent KV usage are assigned first. A job keeps its GPUs until
-another job is entitled to them. As few GPUs as possible get other weights.
+exceeds its N_serving. GPUs with the lowest recent KV usage are assigned first. Jobs of higher priority are
+served first, and weights count among equal ones. A job keeps its GPUs until another job is entitled to them.
+As few GPUs as possible get other weights.
 Never does: I/O, read a clock.
 
 Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
 lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Sharing the
-GPUs by weight where the bounds exceed their number is an addition.
+GPUs by priority and weight where the bounds exceed their number is an addition.
 """
 
 import math
@@ -29,6 +30,7 @@ class Borrower:
 
     job: str
     weight: float = 1.0
+    priority: int = 0
     max_serving_gpus: int | None = None
     """N_serving; None: as many as there are."""
     wants: AbstractSet[Wants] | None = None
@@ -143,10 +145,11 @@ def assign(
             for each in group:
                 if each.worker in owners:
                     continue
-                wanting = [b.job for b in able if left[b.job] >= each.gpus and fits(b, each)]
+                wanting = [b for b in able if left[b.job] >= each.gpus and fits(b, each)]
                 if wanting:
-                    owners[each.worker] = min(wanting, key=lambda name: (-left[name], name))
-                    left[owners[each.worker]] -= each.gpus
+                    heir = min(wanting, key=lambda b: (-b.priority, -left[b.job], b.job)).job
+                    owners[each.worker] = heir
+                    left[heir] -= each.gpus
     return {each.worker: owners.get(each.worker, NOBODY) for each in lendables}
 
 
@@ -215,8 +218,13 @@ def lend_idle(
         ]
         fitting = [b for b in fitting if b.finds_weights(each)] or fitting
         if fitting:
-            hand(each, min(fitting, key=lambda b: ((held[b.job] + each.gpus) / b.weight, b.job)).job)
+            hand(each, min(fitting, key=lambda b: _rank(b, held[b.job] + each.gpus)).job)
     return lent
+
+
+def _rank(borrower: Borrower, gpus: int) -> tuple[int, float, str]:
+    """Orders the jobs that could have a GPU, the next first. `gpus`: what the job would have with it."""
+    return (-borrower.priority, gpus / borrower.weight, borrower.job)
 
 
 def _fits(borrower: Borrower, gpus: int) -> bool:
@@ -226,7 +234,8 @@ def _fits(borrower: Borrower, gpus: int) -> bool:
 def _entitlements(
     borrowers: Sequence[Borrower], lendables: Sequence[Lendable], given: dict[str, int]
 ) -> dict[str, int]:
-    """Returns how many of these GPUs each job is entitled to: by weight, within its bound.
+    """Returns how many of these GPUs each job is entitled to, within its bound: by priority, and by
+    weight among equal ones.
 
     `given`: the GPUs of other groups by job, to which these are added.
     """
@@ -234,6 +243,6 @@ def _entitlements(
     for each in lendables:
         open_ = [b for b in borrowers if b.can_use(each) and _fits(b, given[b.job] + each.gpus)]
         if open_:
-            poorest = min(open_, key=lambda b: ((given[b.job] + each.gpus) / b.weight, b.job))
-            given[poorest.job] += each.gpus
+            first = min(open_, key=lambda b: _rank(b, given[b.job] + each.gpus))
+            given[first.job] += each.gpus
     return {job: given[job] - gpus for job, gpus in before.items()}

@@ -56,6 +56,8 @@ class WorkerColumns:
 
     def __init__(self) -> None:
         self._table: _Floats = np.zeros((len(_Row), 16))
+        self._scratch: _Floats = np.empty((3, 16))
+        """The results of `costs_s`: to allocate them for each turn takes longer than to compute them."""
         self._ids: list[str] = []
         self._column: dict[str, int] = {}
         self._owners: dict[str, float] = {}
@@ -70,6 +72,7 @@ class WorkerColumns:
             self._ranks = None
             if column == self._table.shape[1]:
                 self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
+                self._scratch = np.empty((len(self._scratch), self._table.shape[1]))
         share, speed = view.share, view.speed if view.speed is not None else _UNKNOWN
         share_until = view.share_until if share is not None else -math.inf
         self._table[:, column] = (
@@ -128,7 +131,8 @@ class WorkerColumns:
 
     def are_scored(self, workers: Mask, now: float) -> bool:
         """Whether the shares and speeds of these workers are known and not stale."""
-        return not ((self._row(_Row.SCORED_UNTIL) <= now) & workers).any()
+        until = self._row(_Row.SCORED_UNTIL)
+        return bool(until.min() > now) or not ((until <= now) & workers).any()
 
     def are_fresh(self, workers: Mask, now: float) -> bool:
         """Whether the shares of these workers are known and not stale."""
@@ -147,7 +151,8 @@ class WorkerColumns:
     def costs_s(self, turn: TurnView, slowest: Speed | None) -> _Floats:
         """Returns each worker's cost of a turn of which it has nothing cached (cost.cost_s).
 
-        A worker of unknown speed counts as `slowest`; without it there must be none that may be chosen.
+        A worker of unknown speed counts as `slowest`; without it there must be none that may be chosen. The
+        next call overwrites the result.
         """
         table = self._table[:, : len(self._ids)]
         turn_s, own_s, ahead_s, decode_s = table[_Row.TURN_S :]
@@ -159,12 +164,14 @@ class WorkerColumns:
             unknown_s = slowest.step_s + slowest.step_s_per_turn * (neighbours + 1)
             decode_s = np.where(is_known, decode_s, unknown_s)
             turn_s = np.where(is_known, turn_s, slowest.step_s_per_turn)
-        own_s = own_s * max(0.0, turn.prompt_tokens)
-        costs_s: _Floats = own_s + ahead_s
-        costs_s += turn.expected_tokens * decode_s
-        own_s += turn.expected_tokens * turn_s
-        own_s *= neighbours
-        costs_s += own_s
+        costs_s: _Floats
+        costs_s, imposed_s, part_s = self._scratch[:, : len(self._ids)]
+        np.multiply(own_s, max(0.0, turn.prompt_tokens), out=imposed_s)
+        np.add(imposed_s, ahead_s, out=costs_s)
+        costs_s += np.multiply(decode_s, turn.expected_tokens, out=part_s)
+        imposed_s += np.multiply(turn_s, turn.expected_tokens, out=part_s)
+        imposed_s *= neighbours
+        costs_s += imposed_s
         costs_s /= table[_Row.SHARE]
         return costs_s
 
@@ -173,8 +180,9 @@ class WorkerColumns:
         return self._column.get(worker_id)
 
     def first_of_least(self, costs_s: _Floats, workers: Mask) -> str:
-        """Returns the worker with the least cost among these, the first by name of equals."""
-        costs_s = np.where(workers, costs_s, math.inf)
+        """Returns the worker with the least cost among these, the first by name of equals. Overwrites the
+        costs of the others."""
+        np.putmask(costs_s, ~workers, math.inf)
         least = (costs_s == costs_s.min()).nonzero()[0]
         if len(least) == 1:
             return self._ids[int(least[0])]

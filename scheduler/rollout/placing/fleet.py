@@ -40,13 +40,17 @@ class Cohort:
     adapters: AdapterVersions = field(default_factory=dict)
     num_workers: int = 0
     num_alive: int = 0
-    num_with_room: int = 0
     shelves: dict[_Shelf, list[Load]] = field(default_factory=dict)
     """The workers that may take a turn of the shelf's owner, the least loaded first."""
 
     def version_for(self, model: str | None) -> WeightVersion | None:
         """Returns the version with which these workers answer a model."""
         return version_for(model, self.version, self.adapters)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any of these workers may take a turn of some job."""
+        return bool(self.shelves)
 
     def loads(self, kind: WorkerKind, job: str) -> Iterator[list[Load]]:
         """Yields the lists of workers of this kind that may take the job's turns."""
@@ -70,7 +74,6 @@ class Cohort:
     def _count(self, standing: "_Standing", by: int) -> None:
         self.num_workers += by
         self.num_alive += by * standing.is_alive
-        self.num_with_room += by * standing.has_room
 
 
 class _Standing(NamedTuple):
@@ -79,7 +82,6 @@ class _Standing(NamedTuple):
     load: Load
     shelf: _Shelf | None
     is_alive: bool
-    has_room: bool
 
 
 class Fleet:
@@ -106,9 +108,9 @@ class Fleet:
         return list(self._views.values())
 
     @property
-    def has_room(self) -> bool:
-        """Whether any worker has room for a turn."""
-        return any(cohort.num_with_room for cohort in self._cohorts.values())
+    def is_open(self) -> bool:
+        """Whether any worker may take a turn of some job."""
+        return any(cohort.is_open for cohort in self._cohorts.values())
 
     @property
     def columns(self) -> WorkerColumns:
@@ -221,13 +223,12 @@ def _weights(
 
 
 def _standing(view: WorkerView) -> _Standing:
-    has_room = view.has_room
     shelf: _Shelf | None = None
-    if has_room and view.kind is WorkerKind.DEDICATED:
+    if view.has_room and view.kind is WorkerKind.DEDICATED:
         shelf = (view.kind, None)
-    elif has_room and view.eligible:
+    elif view.has_room and view.eligible:
         shelf = (view.kind, view.owner)
-    return _Standing((view.load, view.id), shelf, view.alive, has_room)
+    return _Standing((view.load, view.id), shelf, view.alive)
 
 
 def _run(view: WorkerView) -> str | None:

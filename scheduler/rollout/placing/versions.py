@@ -99,6 +99,10 @@ class NewestVersions:
             if run_id in numbers:
                 numbers[run_id] = min(numbers[run_id], version.number)
 
+    def bound(self, run_id: str) -> int:
+        """Returns the number that was announced last; 0 if none was."""
+        return self._announced.get(run_id, 0)
+
     def _drop_old_bound(self, version: WeightVersion, now: float) -> None:
         run_id, bound = version.run_id, self._announced.get(version.run_id)
         if bound is None or version.number <= bound or now - self._announced_at[run_id] <= _ANNOUNCED_S:

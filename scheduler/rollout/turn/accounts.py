@@ -87,6 +87,7 @@ class JobAccount:
         return Borrower(
             job=self.name,
             weight=self.spec.weight,
+            priority=self.spec.priority,
             max_serving_gpus=self.spec.max_serving_gpus,
             wants=wanted if wanted and Wants() not in wanted else None,
             run_id=self.spec.run_id,
@@ -219,7 +220,8 @@ class JobAccounts:
         """Returns the jobs that have work at any router, each once."""
         found = {each.job: each for each in self.own_borrowers()}
         for other in self._others:
-            each = replace(other, run_id=self.spec(other.job).run_id)  # declared alike at all routers
+            spec = self.spec(other.job)  # declared alike at all routers
+            each = replace(other, run_id=spec.run_id, priority=spec.priority)
             found[each.job] = found[each.job].joined(each) if each.job in found else each
         return list(found.values())
 

@@ -18,7 +18,6 @@ from rose.scheduler.rollout.placing.versions import VersionMode, VersionRule
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.attempt.attempt import AttemptParts
-from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.turn.dispatch import Dispatcher
 from rose.scheduler.rollout.turn.records import TurnRecords
 from rose.scheduler.rollout.turn.rerouting import Rerouting
@@ -26,6 +25,7 @@ from rose.scheduler.rollout.turn.runner import TurnRunner
 from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.shown import worker_json
+from rose.scheduler.rollout.workers.wire import Wire
 from rose.scheduler.rollout.workers.worker import Worker
 
 POLICIES: Mapping[str, Callable[..., PlacementPolicy]] = {
@@ -44,8 +44,16 @@ class DataPlane:
         self.config = config
         self.http = http
         self.wire = Wire(trusts)
-        self.registry = Registry(config, http, self._workers_changed, self._num_waiting, self._is_waited_for)
         self.jobs = JobAccounts(config)
+        self.registry = Registry(
+            config,
+            http,
+            self.wire,
+            self._workers_changed,
+            self._num_waiting,
+            self._is_waited_for,
+            lambda job: self.jobs.spec(job).priority,
+        )
         members = self.registry.members()
         self.trajectories = Trajectories(config, members, self.jobs)
         self.records = TurnRecords(config, self.jobs, self.registry.catalogue, self.trajectories)

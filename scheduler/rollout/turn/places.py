@@ -190,9 +190,9 @@ class Places:
 
     def _place(self, now: float) -> None:
         members = self._members
-        while members.fleet.has_room:
+        while members.fleet.is_open:
             asking = _Asking(self._policy, members.fleet, now)
-            taken = self._queue.take(asking, asking.has_room_for)
+            taken = self._queue.take(asking, asking.is_open_for)
             if taken is None:
                 return
             waiter, picked = taken
@@ -303,14 +303,14 @@ class _Asking:
         self._fleet = fleet
         self._now = now
         self._hopeless: set[Hashable] = set()
-        self._has_room: dict[Wants, bool] = {}
+        self._is_open: dict[Wants, bool] = {}
 
-    def has_room_for(self, wants: Wants) -> bool:
-        """Whether any worker whose weights meet this has room."""
-        if wants not in self._has_room:
+    def is_open_for(self, wants: Wants) -> bool:
+        """Whether any worker whose weights meet this may take a turn of some job."""
+        if wants not in self._is_open:
             able = [c for c in self._fleet.cohorts if wants.are_met(c.models, c.version, c.adapters)]
-            self._has_room[wants] = any(cohort.num_with_room for cohort in able)
-        return self._has_room[wants]
+            self._is_open[wants] = any(cohort.is_open for cohort in able)
+        return self._is_open[wants]
 
     def __call__(self, waiter: Waiter) -> str | None:
         if waiter.is_settled or not waiter.job.may_start:

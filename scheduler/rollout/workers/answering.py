@@ -7,6 +7,8 @@ Never does: take in heartbeats, decide who may use it (worker.py).
 
 import math
 
+from yarl import URL
+
 from rose.scheduler.rollout.placing.views import WorkerKind, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.speed import SpeedEstimate
@@ -26,6 +28,7 @@ class AnsweringWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.id = spec.id
+        self.url = URL(spec.url)
         self._is_dedicated = spec.kind is WorkerKind.DEDICATED
         self._share: float | None = 1.0 if self._is_dedicated else None
         self.last_seen: float | None = None

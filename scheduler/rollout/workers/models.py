@@ -60,8 +60,8 @@ class Catalogue:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, Contexts | None] = {}
-        self._contexts: dict[str, int | None] = {}
-        self._defaults: tuple[str, ...] = ()
+        self._derived: tuple[tuple[str, ...], dict[str, int | None]] | None = ((), {})
+        """The defaults and the contexts; None after a change, of which thousands come at a start."""
         self._removed: set[str] = set()
         """Models that were served only by workers that were removed since."""
 
@@ -74,14 +74,12 @@ class Catalogue:
 
     def take(self, worker_id: str, models: Contexts | None) -> None:
         """Notes what a worker serves; None: it does not say."""
-        self._by_worker[worker_id] = models
-        self._derive()
-        self._removed -= self._contexts.keys()
+        self._by_worker[worker_id], self._derived = models, None
+        self._removed -= (models or {}).keys()
 
     def forget(self, worker_id: str) -> None:
         """Forgets a worker that was removed."""
-        models = self._by_worker.pop(worker_id, None)
-        self._derive()
+        models, self._derived = self._by_worker.pop(worker_id, None), None
         self._removed |= (models or {}).keys() - self._contexts.keys()
 
     def is_removed(self, model: str) -> bool:
@@ -94,23 +92,33 @@ class Catalogue:
         Raises:
             BadRequest: workers have different defaults.
         """
-        if len(self._defaults) > 1:
+        defaults, _ = self._all()
+        if len(defaults) > 1:
             raise BadRequest(f"model: several are served here; name one of {', '.join(self.names)}")
-        return self._defaults[0] if self._defaults else None
+        return defaults[0] if defaults else None
 
     def context(self, model: str | None) -> int | None:
         """Returns the longest context that any worker has for the model; None if it is unknown."""
         return self._contexts.get(model) if model is not None else None
 
-    def _derive(self) -> None:
+    @property
+    def _contexts(self) -> Mapping[str, int | None]:
+        return self._all()[1]
+
+    def _all(self) -> tuple[tuple[str, ...], dict[str, int | None]]:
+        if self._derived is None:
+            self._derived = self._derive()
+        return self._derived
+
+    def _derive(self) -> tuple[tuple[str, ...], dict[str, int | None]]:
         said = [models for models in self._by_worker.values() if models is not None]
-        self._defaults = tuple(dict.fromkeys(next(iter(models)) for models in said))
+        defaults = tuple(dict.fromkeys(next(iter(models)) for models in said))
         is_all_said = len(said) == len(self._by_worker)
         found: dict[str, list[int | None]] = {}
         for models in said:
             for name, context in models.items():
                 found.setdefault(name, []).append(context if is_all_said else None)
-        self._contexts = {name: _longest(contexts) for name, contexts in found.items()}
+        return defaults, {name: _longest(contexts) for name, contexts in found.items()}
 
 
 def _longest(contexts: list[int | None]) -> int | None:

@@ -2,7 +2,9 @@
 
 Owns: membership at run time, the heartbeats, the models and the newest weights of each run that they report.
 Promises: a worker without a sign of life for `lost_after_s` is dead, and whatever runs on it is told at once.
-A worker is asked for its models before it becomes alive.
+A worker is asked for its models before it becomes alive. Heartbeats of a large fleet come less often, so that
+they leave the router's CPU to turns. Few are under way at a time, so that a busy router does not take its own
+delay for a worker's silence.
 Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
 """
 
@@ -12,8 +14,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 
@@ -30,6 +33,7 @@ from rose.scheduler.rollout.workers.models import (
     is_version,
     with_adapters,
 )
+from rose.scheduler.rollout.workers.wire import NotConnected, Wire
 from rose.scheduler.rollout.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,13 @@ _CONTESTED_RATE = 4
 """How many times as often a worker is asked whose GPU another router has lent."""
 _DUE_S = 0.005
 """What changes together is asked together."""
+_MOST_PER_S = 2500.0
+"""A heartbeat takes 0.1 to 0.3 ms of CPU. Without this bound, those of some thousand workers would leave none
+to turns."""
+_MOST_AT_ONCE = 256
+_MAKES_ROOM_S = 0.5
+"""A worker that has not answered for so long holds up no other's heartbeat. If this were much shorter, a busy
+router would begin more heartbeats than it can finish."""
 _MODELS_EVERY_S = 5.0
 """Engines load adapters while they run, so the models are asked for this often."""
 
@@ -54,17 +65,23 @@ class Registry:
         self,
         config: RouterConfig,
         http: aiohttp.ClientSession,
+        wire: Wire,
         changed: Callable[[], None],
         num_waiting: Callable[[], int] = lambda: 0,
         is_waited_for: Callable[[Worker, str], bool] = lambda *_: False,
+        priority_of: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`num_waiting`: the turns that wait for a place. `is_waited_for`: whether turns of a job wait that
-        may begin on a worker."""
+        may begin on a worker. `priority_of`: a job's priority."""
         self._config = config
         self._http = http
+        self._wire = wire
+        self._headers = "".join(f"{k}: {v}\r\n" for k, v in rose_headers(config).items()).encode()
+        self._room = asyncio.Semaphore(_MOST_AT_ONCE)
         self._changed = changed
         self._num_waiting = num_waiting
         self._is_waited_for = is_waited_for
+        self._priority_of = priority_of
         self._workers = Members()
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self.newest = NewestVersions()
@@ -120,7 +137,8 @@ class Registry:
         while True:
             started = time.monotonic()
             try:
-                await self.beat(worker)
+                async with self._begun():
+                    await self.beat(worker)
                 self._changed()
                 is_failing = False
             except Exception as error:  # without heartbeats the worker would seem alive for ever
@@ -129,12 +147,29 @@ class Registry:
                 is_failing = True
                 if self._is_silent(worker):
                     worker.lost(f"{type(error).__name__}: {error}")
-            every_s = self._config.heartbeat_s / (_CONTESTED_RATE if worker.is_contested else 1)
+            every_s = self._every_s / (_CONTESTED_RATE if worker.is_contested else 1)
             every_s = min(every_s, _UPDATING_S if worker.is_hurried else math.inf)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, every_s - (time.monotonic() - started))):
                     await worker.is_due.wait()
                     await asyncio.sleep(_DUE_S)
+
+    @property
+    def _every_s(self) -> float:
+        """The time between two heartbeats of a worker."""
+        return max(self._config.heartbeat_s, len(self._workers) / _MOST_PER_S)
+
+    @contextlib.asynccontextmanager
+    async def _begun(self) -> AsyncIterator[None]:
+        """Waits until a heartbeat may begin. It counts until its end, or until it has taken too long."""
+        await self._room.acquire()
+        leaves = asyncio.get_running_loop().call_later(_MAKES_ROOM_S, self._room.release)
+        try:
+            yield
+        finally:
+            if not leaves.cancelled() and leaves.when() > asyncio.get_running_loop().time():
+                leaves.cancel()
+                self._room.release()
 
     def router_gone(self, name: str) -> None:
         """Tells all workers at once that another router has died, whose leases they may give to others."""
@@ -167,8 +202,8 @@ class Registry:
                 self.newest.heard_adapter(adapter, now=time.monotonic())
             if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
                 await self._refresh(worker)
-        except (aiohttp.ClientError, TimeoutError, ValueError, WorkerError) as error:
-            if isinstance(error, aiohttp.ClientConnectorError) or self._is_silent(worker):
+        except (aiohttp.ClientError, OSError, ValueError, WorkerError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError | NotConnected) or self._is_silent(worker):
                 worker.lost(f"{type(error).__name__}: {error}")
                 worker.has_rose_routes = True
 
@@ -201,7 +236,7 @@ class Registry:
         try:
             if cards := await self._ask_models(worker):
                 self._take_models(worker, cards)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except OSError as error:
             logger.warning("no models worker=%s error=%s", worker.id, type(error).__name__)
 
     def _take_models(self, worker: Worker, cards: list[ModelCard]) -> None:
@@ -242,12 +277,10 @@ class Registry:
     async def _ask_models(self, worker: Worker) -> list[ModelCard]:
         """Returns the worker's models; none if it lacks the route or answers in another shape."""
         worker.models_asked_at = time.monotonic()
-        timeout = aiohttp.ClientTimeout(total=self._config.lost_after_s)
-        url, headers = f"{worker.spec.url}/v1/models", openai_headers(self._config)
-        async with self._http.get(url, headers=headers, timeout=timeout) as response:
-            if response.status != 200:
-                return []
-            data = await response.read()
+        async with asyncio.timeout(self._config.lost_after_s):
+            code, data = await self._get(worker, "/v1/models", worker.openai_headers)
+        if code != 200:
+            return []
         try:
             return ModelCards.model_validate_json(data).data
         except ValueError:
@@ -263,34 +296,39 @@ class Registry:
 
     async def _ask_status(self, worker: Worker) -> RoutingStatus | None:
         """Returns the worker's status; None from a stock vLLM, which only has /health."""
-        timeout = aiohttp.ClientTimeout(total=self._patience_s(worker))
+        patience_s = self._patience_s(worker)
         if worker.has_rose_routes:
-            url, headers = f"{worker.spec.url}/rose/v1/status", rose_headers(self._config)
             asked = self._question(worker)
-            async with self._http.get(url, params=asked, headers=headers, timeout=timeout) as response:
-                if response.status == 200:
-                    status = RoutingStatus.model_validate(await response.json())
-                    worker.told_gone(asked.get("gone"))
-                    return status
-                if response.status not in _NO_ROSE_ROUTES:
-                    raise WorkerError(f"{url} answered {response.status}")
-                worker.has_rose_routes = False
-                logger.info("worker has no /rose/v1, using /health worker=%s", worker.id)
+            path = f"/rose/v1/status?{urlencode(asked, doseq=True)}"
+            async with asyncio.timeout(patience_s):
+                code, data = await self._get(worker, path, self._headers)
+            if code == 200:
+                status = RoutingStatus.model_validate_json(data)
+                worker.told_gone(asked.get("gone"))
+                return status
+            if code not in _NO_ROSE_ROUTES:
+                raise WorkerError(f"{worker.spec.url}/rose/v1/status answered {code}")
+            worker.has_rose_routes = False
+            logger.info("worker has no /rose/v1, using /health worker=%s", worker.id)
+        timeout = aiohttp.ClientTimeout(total=patience_s)
         async with self._http.get(f"{worker.spec.url}/health", timeout=timeout) as response:
             if response.status != 200:
                 raise WorkerError(f"{worker.spec.url}/health answered {response.status}")
         return None
 
+    async def _get(self, worker: Worker, path: str, headers: bytes) -> tuple[int, bytes]:
+        return await self._wire.get(worker.url, worker.url.raw_path.rstrip("/") + path, headers)
+
     def _question(self, worker: Worker) -> dict[str, Any]:
         """Returns what a worker is told with the question for its status (Lease, Followers)."""
-        told: dict[str, Any] = {"follower": self.name, "every_s": str(self._config.heartbeat_s)}
+        told: dict[str, Any] = {"follower": self.name, "every_s": str(self._every_s)}
         known = [worker.weight_version] if worker.weight_version is not None else []
         # The weights come last: an engine that expects a single version takes the last one.
         told["knows"] = [str(version) for version in (*worker.adapters.values(), *known)]
         told |= {"cap": worker.cap, "wants": worker.in_flight + self._num_waiting()}
         if owner := worker.owner:
             is_needed = worker.tenants[owner] > 0 or self._is_waited_for(worker, owner)
-            told |= {"lends": owner, "needs": int(is_needed)}
+            told |= {"lends": owner, "needs": int(is_needed), "priority": self._priority_of(owner)}
             told |= {"run": worker.lent_run} if worker.lent_run is not None else {}
         if worker.gone_routers:
             told["gone"] = min(worker.gone_routers)

@@ -144,6 +144,34 @@ def test_a_loan_is_one_jobs_and_changes_hands_when_none_of_its_turns_is_left() -
     assert asked(leases, "a", 0.8, lends="math", needs=False).lent_to == "code"
 
 
+def test_a_job_of_higher_priority_gets_a_used_loan_when_none_of_its_turns_is_left() -> None:
+    leases = Leases()
+    low: dict[str, Any] = {"wants": 8, "lends": "low", "needs": True}
+    high: dict[str, Any] = {"wants": 8, "lends": "high", "needs": True, "priority": 1}
+    fence = asked(leases, "a", 0.0, **low).fence
+    begin(leases, "a", 1, fence)
+    assert asked(leases, "b", 0.1, **{**high, "priority": 0}).lent_to == "low", "the loan is used"
+    closing = asked(leases, "b", 0.2, **high)
+    assert (closing.lent_to, closing.turns, closing.fence) == ("", 0, fence + 1)
+    assert asked(leases, "a", 0.3, **low).lent_to == "", "more waiting turns don't keep it"
+    assert begin(leases, "a", 1, fence) == begin(leases, "a", 1, fence + 1) == 0
+    leases.end("a")
+    assert asked(leases, "a", 0.4, **low).lent_to == "high"
+    assert asked(leases, "b", 0.5, **high).turns == CAP
+    assert asked(leases, "a", 0.6, **low).lent_to == "high", "a job of lower priority waits"
+    asked(leases, "b", 0.7, **{**high, "needs": False})
+    assert asked(leases, "a", 0.8, **low).lent_to == "low"
+
+
+def test_of_the_jobs_that_need_a_loan_the_one_of_the_highest_priority_gets_it() -> None:
+    leases = Leases()
+    begin(leases, "a", 1, asked(leases, "a", 0.0, lends="first", needs=True).fence)
+    asked(leases, "b", 0.1, lends="low", needs=True, priority=1)
+    asked(leases, "c", 0.2, lends="high", needs=True, priority=2)
+    leases.end("a")
+    assert asked(leases, "a", 0.3, lends="first").lent_to == "high"
+
+
 def test_turns_that_were_sent_before_a_smaller_lease_arrived_are_taken() -> None:
     leases = Leases()
     asked(leases, "a", 0.0, wants=40)
@@ -178,7 +206,8 @@ def test_turns_of_two_jobs_never_run_together_whatever_routers_ask(seed: int) ->
         name, job = by_chance.choice("ab"), by_chance.choice(["math", "code"])
         match by_chance.randrange(4):
             case 0:
-                lease[name] = asked(leases, name, now, wants=8, lends=job, needs=by_chance.random() < 0.5)
+                claim = {"lends": job, "needs": by_chance.random() < 0.5, "priority": int(job == "code")}
+                lease[name] = asked(leases, name, now, wants=8, **claim)
             case 1 if name in lease and lease[name].lent_to:
                 placed.append((name, lease[name].lent_to or "", lease[name].fence))
             case 2 if placed:  # sent late, when the loan may have changed twice

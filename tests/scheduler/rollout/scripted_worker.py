@@ -171,6 +171,7 @@ class ScriptedWorker:
             int(asked["cap"]),
             wants=int(asked["wants"]),
             lends=asked.get("lends"),
+            priority=int(asked.get("priority", 0)),
             needs=asked.get("needs") == "1",
             gone=asked.get("gone"),
             run=asked.get("run"),

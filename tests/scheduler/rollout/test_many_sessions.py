@@ -1,4 +1,4 @@
-"""Two thousand trajectories whose prompts begin alike, more than the router remembers."""
+"""Ten thousand trajectories whose prompts begin alike, more than the router remembers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
 
-NUM_SESSIONS = 2_000
+NUM_SESSIONS = 10_000
 MAX_SESSIONS = 512
 PREFIX = list(range(64))
 NUM_TOKENS = 2

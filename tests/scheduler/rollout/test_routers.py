@@ -13,13 +13,12 @@ import pytest
 from aiohttp.client_reqrep import ConnectionKey
 
 from rose.engine.http.leases import Ask, Leases
-from rose.errors import ConfigError, WorkerError
+from rose.errors import ConfigError
 from rose.messages import Lease
 from rose.ports import free_port
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.http.shared.peers import is_refused
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.trainers.router import router_announcer
+from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.trainers.turns import RouterTurns
 from tests.scheduler.rollout.conftest import Client, router_process, running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
@@ -96,6 +95,28 @@ async def test_a_serving_gpu_is_lent_to_one_job_at_a_time_by_both_routers() -> N
             lease = other.known(worker).lease
             assert lease is not None and lease.lent_to == "code"
             assert lease.fence >= 2
+
+
+async def test_a_job_of_higher_priority_gets_the_gpu_that_another_router_keeps_using() -> None:
+    jobs = {"high": RouterJob(priority=1)}
+    async with ScriptedWorker(leases=Leases()) as worker:
+        spec = WorkerSpec.model_validate({"url": worker.url, "kind": "serving"})
+        async with two_routers(spec, jobs=jobs, turns_per_gpu=2) as (one, other):
+
+            async def keep_asking() -> None:
+                while True:
+                    await one.complete(BODY, X_Rose_Job="low")
+
+            low = [asyncio.create_task(keep_asking()) for _ in range(8)]
+            await until(lambda: len(worker.requests) > 8)
+            for _ in range(3):
+                await asyncio.wait_for(other.complete(BODY, X_Rose_Job="high"), 20)
+                worker.requests.clear()
+                await until(lambda: len(worker.requests) > 8)  # low goes on
+            assert not any(task.done() for task in low), "no turn failed"
+            for task in low:
+                task.cancel()
+            await asyncio.gather(*low, return_exceptions=True)
 
 
 async def test_turns_that_may_not_begin_hold_no_gpu() -> None:
@@ -343,20 +364,3 @@ async def test_a_turn_waits_for_a_router_that_starts_again() -> None:
         async with router_process(port, "--worker", worker.url):
             assert (await waiting).token_ids == expected_tokens(PROMPT, 4)
         await turns.close()
-
-
-async def test_a_step_is_announced_to_a_router_that_answers() -> None:
-    async with ScriptedWorker() as worker, running_router(worker.url) as router:
-        gone = f"http://127.0.0.1:{free_port()}"
-        await asyncio.to_thread(router_announcer(f"{gone},{router.url}", None), 4)
-        assert worker.steps == [4]
-        with pytest.raises(WorkerError, match="RL step 5 could not be announced"):
-            await asyncio.to_thread(router_announcer(gone, None), 5)
-
-
-async def test_a_step_is_announced_while_clients_hold_every_connection() -> None:
-    async with ScriptedWorker() as worker, running_router(worker.url, max_connections=1) as full:
-        _, held = await asyncio.open_connection(*full.url.removeprefix("http://").split(":"))
-        await asyncio.to_thread(router_announcer(full.url, None), 4)
-        assert worker.steps == [4]
-        held.close()

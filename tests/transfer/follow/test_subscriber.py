@@ -15,6 +15,7 @@ from training_steps import Weights, step
 from waiting_for import DEADLINE_S, wait_for
 
 from rose.messages import NOTHING_PUBLISHED
+from rose.signature import Signer, make_signing_key
 from rose.transfer.follow import delivery, subscriber
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.following import Subscriber
@@ -22,7 +23,6 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
 from rose.transfer.format.manifest import BucketEntry, worker_name
-from rose.transfer.format.signature import Signer, make_signing_key
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 

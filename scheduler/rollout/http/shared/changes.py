@@ -13,12 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rose.errors import ConfigError, WorkerError
+from rose.errors import ConfigError, RelayError, WorkerError
 from rose.messages import parse_version
 from rose.scheduler.rollout.http.shared.entries import Entries, Entry, Heard, Value
 from rose.scheduler.rollout.placing.versions import VersionMode
 from rose.scheduler.rollout.router_config import RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.dataplane import DataPlane
+from rose.signature import ANNOUNCED, Verifier, body_of
+from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,10 @@ class AdminChanges:
     """The entries of one router and their effects. Runs on its event loop."""
 
     def __init__(self, plane: DataPlane) -> None:
-        """Reads the state file. Raises: ConfigError if it can't be read."""
+        """Reads the state file. Raises: ConfigError if it can't be read, or the public key is malformed."""
         self._plane = plane
+        key = plane.config.public_key
+        self._verifier = Verifier(key) if key is not None else None
         in_settings = frozenset(f"worker {spec.id}" for spec in plane.config.workers)
         self.entries = Entries(plane.registry.name, plane.config.state, in_settings)
         self.noted: Callable[[], None] = lambda: None
@@ -48,6 +52,22 @@ class AdminChanges:
         self.entries.put(f"{kind} {name}", value)
         await self.entries.save()
         self.noted()
+
+    def announced(self, version: WeightVersion, signed: str | None) -> None:
+        """Bounds the workers' versions of a run by what its publisher has announced.
+
+        With a public key, only what the trainer has signed counts, and no announcement that is older than
+        another one: a publisher's versions only grow. Raises: RelayError if it is not signed.
+        """
+        newest = self._plane.registry.newest
+        if self._verifier is not None:
+            said = (signed or "").encode()
+            self._verifier.require_signed(ANNOUNCED, said)
+            if body_of(said).decode() != str(version):
+                raise RelayError(f"{version} was announced, but {body_of(said).decode()} is what was signed")
+            if version.number < newest.bound(version.run_id):
+                return
+        newest.announced(version, time.monotonic())
 
     def joined(self, kind: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
         """Returns the given fields together with those that an admin has set of the same thing before."""
@@ -117,7 +137,7 @@ class AdminChanges:
             kind, _, name = key.partition(" ")
             try:
                 self._effects[kind](name, entries[key].value)
-            except (KeyError, ValueError, TypeError, ValidationError, WorkerError) as error:
+            except (KeyError, ValueError, TypeError, ValidationError, RelayError, WorkerError) as error:
                 logger.error("entry has no effect here: %s because=%s", key, error)
         if keys:
             self._plane.dispatcher.lend()
@@ -162,8 +182,8 @@ class AdminChanges:
 
     def _step(self, _: str, value: Value) -> None:
         version = parse_version(value.get("version")) if isinstance(value, dict) else None
-        if version is not None:
-            self._plane.registry.newest.announced(version, time.monotonic())
+        if isinstance(value, dict) and version is not None:
+            self.announced(version, value.get("signed"))
         self._plane.dispatcher.lend(begins_anew=True)
 
     def _forgotten(self, name: str, value: Value) -> None:

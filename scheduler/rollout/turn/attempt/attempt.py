@@ -18,13 +18,13 @@ from rose.scheduler.rollout.turn.attempt.boundary import decoder, end_on_charact
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
 from rose.scheduler.rollout.turn.attempt.receive import Receiver
 from rose.scheduler.rollout.turn.attempt.stream import request_body, stream
-from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
 from rose.scheduler.rollout.turn.journey import Journey
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.records import TurnRecords
 from rose.scheduler.rollout.turn.traces import PARENT_HEADER
 from rose.scheduler.rollout.workers.watch import Watch
+from rose.scheduler.rollout.workers.wire import Wire
 from rose.types import WeightVersion
 
 _MOST_DOUBLINGS = 4

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from rose.scheduler.rollout.formats.bodies import Json, encode
 from rose.scheduler.rollout.formats.events import COMPLETIONS_PATH
 from rose.scheduler.rollout.router_config import RouterConfig
-from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.workers.watch import Watch
+from rose.scheduler.rollout.workers.wire import Wire
 from rose.scheduler.rollout.workers.worker import Worker
 
 

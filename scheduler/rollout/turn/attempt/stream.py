@@ -12,8 +12,8 @@ from rose.scheduler.rollout.formats.bodies import Json, encode_apart
 from rose.scheduler.rollout.formats.events import CHAT_PATH, read_events
 from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt
 from rose.scheduler.rollout.turn.attempt.receive import Receiver, versioned_name
-from rose.scheduler.rollout.turn.attempt.wire import Wire
 from rose.scheduler.rollout.workers.watch import Watch
+from rose.scheduler.rollout.workers.wire import Wire
 from rose.types import WeightVersion
 
 _NO_PROMPT_IDS = f"{NO_PROMPT_IDS_HEADER}: 1\r\n".encode()

@@ -36,6 +36,35 @@ def test_jobs_share_by_weight(weights: tuple[float, float], counts: tuple[int, i
     assert (len(owned(owners, "a")), len(owned(owners, "b"))) == counts
 
 
+def test_a_job_of_higher_priority_gets_gpus_up_to_its_bound_before_others_share_the_rest() -> None:
+    low, heavy = Borrower(job="low"), Borrower(job="heavy", weight=9.0)
+    first = assign([low], FOUR, {})
+    bounded = assign([low, Borrower(job="high", priority=1, max_serving_gpus=2)], FOUR, first)
+    assert (owned(bounded, "high"), owned(bounded, "low")) == ("wy", "xz"), "low keeps the idlest"
+    unbounded = [low, heavy, Borrower(job="high", priority=1)]
+    assert owned(assign(unbounded, FOUR, bounded), "high") == "wxyz"
+    lowest = assign([heavy, Borrower(job="low", priority=-1)], FOUR, first)
+    assert owned(lowest, "heavy") == "wxyz"
+
+
+@given(
+    st.lists(st.tuples(st.integers(-2, 2), st.floats(0.1, 10), st.none() | st.integers(0, 6)), max_size=4),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 5)), max_size=10),
+)
+def test_no_job_has_a_gpu_that_one_of_higher_priority_may_have_too(
+    jobs: list[tuple[int, float, int | None]], gpus: list[tuple[float, int]]
+) -> None:
+    borrowers = [
+        Borrower(job=f"j{i}", priority=p, weight=w, max_serving_gpus=m) for i, (p, w, m) in enumerate(jobs)
+    ]
+    lendables = [Lendable(worker=f"w{i}", kv_usage=usage) for i, (usage, _) in enumerate(gpus)]
+    owners = assign(borrowers, lendables, {f"w{i}": f"j{held}" for i, (_, held) in enumerate(gpus)})
+    counts = {each.job: len(owned(owners, each.job).split("w")) - 1 for each in borrowers}
+    for high in borrowers:
+        has_room = high.max_serving_gpus is None or counts[high.job] < high.max_serving_gpus
+        assert not has_room or not any(counts[low.job] for low in borrowers if low.priority < high.priority)
+
+
 def test_a_newcomer_takes_from_who_has_too_many_and_the_rest_stays() -> None:
     first = assign([Borrower(job="a")], FOUR, {})
     second = assign([Borrower(job="a"), Borrower(job="b")], FOUR, first)
@@ -134,6 +163,11 @@ def test_idle_gpus_go_to_jobs_whose_waiting_turns_they_can_run() -> None:
     assert lend_idle([x], gpus, entitled, entitled, {"a"}) == entitled
     assert lend_idle([x], gpus, entitled, entitled, set()) == {"a": NOBODY, "b": "x"}
     assert lend_idle([x, y], gpus, entitled, entitled, set()) == {"a": "y", "b": "x"}
+
+
+def test_an_idle_gpu_goes_to_the_waiting_job_of_the_highest_priority() -> None:
+    waiting = [Borrower(job="a", weight=9.0), Borrower(job="b", priority=1), Borrower(job="c", priority=1)]
+    assert lend_idle(waiting, ONE, {"w": "x"}, {"w": "x"}, set()) == {"w": "b"}
 
 
 JOBS = st.sampled_from("abcd")

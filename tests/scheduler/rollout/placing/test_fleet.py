@@ -103,4 +103,6 @@ def test_every_decision_is_that_of_a_look_at_all_workers(
                 found = "gone"
             assert found == expected
         fleet.check_integrity()
-        assert fleet.has_room == any(view.has_room for view in views.values())
+        assert fleet.is_open == any(
+            view.has_room and (view.kind is WorkerKind.DEDICATED or view.eligible) for view in views.values()
+        )

@@ -1,6 +1,7 @@
 """The dispatcher takes and frees places exactly, alternates between jobs, and puts continuations first."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
 from math import inf
@@ -17,6 +18,7 @@ from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded, Dispatcher
 from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.trajectories import Trajectories
 from rose.scheduler.rollout.workers.registry import Registry
+from rose.scheduler.rollout.workers.wire import Wire
 from rose.scheduler.rollout.workers.worker import Worker
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
@@ -43,7 +45,7 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     config = RouterConfig(turns_per_gpu=1, heartbeat_s=3600, lost_after_s=3600)  # there is but one beat
     async with ScriptedWorker() as scripted, aiohttp.ClientSession() as http:
-        registry = Registry(config, http, lambda: None)
+        registry = Registry(config, http, Wire(ssl.create_default_context()), lambda: None)
         worker = registry.add(WorkerSpec(url=scripted.url))
         await until(lambda: worker.is_alive)
         yield Rig(registry, worker, config)

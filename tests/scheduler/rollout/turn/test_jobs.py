@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from rose.engine.http.leases import Leases
 from rose.scheduler.rollout.placing.fairness import jain
 from rose.scheduler.rollout.router_config import RouterJob
 from tests.scheduler.rollout.conftest import Client, StartRouter
@@ -141,6 +142,35 @@ async def test_each_serving_gpu_works_for_one_job_and_the_idlest_go_first(start_
         assert (len(busy.requests), len(idle.requests)) == (1, 1)
         _, listed = await client.get("/workers")
         assert {w["id"]: w["owner"] for w in listed["workers"]} == {idle.id: "a", busy.id: "b"}
+
+
+async def test_a_job_of_higher_priority_gets_the_serving_gpu_and_cuts_no_turn(
+    start_router: StartRouter,
+) -> None:
+    jobs = {"high": RouterJob(priority=1), "low": RouterJob(weight=100.0)}
+    async with (
+        ScriptedWorker(leases=Leases()) as worker,
+        start_router((worker, "serving"), turns_per_gpu=1, jobs=jobs) as client,
+    ):
+        order: list[str] = []
+
+        async def ask(job: str) -> None:
+            await client.complete(BODY, X_Rose_Job=job)
+            order.append(job)
+
+        worker.hold()
+        low = [asyncio.create_task(ask("low")) for _ in range(4)]
+        await until(lambda: len(worker.requests) == 1)
+        high = [asyncio.create_task(ask("high")) for _ in range(3)]
+        await until(lambda: client.router.plane.dispatcher.num_queued == 6)
+        _, listed = await client.get("/admin/jobs")
+        assert {name: job["priority"] for name, job in listed["jobs"].items()} == {"high": 1, "low": 0}
+        assert len(worker.requests) == 1, "the turn of low runs on"
+        worker.go_on()
+        await asyncio.gather(*low, *high)
+        assert order == ["low", "high", "high", "high", "low", "low", "low"]
+        assert len(worker.requests) == 7, "no turn was cut"
+        assert worker.most_in_flight == 1
 
 
 async def test_a_job_without_a_turn_running_keeps_no_serving_gpu_from_one_that_waits(

@@ -1,10 +1,13 @@
 """How a status, a token and a loss change a worker's view, and how heartbeats go on."""
 
+import asyncio
 import math
+import ssl
 
 import aiohttp
 import pytest
 
+from rose.engine.http.leases import Leases
 from rose.errors import WorkerError
 from rose.messages import Lease, RoutingGate, RoutingStatus, parse_version
 from rose.scheduler.rollout.placing.views import NOBODY, TurnView, WorkerKind
@@ -15,7 +18,9 @@ from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.place import take_place
 from rose.scheduler.rollout.turn.rerouting import Rerouting
+from rose.scheduler.rollout.workers import registry as registry_module
 from rose.scheduler.rollout.workers.registry import Registry
+from rose.scheduler.rollout.workers.wire import Wire
 from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import WeightVersion
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
@@ -209,7 +214,7 @@ async def test_a_worker_whose_answers_fail_the_router_counts_as_lost() -> None:
 
     config = RouterConfig(heartbeat_s=0.02, lost_after_s=0.2)
     async with ScriptedWorker() as scripted, aiohttp.ClientSession() as http:
-        registry = Registry(config, http, lambda: None)
+        registry = Registry(config, http, Wire(ssl.create_default_context()), lambda: None)
         one = registry.add(WorkerSpec(url=scripted.url, kind=WorkerKind.SERVING))
         await until(lambda: one.is_alive)
         one.__class__ = Puzzling
@@ -231,7 +236,7 @@ async def test_heartbeats_go_on_when_what_they_bring_about_fails(caplog: pytest.
 
     config = RouterConfig(heartbeat_s=0.02, lost_after_s=3600)
     async with ScriptedWorker(pressure="pressure") as scripted, aiohttp.ClientSession() as http:
-        registry = Registry(config, http, place_turns)
+        registry = Registry(config, http, Wire(ssl.create_default_context()), place_turns)
         one = registry.add(WorkerSpec(url=scripted.url, kind=WorkerKind.SERVING))
         await until(lambda: num_beats >= 5)
         scripted.pressure = "normal"
@@ -239,3 +244,41 @@ async def test_heartbeats_go_on_when_what_they_bring_about_fails(caplog: pytest.
         await registry.close()
     failures = [record for record in caplog.records if record.exc_info is not None]
     assert len(failures) == 2, "each failure is logged once, however long it lasts"
+
+
+async def test_a_worker_that_hangs_holds_up_no_others_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_MOST_AT_ONCE", 1)
+    monkeypatch.setattr(registry_module, "_MAKES_ROOM_S", 0.02)
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    config = RouterConfig(heartbeat_s=0.02, lost_after_s=3600)
+    async with ScriptedWorker(pressure="pressure") as scripted, aiohttp.ClientSession() as http:
+        server = await asyncio.start_server(hang, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        registry = Registry(config, http, Wire(ssl.create_default_context()), lambda: None)
+        hung = registry.add(WorkerSpec(url=f"http://127.0.0.1:{port}"))
+        one = registry.add(WorkerSpec(url=scripted.url, kind=WorkerKind.SERVING))
+        await until(lambda: one.is_alive)
+        scripted.pressure = "normal"
+        await until(lambda: one.view().eligible)
+        assert not hung.is_alive
+        await registry.close()
+        server.close()
+
+
+async def test_a_large_fleet_is_told_how_seldom_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_MOST_PER_S", 10.0)
+    leases = Leases()
+    async with ScriptedWorker(leases=leases) as scripted, aiohttp.ClientSession() as http:
+        registry = Registry(RouterConfig(), http, Wire(ssl.create_default_context()), lambda: None)
+        for port in range(1, 10):  # nothing listens there
+            registry.add(WorkerSpec(url=f"http://127.0.0.1:{port}"))
+        one = registry.add(WorkerSpec(url=scripted.url))
+        await until(lambda: one.is_alive)
+        [holder] = leases._holders.values()
+        assert holder.ask is not None
+        assert holder.ask.every_s == 1.0, "ten workers, ten heartbeats a second"
+        await registry.close()

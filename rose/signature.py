@@ -5,8 +5,9 @@
 
 Owns the form above, and the form of the keys: 32 bytes, as base64. A signature also covers the object's key,
 so an object that was copied to another key is refused. A signed manifest has a SHA-256 digest of each frame,
-because state hashes and checksums find faults but not forgeries. The `cryptography` package, which comes with
-vLLM, is imported only where a key is used.
+because state hashes and checksums find faults but not forgeries. The version that a trainer announces to a
+router is signed in the same way. The `cryptography` package, which comes with vLLM, is imported only where a
+key is used.
 """
 
 import hashlib
@@ -15,6 +16,8 @@ from typing import Any
 
 from rose.errors import ConfigError, RelayError
 
+ANNOUNCED = "announced version"
+"""In place of an object's key, for the version that a trainer announces to a router."""
 _PREFIX = b"rose-signed "
 _KEY_BYTES = 32
 

@@ -1,10 +1,10 @@
-"""HTTP/1.1 to the workers, for turns only: one request, one streamed answer.
+"""HTTP/1.1 to the workers, for turns and heartbeats: one request, one answer, which may be a stream.
 
 Owns: kept-alive connections to each worker.
 Promises: the pieces of an answer are handed on as they arrive. A connection that was not read to its end is
 closed, so that vLLM drops the request; one that idled for too long is not used again.
 Never does: retries, redirects, cookies, compression. aiohttp's client does all of these, at more CPU per
-request and per chunk; everything except turns goes through it.
+request and per chunk; everything else goes through it.
 """
 
 import asyncio
@@ -18,12 +18,17 @@ from yarl import URL
 
 from rose.http import KEEPALIVE_S
 
+_GET = b"GET %b HTTP/1.1\r\nHost: %b\r\n%b\r\n"
 _HEAD = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n"
 _CONNECT_S = 5.0
 _MAX_BUFFERED_BYTES = 2**20
 """Once more than this is unread, the worker has to wait."""
 _JOIN_BYTES = 2**14
 """Copying a body of up to this size costs less than writing a second buffer."""
+
+
+class NotConnected(ConnectionError):
+    """The worker's address takes no connection."""
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -174,6 +179,19 @@ class Wire:
             raise
         return connection
 
+    async def get(self, url: URL, target: str, headers: bytes) -> tuple[int, bytes]:
+        """Asks for `target`, a path with its query, and returns the status and the whole body of the answer.
+
+        Raises:
+            OSError: there is no connection (NotConnected), or it broke off.
+        """
+        connection = await self._connection(url)
+        try:
+            await connection.begin(_GET % (target.encode(), url.authority.encode(), headers), (), 0)
+            return connection.status, b"".join([piece async for piece in connection.pieces()])
+        finally:
+            self.done(url, connection)
+
     async def _connection(self, url: URL) -> WorkerConnection:
         host, port = url.host, url.port
         assert host is not None and port is not None, f"WorkerSpec lets no {url} pass"
@@ -189,6 +207,8 @@ class Wire:
                 )
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_S:g} s") from error
+        except OSError as error:
+            raise NotConnected(str(error)) from error
         return made
 
     def done(self, url: URL, connection: WorkerConnection) -> None:

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from yarl import URL
 
-from rose.scheduler.rollout.turn.attempt import wire as wire_module
-from rose.scheduler.rollout.turn.attempt.wire import Wire, WorkerConnection
+from rose.scheduler.rollout.workers import wire as wire_module
+from rose.scheduler.rollout.workers.wire import NotConnected, Wire, WorkerConnection
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone"
@@ -120,3 +120,21 @@ async def test_a_missing_server_raises_os_error() -> None:
         pass
     with pytest.raises(OSError):
         await ask(Wire(TRUSTS), url)
+
+
+async def test_a_question_has_no_body_and_gets_the_whole_answer() -> None:
+    async with serving(lambda _: [CHUNKED[:40], CHUNKED[40:]]) as (server, wire, url):
+        answer = await wire.get(
+            url, "/rose/v1/status?a=b", b"Authorization: Bearer k\r\nContent-Length: 0\r\n"
+        )
+        assert answer == (200, b"hello world")
+        assert server.requests[0].startswith(b"GET /rose/v1/status?a=b HTTP/1.1\r\n")
+
+
+async def test_an_address_that_takes_no_connection_differs_from_one_that_breaks_off() -> None:
+    async with serving(lambda _: [], closes=True) as (_, wire, url):
+        with pytest.raises(ConnectionError) as broken:
+            await wire.get(url, "/", b"Content-Length: 0\r\n")
+        assert not isinstance(broken.value, NotConnected)
+    with pytest.raises(NotConnected):
+        await wire.get(url, "/", b"")

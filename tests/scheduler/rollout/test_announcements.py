@@ -1,0 +1,71 @@
+"""What a trainer announces to its routers: RL steps, and which weights it has published."""
+
+import asyncio
+
+import pytest
+
+from rose.errors import WorkerError
+from rose.ports import free_port
+from rose.signature import Signer, make_signing_key
+from rose.trainers.router import router_announcer
+from rose.types import WeightVersion
+from tests.scheduler.rollout.conftest import running_router
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+from tests.scheduler.rollout.test_routers import SHORT, two_routers
+from tests.scheduler.rollout.waiting import until
+
+
+async def test_a_step_is_announced_to_a_router_that_answers() -> None:
+    async with ScriptedWorker() as worker, running_router(worker.url) as router:
+        gone = f"http://127.0.0.1:{free_port()}"
+        await asyncio.to_thread(router_announcer(f"{gone},{router.url}", None), 4)
+        assert worker.steps == [4]
+        with pytest.raises(WorkerError, match="RL step 5 could not be announced"):
+            await asyncio.to_thread(router_announcer(gone, None), 5)
+
+
+async def test_a_router_with_the_public_key_believes_only_announcements_that_the_trainer_signed() -> None:
+    signing_key, other_key = make_signing_key(), make_signing_key()
+    async with (
+        ScriptedWorker() as worker,
+        running_router(worker.url, public_key=Signer(signing_key).public_key) as router,
+    ):
+        newest = router.plane.registry.newest
+
+        async def announce(number: int, key: str | None) -> int:
+            published = WeightVersion(run_id="run", number=number)
+            await asyncio.to_thread(router_announcer(router.url, None, lambda: published, key), number)
+            return newest.bound("run")
+
+        assert await announce(7, signing_key) == 7
+        with pytest.raises(WorkerError, match=r"400 .*announced version is not signed"):
+            await announce(1, None)
+        with pytest.raises(WorkerError, match=r"400 .*does not belong to ROSE_PUBLIC_KEY"):
+            await announce(99, other_key)
+        assert await announce(6, signing_key) == 7, "an older announcement that is sent again"
+        assert await announce(8, signing_key) == 8
+        assert worker.steps == [7, 6, 8]
+
+
+async def test_what_a_peer_says_was_announced_counts_only_if_it_is_signed() -> None:
+    signing_key = make_signing_key()
+    async with (
+        two_routers() as (one, other),
+        running_router(
+            peers=(one.router.url,), public_key=Signer(signing_key).public_key, **SHORT
+        ) as careful,
+    ):
+        await one.post("/admin/rl_step", {"step": 1, "version": "run/9"})
+        await until(lambda: other.router.plane.registry.newest.bound("run") == 9)
+        published = WeightVersion(run_id="run", number=8)
+        announce = router_announcer(one.router.url, None, lambda: published, signing_key)
+        await asyncio.to_thread(announce, 2)
+        await until(lambda: careful.plane.registry.newest.bound("run") == 8)
+
+
+async def test_a_step_is_announced_while_clients_hold_every_connection() -> None:
+    async with ScriptedWorker() as worker, running_router(worker.url, max_connections=1) as full:
+        _, held = await asyncio.open_connection(*full.url.removeprefix("http://").split(":"))
+        await asyncio.to_thread(router_announcer(full.url, None), 4)
+        assert worker.steps == [4]
+        held.close()
