@@ -7,9 +7,11 @@ because a later flag would make them ambiguous.
 
 import argparse
 import math
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rose.errors import ConfigError, PoolError, RoseError
@@ -80,6 +82,19 @@ def positive_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+def check_output(path: Path, *, may_exist: bool = False) -> None:
+    """Raises: ConfigError if a file could not be written to ``path`` at the end of a command.
+
+    Call it before the command measures what the file is for.
+    """
+    if path.is_dir() or (path.exists() and not may_exist):
+        raise ConfigError(f"{path}: exists; remove it, or choose another with --output")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or choose another --output")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: can't be written; choose another with --output")
 
 
 def _whole_number(text: str, least: int, most: int | None) -> int:

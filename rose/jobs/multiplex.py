@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.arguments import CommandParser
+from rose.arguments import CommandParser, check_output
 from rose.config import Settings, default_variable, load_yaml, make_private_dir
 from rose.errors import ConfigError
 from rose.jobs.dashboard import DashboardProcess
@@ -108,18 +108,10 @@ def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: ar
     here = hardware(len(cores))
     levels = [count / len(cores) for count in core_counts(len(cores))]
     if arguments.output is not None:
-        _check_output(arguments.output)
+        check_output(arguments.output)
     table = _table(arguments.slowdown, here) if arguments.slowdown is not None else None
     names = (specs[0].name, specs[1].name)
     return Pairing(names, here, levels, table=table, is_serial=arguments.serial)
-
-
-def _check_output(path: Path) -> None:
-    """Raises: ConfigError if the table could not be written to ``path`` when the jobs have ended."""
-    if path.exists():
-        raise ConfigError(f"{path}: exists; remove it, or choose another with --output")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or choose another --output")
 
 
 def _table(path: Path, here: str) -> SlowdownTable:

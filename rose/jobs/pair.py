@@ -178,21 +178,29 @@ class PairRun:
     ) -> None:
         side, pairing = self.sides[index], self._pairing
         body: dict[str, object] = {}
+        if isinstance(call, Release | Completed | Stepped):
+            # A client that lost its connection sends again what was not answered.
+            is_repeated, side.last_seq = call.seq <= side.last_seq, max(call.seq, side.last_seq)
+        else:
+            is_repeated = False
         match call:
             case Request():
                 side.waiting = call
                 self.meter.asked(call.job, call.phase, now)
                 pairing.asks(index, PHASES[call.phase], now)
                 return  # the permit will be the answer
+            case Release() | Stepped() if is_repeated:
+                pass
             case Release():
                 side.holds = None
                 self.meter.released(call.job, now)
                 pairing.released(index, now)
             case Completed():
-                side.num_done += 1
-                side.done_s.append(now)
-                self.meter.completed(call.job, now)
-                pairing.completed(index, now)
+                if not is_repeated:
+                    side.num_done += 1
+                    side.done_s.append(now)
+                    self.meter.completed(call.job, now)
+                    pairing.completed(index, now)
                 body = {"group": DEVICE, "rollout_nodes": [0], "ends": False}
             case Stepped():
                 for each in call.steps:

@@ -29,6 +29,9 @@ class Side:
     spec: RunSpec
     process: ServerProcess
     caller: str | None = None
+    last_seq: int = 0
+    """The number of the last call of its phases' thread that was carried out. Repeated ones are answered
+    alone."""
     waiting: Request | None = None
     holds: Phase | None = None
     num_done: int = 0

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rose.arguments import CommandParser
+from rose.arguments import CommandParser, check_output
 from rose.errors import ConfigError, ProfileError, install_hint
 from rose.jobs.substage_work import WorkOrder, serve
 from rose.node.signals import StopOnSignals
@@ -64,8 +64,7 @@ def main(argv: Sequence[str]) -> int:
         help="how long to measure each pair on each split (default: %(default)g)",
     )
     arguments = parser.parse_args(list(argv))
-    if arguments.output.exists():
-        raise ConfigError(f"{arguments.output}: exists; remove it, or choose another with --output")
+    check_output(arguments.output)
     if not 0 < arguments.seconds <= 60:
         parser.error(f"--seconds {arguments.seconds:g}: want more than 0, at most 60")
     if find_spec("torch") is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.arguments import CommandParser, positive_int
+from rose.arguments import CommandParser, check_output, positive_int
 from rose.errors import ConfigError
 from rose.scheduler.node.model import NodeProfile, PassCost, Stage
 from rose.scheduler.node.profile import fit_cost, write_profile
@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--lengths: three coefficients need at least 3 different lengths, got {arguments.lengths}"
         )
+    check_output(arguments.output, may_exist=True)
     profile, errors = _profile(arguments)
     write_profile(profile, arguments.output)
     print(f"{profile.model} on {profile.hardware}: seconds = a + b tokens + c tokens^2")
@@ -97,7 +98,12 @@ def _profile(arguments: argparse.Namespace) -> tuple[NodeProfile, list[dict[str,
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = torch.device(arguments.device)
+    try:
+        device = torch.device(arguments.device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {arguments.device}: no device of torch; use cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {arguments.device}: only cpu and cuda can be measured")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {arguments.device}: torch sees no CUDA device here; use --device cpu")
     try:

@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     tuning = None
     if options is not None:
         num_gpus = engine.num_gpus if checks.GPU_DRIVER.exists() else 0
+        options = options.within(engine.vllm_flag("--max-model-len"))
         fine_tune_options.check(options, engine.model, num_gpus)
         tuning = FineTuning(options, engine)
         engine = tuning.engine
@@ -143,6 +144,11 @@ def _check_fine_tuned(given: dict[str, Any]) -> None:
     for name in ("relay", "run", "adapters"):
         if name in given:
             raise ConfigError(f"--fine-tune: it brings a relay of its own; leave {_flag(name)} out")
+    if given.get("takes_weights", "true").lower() in ("false", "0", "no", "off"):
+        raise ConfigError(
+            "--fine-tune with --takes-weights false: the trained weights go live in the engine; leave "
+            "--takes-weights out"
+        )
 
 
 def _flag(key: str) -> str:

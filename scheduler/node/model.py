@@ -67,6 +67,10 @@ class Stage:
     free_bytes: int
     """Device memory beside weights and optimizer states."""
 
+    def __post_init__(self) -> None:
+        if min(self.kv_token_bytes, self.activation_token_bytes, self.free_bytes) < 0:
+            raise ValueError(f"a stage has at least 0 bytes of each kind, got {self}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProfile:

@@ -39,6 +39,8 @@ def load_trace(path: Path) -> list[TraceRow]:
                 rows.append(TraceRow(arrival_s=at_s - first_s, prompt_tokens=prompt, output_tokens=output))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: not a CSV file ({error})") from error
     if not rows:
         raise ConfigError(f"{path}: the trace has no rows")
     return rows

@@ -32,5 +32,7 @@ def test_bad_input_is_refused_before_anything_is_measured(tmp_path: Path) -> Non
     path.write_text("{}")
     with pytest.raises(ConfigError, match="exists; remove it"):
         main(["-o", str(path)])
+    with pytest.raises(ConfigError, match=r"there is no folder .*none; make it"):
+        main(["-o", str(tmp_path / "none" / "slowdown.json"), "--seconds", "0.001"])
     with pytest.raises(SystemExit):
         main(["-o", str(tmp_path / "other.json"), "--seconds", "0"])

@@ -63,6 +63,8 @@ def test_every_stage_is_timed_at_every_length(model: Path) -> None:
         (["--lengths", "8", "16"], "at least 3 different lengths"),
         (["--lengths", "8", "16", "512"], "takes at most 128 tokens"),
         (["--device", "cuda"], "torch sees no CUDA device here"),
+        (["--device", "gpu"], "--device gpu: no device of torch; use cpu or cuda"),
+        (["--device", "meta"], "--device meta: only cpu and cuda can be measured"),
     ],
 )
 def test_wrong_input_is_named(model: Path, tmp_path: Path, argv: list[str], message: str) -> None:
@@ -74,6 +76,12 @@ def test_wrong_input_is_named(model: Path, tmp_path: Path, argv: list[str], mess
     with pytest.raises(ConfigError) as error:
         main([str(model), *argv, *short, "-o", str(tmp_path / "stages.json")])
     assert message in str(error.value)
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for path, message in ((tmp_path, "exists; remove it"), (tmp_path / "no" / "x", "there is no folder")):
+        with pytest.raises(ConfigError, match=message):
+            main(["a model that is not even looked for", "-o", str(path)])
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -173,6 +173,14 @@ def test_bad_trace_names_its_line(tmp_path: Path, text: str, place: str) -> None
         load_trace(path)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"TIMESTAMP\n" + b"x" * (1 << 18)])
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"trace.csv: not a CSV file"):
+        load_trace(path)
+
+
 async def test_replay_records_every_token_of_every_request() -> None:
     async with server(count_up) as (url, bodies):
         records = await replay(url, "m", [request(0), request(1, at_s=0.05, max_tokens=2)], cache_salt="s")

@@ -77,7 +77,7 @@ class FineTuneOptions(Section):
     output: Path | None = None
     """The folder that gets the trained model and its tokenizer when training ends or is stopped. None keeps
     the trained weights only in the engine."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The seed of the examples' order."""
 
     @model_validator(mode="after")
@@ -97,6 +97,22 @@ class FineTuneOptions(Section):
                 f"raise {flag('tokens')} {self.tokens}"
             )
         return self
+
+    def within(self, max_model_len: str | None) -> Self:
+        """Returns the settings for an engine with this --max-model-len. It refuses a request whose prompt and
+        longest answer have more tokens, so such prompts of a reward are left out.
+
+        Raises: ConfigError if the answers alone are longer.
+        """
+        if self.reward is None or max_model_len is None or not max_model_len.isdigit():
+            return self
+        most = int(max_model_len)
+        if self.answer_tokens >= most:
+            raise ConfigError(
+                f"{flag('answer_tokens')} {self.answer_tokens} leaves no token for prompts within "
+                f"--max-model-len {most}: lower the one or raise the other"
+            )
+        return self.model_copy(update={"tokens": most}) if most < self.tokens else self
 
 
 HELP = {
@@ -191,8 +207,8 @@ def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
         raise ConfigError(
             f"--fine-tune: {', '.join(missing)} not installed; run: pip install 'vllm-rose[train]'"
         )
-    if options.log is not None and not options.log.parent.is_dir():
-        raise ConfigError(f"{flag('log')} {options.log}: there is no folder {options.log.parent}; make it")
+    if options.log is not None:
+        check_log(options.log)
     if options.output is not None:
         check_output(options.output)
     folder = model_folder(model)
@@ -212,6 +228,14 @@ def check_reward(reward: str) -> None:
             f"{flag('reward')} {reward}: there is no module {package} in this folder or among the installed "
             "ones; put it here, or add its folder to PYTHONPATH"
         )
+
+
+def check_log(file: Path) -> None:
+    """Raises: ConfigError if no line can be added to the file."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"{flag('log')} {file}: there is no folder {file.parent}; make it")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{flag('log')} {file}: it is a folder or can't be written to; choose another")
 
 
 def check_output(folder: Path) -> None:

@@ -81,6 +81,7 @@ class SlackCallback(TrainerCallback):
                 f"the trainer would use {args.n_gpu} GPUs, and the place in pool {self._pool} is on one: set "
                 "CUDA_VISIBLE_DEVICES to that of the serving engine"
             )
+        self.close()  # what is left of a training that ended with an error
         model: torch.nn.Module = kwargs["model"]
         device = next(model.parameters()).device
         if self._cpus:

@@ -116,16 +116,27 @@ class TrainingGuest:
         if self._side is not None:
             self._hand_back(self._side)
             self._side.set_want(False)
+        self._unpin()
+
+    def close(self) -> None:
+        """Leaves the board, once the device has done what was begun. Idempotent. The object can't be used
+        afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._piece is not None:  # an error or a signal came while it was computed
+                self._synchronize()
+        finally:
+            self._piece = None
+            if self._side is not None:
+                self._side.detach()
+            self._unpin()
+
+    def _unpin(self) -> None:
         if self._elsewhere is not None:
             os.sched_setaffinity(0, self._elsewhere)
             self._elsewhere = None
-
-    def close(self) -> None:
-        """Leaves the board. Idempotent. The object can't be used afterwards."""
-        if not self._is_closed:
-            self._is_closed = True
-            if self._side is not None:
-                self._side.detach()
 
     def _note_end(self) -> bool:
         """Ends the piece that is being computed, if there is one; returns whether there was."""

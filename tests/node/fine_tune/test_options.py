@@ -163,6 +163,8 @@ def test_flags_become_options_and_leave_the_engines_alone() -> None:
             ["--fine-tune", "x", "--relay", "embedded://h:1"],
             "it brings a relay of its own; leave --relay out",
         ),
+        (["--fine-tune", "x", "--takes-weights", "false"], "leave --takes-weights out"),
+        (["--fine-tune", "x", "--fine-tune-seed", "-1"], "--fine-tune-seed: "),
     ],
 )
 def test_bad_flags_end_with_one_line_and_status_2(
@@ -223,6 +225,23 @@ def test_a_log_without_a_folder_is_refused(tmp_path: Path) -> None:
     data.write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match=r"--fine-tune-log .*: there is no folder .*no; make it"):
         check(FineTuneOptions(data=data, log=tmp_path / "no" / "x.jsonl"), "org/chat")
+
+
+def test_a_rewards_prompts_with_their_answers_fit_the_engines_context(tmp_path: Path) -> None:
+    options = FineTuneOptions(data=tmp_path, reward="judges:exact")  # 256 tokens of 512 for the answer
+    assert options.within(None) == options.within("1k") == options.within("512") == options
+    shorter = options.within("300")
+    assert (shorter.tokens, shorter.answer_tokens) == (300, 256)
+    assert FineTuneOptions(data=tmp_path).within("16").tokens == 512, "a text is not sent to the engine"
+    with pytest.raises(ConfigError, match=r"--fine-tune-answer-tokens 256 .* --max-model-len 256: lower"):
+        options.within("256")
+
+
+def test_a_log_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=r"--fine-tune-log .*: it is a folder or can't be written to"):
+        check(FineTuneOptions(data=data, log=tmp_path), "org/chat")
 
 
 def test_more_processes_than_the_engine_has_gpus_are_refused(tmp_path: Path) -> None:

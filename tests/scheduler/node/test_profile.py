@@ -1,5 +1,6 @@
 """Fits of measured passes, and the file of a profile."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: str) -> N
     with pytest.raises(
         ConfigError, match=r"stages.json: not a profile of stages .*rose sched profile-stages"
     ):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("name", ["kv_token_bytes", "activation_token_bytes", "free_bytes"])
+def test_a_profile_with_negative_bytes_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "stages.json"
+    write_profile(paper_profile("llama-8b", 250), path)
+    content = json.loads(path.read_text())
+    content["stages"][1][name] = -1
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"stages\.1: .*at least 0 bytes of each kind"):
         read_profile(path)
 
 

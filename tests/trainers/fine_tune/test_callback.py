@@ -111,6 +111,31 @@ def test_a_stock_trainer_trains_as_a_guest_what_it_trains_alone(
     assert left.num_steps == slack.guest.num_grants and left.state is EngineState.DETACHED
 
 
+def test_a_trainer_that_an_error_has_stopped_trains_again_in_the_same_process(
+    model: Any, runtime_dir: Path, tmp_path: Path
+) -> None:
+    errors = [RuntimeError("once")]
+
+    def fails_once(*_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    model.model.layers[1].register_forward_hook(fails_once)
+    with (
+        start_daemon("gpu0", num_slabs=4, slab_bytes=1 << 20, headroom_slabs=1),
+        PoolClient.observe("gpu0") as observer,
+    ):
+        slack = SlackCallback("gpu0")
+        trainer = transformers_trainer(model, tmp_path, [slack])
+        with pytest.raises(RuntimeError, match="once"):
+            trainer.train()
+        trainer.train()
+        left = snapshot(observer.board_words).rollout
+    assert trainer.state.global_step == 3
+    assert slack.guest is not None and left.num_steps > slack.guest.num_grants > 0
+    assert left.state is EngineState.DETACHED
+
+
 @pytest.mark.slow
 def test_a_pool_without_a_daemon_is_refused_before_the_first_step(
     model: Any, runtime_dir: Path, tmp_path: Path

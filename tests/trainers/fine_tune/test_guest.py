@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rose._shm import Words
-from rose.admission.board_snapshot import snapshot
+from rose.admission.board_snapshot import EngineState, snapshot
 from rose.admission.gate import ServingView
 from rose.admission.serving_side import NO_WORK, ServingSide, StepStart
 from rose.admission.slack import NEVER
@@ -132,6 +132,22 @@ def test_the_computing_thread_is_on_the_cpus_of_the_gpu_only_while_it_computes(w
     guest.leave()
     assert os.sched_getaffinity(0) == everywhere
     guest.close()
+
+
+def test_a_guest_that_leaves_amid_a_piece_waits_for_the_device_and_gets_its_cpus_back(words: Words) -> None:
+    everywhere, waits = os.sched_getaffinity(0), 0
+
+    def synchronize() -> None:
+        nonlocal waits
+        waits += snapshot(words).rollout.state is EngineState.RUNNING
+
+    guest = TrainingGuest(words, cpus=[min(everywhere)], synchronize=synchronize)
+    guest.begin(FIRST, WORK)
+    guest.close()
+    guest.close()
+    assert (waits, guest.is_computing) == (1, False)
+    assert os.sched_getaffinity(0) == everywhere
+    assert snapshot(words).rollout.state is EngineState.DETACHED
 
 
 def test_the_other_processes_hear_that_the_first_one_still_waits_for_a_grant(
