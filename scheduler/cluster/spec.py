@@ -193,6 +193,12 @@ class JobSpec(Section):
         asked = self.borrow.asked_nodes if self.borrow is not None else None
         return asked if asked is not None else self.phases["rollout"].nodes
 
+    @property
+    def fewest_nodes(self) -> int:
+        """The rollout nodes that the job keeps at least."""
+        fewest = self.borrow.fewest_nodes if self.borrow is not None else None
+        return fewest if fewest is not None else self.phases["rollout"].nodes
+
     def _max_serving_gpus(self, pools: Pools) -> int:
         """At most as many as the nodes that it asked for have, which at best halves its rollout."""
         if self.borrow is None:
