@@ -183,13 +183,11 @@ def _roundings(
     """The multiples of a common period: the least, powers of two, the most. None where a task has none."""
     low, powers, high = [], [], []
     for solo_s, limit_s in zip(solos_s, limits_s, strict=True):
-        least = max(1, math.ceil(solo_s / common_s - EPSILON))
-        most = math.floor(limit_s / common_s + EPSILON)
+        least, most = math.ceil(solo_s / common_s - EPSILON) or 1, int(limit_s / common_s + EPSILON)
         if least > most or least > MAX_RATIO:
             return ()
-        power = 1 << (most.bit_length() - 1)
         low.append(least)
-        powers.append(power if power >= least else least)
+        powers.append(max(least, 1 << (most.bit_length() - 1)))
         high.append(most)
     return tuple(low), tuple(powers), tuple(high)
 
