@@ -5,8 +5,8 @@ search is in C++) while JOBS jobs run in the groups that `weave` made of them. P
 beside it. The decision alone: no job is added. index_ms[JOBS]: the filter over all groups.
 
 submit_ms[POLICY,JOBS], tick_ms[POLICY,JOBS]: CPU time of a submission and of a tick in the scheduler itself,
-with certificate, permits and queue, beside 20,000 ended jobs. Heartbeats come between the ticks. JOBS is 2,000,
-and 200 under `lifetime-multirate`: to fill a cluster with 2,000 takes minutes there.
+with certificate, permits and queue, beside 20,000 ended jobs. Heartbeats come between the ticks. JOBS is
+2,000, and 200 under `lifetime-multirate`: to fill a cluster with 2,000 takes minutes there.
 
 exact_s[JOBS]: the optimum of JOBS jobs of Table 6's mix, from jobs to groups, solver's start included
 (WEAVE: over 5 h at 13 jobs; intractable at 100). Not measured without OR-tools (the extra `cluster`).
