@@ -74,7 +74,7 @@ def test_a_node_that_a_job_hands_back_is_free_for_other_groups(rig: RayRig) -> N
     ray.init(address=rig.address, namespace="hand-back", log_to_driver=False)
     try:
         num_gpus = ray.cluster_resources()["GPU"]
-        bundle = {"GPU": 1, "CPU": 1}
+        bundle = {"GPU": 1.0, "CPU": 1.0}
         nodes = GroupNodes(RayClusterSpec(rollout=bundle, train=bundle), "hand-back", lifetime=None)
 
         def seat(job: str, group: str, *names: str, spare: Sequence[str] = ()) -> list[str]:

@@ -186,5 +186,7 @@ def test_a_job_of_several_ranks_or_of_a_named_group_keeps_its_nodes() -> None:
     borrow = {"run_id": "run-b", "fewest_nodes": 2}
     assert "num_ranks is 10" in error_of(sized.submit("b", borrow=borrow, num_ranks=10))
     assert "group is main" in error_of(sized.submit("b", borrow=borrow, group="main"))
+    named = {**borrow, "asked_nodes": 9}
+    assert "asked_nodes is set by the scheduler" in error_of(sized.submit("b", borrow=named))
     borrow["fewest_nodes"] = 5
     assert "asks for 4 rollout nodes; use at most 4" in error_of(sized.submit("b", borrow=borrow))
