@@ -20,7 +20,7 @@ LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class LastIterations:
     """What a job's last iterations took on so many rollout nodes of its own, on average."""
 
     num_nodes: int
@@ -35,11 +35,11 @@ class RightSizing:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._before: Seen | None = None
+        self._before: LastIterations | None = None
         self.gpu_speed = 1.0
         """A lent GPU's rollouts over those of an own one. Until a change has shown it, both are equal."""
 
-    def wanted(self, seen: Seen, nums: range, num_train_nodes: int) -> list[int]:
+    def wanted(self, seen: LastIterations, nums: range, num_train_nodes: int) -> list[int]:
         """Returns the numbers of own nodes that cost less than the present one, the cheapest first."""
         if self._before is not None and self._before.num_nodes != seen.num_nodes:
             self.gpu_speed = self._speed(self._before, seen)
@@ -48,7 +48,7 @@ class RightSizing:
         cost = {num: self.dollars(seen, num, num_train_nodes) for num in nums}
         return sorted((num for num in nums if cost[num] <= most), key=cost.__getitem__)
 
-    def dollars(self, seen: Seen, num_nodes: int, num_train_nodes: int) -> float:
+    def dollars(self, seen: LastIterations, num_nodes: int, num_train_nodes: int) -> float:
         """Returns what an iteration costs on so many own nodes with the same loans."""
         lent = self.gpu_speed * seen.lent_gpus
         gpus = self._pools.rollout.gpus_per_node
@@ -56,7 +56,7 @@ class RightSizing:
         own = self._pools.price(num_nodes, num_train_nodes) * (seen.iteration_s - seen.rollout_s + rollout_s)
         return (own + self._pools.serving_dollars_per_gpu_hour * seen.lent_gpus * rollout_s) / 3600
 
-    def _speed(self, before: Seen, after: Seen) -> float:
+    def _speed(self, before: LastIterations, after: LastIterations) -> float:
         """The speed with which both rollouts are the same work: time x (own GPUs + speed x lent GPUs)."""
         few, many = sorted((before, after), key=lambda seen: seen.num_nodes)
         own_s = many.num_nodes * many.rollout_s - few.num_nodes * few.rollout_s

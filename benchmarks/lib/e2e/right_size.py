@@ -15,7 +15,7 @@ from lib.e2e.rows import Row
 from lib.e2e.worlds import Scale, WorldPool
 from rose.scheduler.cluster.candidates import isolated, own_limit_s
 from rose.scheduler.cluster.pools import H800, Pools
-from rose.scheduler.cluster.right_sizing import RightSizing, Seen, fewest_certified
+from rose.scheduler.cluster.right_sizing import LastIterations, RightSizing, fewest_certified
 from rose.scheduler.group.model import Job
 
 SLOS = (1.2, 1.5, 2.0, 3.0)
@@ -58,12 +58,12 @@ def _row(runner: WorldPool, world: World, scale: Scale, seed: int, slo: float) -
     )
     group = isolated(job, "group", pools).group
     fewest = fewest_certified(group, job, pools, own_limit_s, multi_rate=False)
-    policy, num, seen = RightSizing(pools), asked, list[Seen]()
+    policy, num, seen = RightSizing(pools), asked, list[LastIterations]()
     while len(seen) < 2 * asked:
         result = run(System.ROSE, num)
         lent = workload.scenario.num_serving * gpus
         seen.append(
-            Seen(
+            LastIterations(
                 num_nodes=num,
                 iteration_s=result.iteration_s,
                 rollout_s=result.rollout_s,

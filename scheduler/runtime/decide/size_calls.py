@@ -16,7 +16,7 @@ from typing import Any
 
 from rose.config import parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.right_sizing import RightSizing, Seen, others_nodes, sized
+from rose.scheduler.cluster.right_sizing import LastIterations, RightSizing, others_nodes, sized
 from rose.scheduler.group.certificate import CertificateError
 from rose.scheduler.group.model import Job, Phase
 from rose.scheduler.runtime.channel.messages import Completed, Release, Stop
@@ -80,7 +80,7 @@ class SizeCalls:
                 self._change(call.job, [spec.asked_nodes], "it is lent no serving GPUs any more", now)
         elif window.num_iterations >= NUM_ITERATIONS:
             self._windows[call.job] = _Window(attempt=call.attempt, began_s=now, gpu_s=gpu_s)
-            seen = Seen(
+            seen = LastIterations(
                 num_nodes=spec.phases["rollout"].nodes,
                 iteration_s=(now - window.began_s) / window.num_iterations,
                 rollout_s=window.rollout_s / window.num_iterations,
@@ -103,7 +103,7 @@ class SizeCalls:
         )
         return is_able and goes_on and is_still and not is_fixed
 
-    def _choose(self, job: str, seen: Seen, now: float) -> None:
+    def _choose(self, job: str, seen: LastIterations, now: float) -> None:
         spec, group = self._state.specs[job], self._state.groups.by_name[self._state.jobs[job].group]
         assert spec.borrow is not None and spec.borrow.fewest_nodes is not None
         pools = self._state.cluster.pools.to_pools()

@@ -56,20 +56,6 @@ def test_jobs_outlive_nodes_that_die_and_leave_nodes_that_are_drained(rig: RayRi
         assert [served.job(name)["attempt"] for name in "abc"] == [2, 2, 1]
 
 
-def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp_path: Path) -> None:
-    with OnRay(tmp_path, rig.address) as served:
-        served.submit("a", iterations=FOREVER)
-        wait_until(lambda: done(served, "a") >= 1, served.server.log_tail())
-        rig.cluster.remove_node(rig.cluster.head_node, allow_graceful=False)
-        wait_until(lambda: not served.server.is_alive(), "its end")
-        said = [line for line in served.server.log_tail(200).splitlines() if "has not answered for" in line]
-        assert (
-            len(said) == 1
-            and "the Ray head at" in said[0]
-            and "start Ray and then this command again" in said[0]
-        )
-
-
 def test_a_node_that_a_job_hands_back_is_free_for_other_groups(rig: RayRig) -> None:
     ray.init(address=rig.address, namespace="hand-back", log_to_driver=False)
     try:
@@ -108,6 +94,20 @@ def test_a_node_that_a_job_hands_back_is_free_for_other_groups(rig: RayRig) -> N
         wait_until(lambda: ray.available_resources().get("GPU", 0) == num_gpus, "all nodes to be free")
     finally:
         ray.shutdown()
+
+
+def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp_path: Path) -> None:
+    with OnRay(tmp_path, rig.address) as served:
+        served.submit("a", iterations=FOREVER)
+        wait_until(lambda: done(served, "a") >= 1, served.server.log_tail())
+        rig.cluster.remove_node(rig.cluster.head_node, allow_graceful=False)
+        wait_until(lambda: not served.server.is_alive(), "its end")
+        said = [line for line in served.server.log_tail(200).splitlines() if "has not answered for" in line]
+        assert (
+            len(said) == 1
+            and "the Ray head at" in said[0]
+            and "start Ray and then this command again" in said[0]
+        )
 
 
 def done(served: OnRay, job: str) -> int:

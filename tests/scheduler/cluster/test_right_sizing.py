@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from rose.scheduler.cluster.candidates import isolated, own_limit_s
 from rose.scheduler.cluster.pools import Pools
-from rose.scheduler.cluster.right_sizing import RightSizing, Seen, fewest_certified, kept_nodes, sized
+from rose.scheduler.cluster.right_sizing import (
+    LastIterations,
+    RightSizing,
+    fewest_certified,
+    kept_nodes,
+    sized,
+)
 from rose.scheduler.group.model import Member
 from rose.scheduler.runtime.command.explain import main as explain
 
@@ -18,8 +24,8 @@ POOLS = Pools()
 ALL = range(1, 5)
 
 
-def seen(num_nodes: int, rollout_s: float, lent_gpus: float, train_s: float = 100.0) -> Seen:
-    return Seen(
+def seen(num_nodes: int, rollout_s: float, lent_gpus: float, train_s: float = 100.0) -> LastIterations:
+    return LastIterations(
         num_nodes=num_nodes, iteration_s=rollout_s + train_s, rollout_s=rollout_s, lent_gpus=lent_gpus
     )
 
