@@ -4,6 +4,7 @@ Owns the job's way from all its nodes to those that it keeps. What decides is wh
 (scheduler/cluster/right_sizing.py), asked after each simulated job, and the certificate without loans.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from sim.e2e.job import JobPlan, JobResult
@@ -58,22 +59,10 @@ def _row(runner: WorldPool, world: World, scale: Scale, seed: int, slo: float) -
     )
     group = isolated(job, "group", pools).group
     fewest = fewest_certified(group, job, pools, own_limit_s, multi_rate=False)
-    policy, num, seen = RightSizing(pools), asked, list[LastIterations]()
-    while len(seen) < 2 * asked:
-        result = run(System.ROSE, num)
-        lent = workload.scenario.num_serving * gpus
-        seen.append(
-            LastIterations(
-                num_nodes=num,
-                iteration_s=result.iteration_s,
-                rollout_s=result.rollout_s,
-                lent_gpus=float(lent),
-            )
-        )
-        wanted = policy.wanted(seen[-1], range(fewest, asked + 1), 1)
-        if not wanted:
-            break
-        num = wanted[0]
+    policy = RightSizing(pools)
+    seen = _settled(
+        policy, job, fewest, lambda num: run(System.ROSE, num), workload.scenario.num_serving * gpus
+    )
     whole, kept = (pools.price(each.num_nodes, 1) * each.iteration_s / HOUR_S for each in (seen[0], seen[-1]))
     return Row(
         name=f"right_sizing[{workload.name}, SLO {slo:g}]",
@@ -92,3 +81,25 @@ def _row(runner: WorldPool, world: World, scale: Scale, seed: int, slo: float) -
             "a lent GPU's speed": policy.gpu_speed,
         },
     )
+
+
+def _settled(
+    policy: RightSizing, job: Job, fewest: int, run: Callable[[int], JobResult], num_lent: int
+) -> list[LastIterations]:
+    """Runs the job with as many own engines as the policy wants next, until it wants no others."""
+    num, seen = job.num_rollout_nodes, list[LastIterations]()
+    while len(seen) < 2 * job.num_rollout_nodes:
+        result = run(num)
+        seen.append(
+            LastIterations(
+                num_nodes=num,
+                iteration_s=result.iteration_s,
+                rollout_s=result.rollout_s,
+                lent_gpus=float(num_lent),
+            )
+        )
+        wanted = policy.wanted(seen[-1], range(fewest, job.num_rollout_nodes + 1), 1)
+        if not wanted:
+            break
+        num = wanted[0]
+    return seen
