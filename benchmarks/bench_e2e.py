@@ -12,6 +12,8 @@ trains.
                                one-step-off GRPO and DAPO (ROLL), asynchronous (AReaL)
   e2e_vs_elastic[MODEL]        rollout time of the better of spot and serverless GPUs over that with lent ones
   cost_saving[MODEL]           dollars of a step on as many owned GPUs as make it as fast, over ours
+  right_sizing[MODEL, SLO] dollars of a step on all own nodes over those on the nodes that the policy of
+                           right-sizing keeps within this SLO, with the same lent GPUs
   rollout_over_rose[MODEL, SYSTEM]   rollout time under other ways to share serving GPUs over ours; beside it
                                in ttft_p99 and tpot_p99 what their serving clients see
 
@@ -43,6 +45,7 @@ from lib.e2e import real
 from lib.e2e.background import characterize, demand_and_traffic, prefix_cache, transfers
 from lib.e2e.dollars import saving
 from lib.e2e.elastic import against_elastic, against_fixed, lent_gpus
+from lib.e2e.right_size import right_sized
 from lib.e2e.rows import Row, markdown, notes, rows_table
 from lib.e2e.sharing import engines, placement
 from lib.e2e.worlds import FULL, QUICK, Scale, WorldPool, make_world, workloads
@@ -61,6 +64,7 @@ THEMES = {
     "sharing": "Other ways to share serving GPUs",
     "placement": "Placement of turns",
     "cost": "Dollars",
+    "sizes": "Fewer own nodes beside lent GPUs",
 }
 QUICK_PARTS = ("background", "jobs", "elastic", "cost")
 REAL = "real"
@@ -71,6 +75,7 @@ PARTS: dict[str, Part] = {
     "sharing": engines,
     "placement": placement,
     "cost": saving,
+    "sizes": right_sized,
 }
 
 

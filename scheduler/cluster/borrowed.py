@@ -13,18 +13,18 @@ from rose.scheduler.group.model import Group, Job
 def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:
     """Returns the borrowed serving GPUs of each job.
 
-    Jobs that spend most of their iteration in rollouts come first. A job gets at most
-    as many GPUs as its rollout nodes have, which at best halves its rollout, and at most as many as its file
-    allows. A job that is being moved is a member of two groups, and borrows once. Jobs whose
-    iterations would cost more with borrowed GPUs get none (`is_worth_it`).
+    Jobs that spend most of their iteration in rollouts come first. A job gets at most as many GPUs as its
+    file allows, or as its rollout nodes have, which at best halves its rollout. A job that is being moved is
+    a member of two groups, and borrows once. Jobs whose iterations would cost more with borrowed GPUs get
+    none (`is_worth_it`).
     """
     jobs = {member.job.name: member.job for group in groups for member in group.members}
     left, lent = pools.num_serving_gpus, {}
     for job in sorted(jobs.values(), key=lambda job: (-job.rollout_s / job.solo_s, job.name)):
-        most = job.num_rollout_nodes * pools.rollout.gpus_per_node
         if not is_worth_it(job, pools):
             continue
-        num = min(left, most, job.max_serving_gpus if job.max_serving_gpus is not None else most)
+        most = job.max_serving_gpus
+        num = min(left, most if most is not None else job.num_rollout_nodes * pools.rollout.gpus_per_node)
         if num:
             lent[job.name] = num
             left -= num

@@ -64,6 +64,14 @@ class BorrowSpec(Section):
         int | None,
         Field(ge=1, description="N_serving, the most that it borrows; null: what its rollout nodes have"),
     ] = None
+    fewest_nodes: Annotated[
+        int | None,
+        Field(ge=1, description="rollout nodes that it keeps at least while it borrows; null: all"),
+    ] = None
+    asked_nodes: Annotated[
+        int | None,
+        Field(ge=1, description="set by the scheduler: the rollout nodes before it handed some back"),
+    ] = None
     weight: Annotated[
         float, Field(ge=1e-3, le=1e3, description="its part of the tokens that jobs contend for")
     ] = 1.0
@@ -104,6 +112,12 @@ class JobSpec(Section):
                     f"job {self.name}: {name} with nodes: {phase.nodes}; only rollout and train hold nodes, "
                     "write nodes: 0"
                 )
+        fewest = self.borrow.fewest_nodes if self.borrow is not None else None
+        if fewest is not None and fewest > (nodes := self.phases["rollout"].nodes):
+            raise ValueError(
+                f"job {self.name}: borrow.fewest_nodes {fewest}: the job asks for {nodes} rollout nodes; "
+                f"use at most {nodes}, or leave it out"
+            )
         self._check_order()
         return self
 
@@ -179,8 +193,29 @@ class JobSpec(Section):
             num_iterations=self.iterations,
             rollout_bytes=round(rollout.memory_gb * _GB),
             train_bytes=round(train.memory_gb * _GB),
-            max_serving_gpus=self.borrow.max_serving_gpus if self.borrow is not None else 0,
+            max_serving_gpus=self._max_serving_gpus(pools),
+            fewest_rollout_nodes=self.borrow.fewest_nodes if self.borrow is not None else None,
         )
+
+    @property
+    def asked_nodes(self) -> int:
+        """The rollout nodes that the job asked for. Right-sizing may have handed some back."""
+        asked = self.borrow.asked_nodes if self.borrow is not None else None
+        return asked if asked is not None else self.phases["rollout"].nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The rollout nodes that the job keeps at least."""
+        fewest = self.borrow.fewest_nodes if self.borrow is not None else None
+        return fewest if fewest is not None else self.phases["rollout"].nodes
+
+    def _max_serving_gpus(self, pools: Pools) -> int:
+        """At most as many as the nodes that it asked for have, which at best halves its rollout."""
+        if self.borrow is None:
+            return 0
+        most = self.asked_nodes * pools.rollout.gpus_per_node
+        own = self.borrow.max_serving_gpus
+        return min(own, most) if own is not None else most
 
     def _check_phase(self, name: str, phase: PhaseSpec, pool: Pool) -> None:
         if phase.pool is not None and phase.pool != pool.name:

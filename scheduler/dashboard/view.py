@@ -16,11 +16,16 @@ def state_view(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
     jobs = {each["name"]: job_of(each) for each in facts["jobs"]}
     tables = {name: timetable(name, group, jobs) for name, group in facts["groups"].items()}
     prices = {kind: pool["dollars_per_node_hour"] for kind, pool in facts["pools"].items()}
+    used = {name: _used(name, group, facts["jobs"]) for name, group in facts["groups"].items()}
     return {
         "scheduler": {key: facts[key] for key in ("scheduler_pid", "uptime_s", "policy", "has_runner")},
-        "cost": _cost(facts, jobs, prices),
-        "pools": {kind: _pool(kind, pool, facts["groups"], tables) for kind, pool in facts["pools"].items()},
-        "groups": [_group(name, group, tables[name], prices) for name, group in facts["groups"].items()],
+        "cost": _cost(facts, jobs, used, prices),
+        "pools": {
+            kind: _pool(kind, pool, facts["groups"], used, tables) for kind, pool in facts["pools"].items()
+        },
+        "groups": [
+            _group(name, group, used[name], tables[name], prices) for name, group in facts["groups"].items()
+        ],
         "devices": facts.get("devices", []),
         "states": facts["states"],
         "jobs": [_job(each, jobs[each["name"]], tables, prices) for each in facts["jobs"]],
@@ -33,11 +38,29 @@ def _price(prices: Mapping[str, float], num_rollout_nodes: int, num_train_nodes:
     return num_rollout_nodes * prices["rollout"] + num_train_nodes * prices["train"]
 
 
-def _cost(facts: Mapping[str, Any], jobs: Mapping[str, Job], prices: Mapping[str, float]) -> dict[str, Any]:
-    """Sums over groups that have jobs, as the policies do: an empty group of the file costs nothing."""
-    used = [group for group in facts["groups"].values() if group["jobs"]]
+def _used(name: str, group: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns how many nodes of the group the jobs use that run in it now, by pool.
+
+    A job that is being moved is a member of two groups, and uses the nodes of the one that it is still in.
+    """
+    here = [
+        group["jobs"][each["name"]]
+        for each in jobs
+        if each["group"] == name and each["name"] in group["jobs"]
+    ]
+    rollout = {node for nodes in here for node in nodes}
+    return {"rollout": len(rollout), "train": group["num_train_nodes"] if here else 0}
+
+
+def _cost(
+    facts: Mapping[str, Any],
+    jobs: Mapping[str, Job],
+    used: Mapping[str, Mapping[str, int]],
+    prices: Mapping[str, float],
+) -> dict[str, Any]:
+    """Sums over nodes that are used, as the policies do: an empty group of the file costs nothing."""
     running = [jobs[each["name"]] for each in facts["jobs"] if each["group"] and not each["is_over"]]
-    now = sum(_price(prices, group["num_rollout_nodes"], group["num_train_nodes"]) for group in used)
+    now = sum(_price(prices, num["rollout"], num["train"]) for num in used.values())
     solo = sum(_price(prices, job.num_rollout_nodes, job.num_train_nodes) for job in running)
     return {
         "dollars_per_hour": now,
@@ -47,17 +70,20 @@ def _cost(facts: Mapping[str, Any], jobs: Mapping[str, Job], prices: Mapping[str
 
 
 def _pool(
-    kind: str, pool: Mapping[str, Any], groups: Mapping[str, Any], tables: Mapping[str, Timetable]
+    kind: str,
+    pool: Mapping[str, Any],
+    groups: Mapping[str, Any],
+    in_use: Mapping[str, Mapping[str, int]],
+    tables: Mapping[str, Timetable],
 ) -> dict[str, Any]:
-    count = f"num_{kind}_nodes"
-    used = {name: group[count] for name, group in groups.items() if group["jobs"]}
-    known = {name: num for name, num in used.items() if kind in tables[name].idle_share}
+    used = {name: num[kind] for name, num in in_use.items()}
+    known = {name: num for name, num in used.items() if num and kind in tables[name].idle_share}
     idle = sum(num * tables[name].idle_share[kind] for name, num in known.items())
     drained = sum(_num_drained(kind, group) for group in groups.values())
     return {
         **pool,
         "num_used": sum(used.values()),
-        "num_empty": sum(group[count] for group in groups.values() if not group["jobs"]),
+        "num_empty": sum(group[f"num_{kind}_nodes"] - used[name] for name, group in groups.items()),
         "num_drained": drained,
         "dollars_per_hour": sum(used.values()) * pool["dollars_per_node_hour"],
         "idle_share": idle / sum(known.values()) if known else None,
@@ -71,14 +97,18 @@ def _num_drained(kind: str, group: Mapping[str, Any]) -> int:
 
 
 def _group(
-    name: str, facts: Mapping[str, Any], table: Timetable, prices: Mapping[str, float]
+    name: str,
+    facts: Mapping[str, Any],
+    used: Mapping[str, int],
+    table: Timetable,
+    prices: Mapping[str, float],
 ) -> dict[str, Any]:
     nodes = ["train", *(f"rollout-{number}" for number in range(facts["num_rollout_nodes"]))]
     return {
         "name": name,
         "num_rollout_nodes": facts["num_rollout_nodes"],
         "num_train_nodes": facts["num_train_nodes"],
-        "dollars_per_hour": _price(prices, facts["num_rollout_nodes"], facts["num_train_nodes"]),
+        "dollars_per_hour": _price(prices, used["rollout"], used["train"]),
         "jobs": [job for job in dict.fromkeys(facts["order"]) if job in facts["jobs"]],
         "cycle_s": table.cycle_s,
         "problem": table.problem,

@@ -38,6 +38,7 @@ class Job:
     the longest allowed iteration over `solo_s`. `rollout_bytes` and `train_bytes` are what a suspended phase
     keeps in the host memory of each of its nodes. `max_serving_gpus` is the most serving GPUs that it may
     borrow; None: as many as its rollout nodes have. No certificate counts them.
+    `fewest_rollout_nodes`: while it borrows, the scheduler may hand its others back; None: it keeps all.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Job:
     after_rollout_s: float = 0.0
     after_train_s: float = 0.0
     max_serving_gpus: int | None = None
+    fewest_rollout_nodes: int | None = None
 
     @property
     def outside_s(self) -> float:

@@ -14,12 +14,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import truediv
 
 from rose.scheduler.group.cycle import EPSILON, depends_on_order, round_robin_s
 from rose.scheduler.group.model import Group
 
 MAX_RATIO = 8
 """Longest period over the common one: beyond it there was nothing to gain on Table 6's jobs."""
+ROOM_EPSILON = 1e-6
+"""More than the slack that packed phases may have, so that none is refused that could be packed."""
 MAX_ITERATIONS = 40
 """Iterations in a pass: five jobs, one of them in every eighth iteration of the others."""
 
@@ -149,31 +152,54 @@ def _pairs_fit(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> 
 
 
 def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float, float]]:
-    """Periods as multiples of a common one, and that one's bounds; long common periods first."""
-    fastest_s = min(task.limit_s for task in tasks)
+    """Periods as multiples of a common one, and that one's bounds; long common periods first.
+
+    Leaves out those in which a resource has no time for all phases that hold it.
+    """
+    solos_s, limits_s = [task.solo_s for task in tasks], [task.limit_s for task in tasks]
+    fastest_s = min(limits_s)
     commons = {
-        task.limit_s / num
-        for task in tasks
-        for num in range(1, MAX_RATIO + 1)
-        if task.limit_s / num <= fastest_s
+        limit_s / num for limit_s in limits_s for num in range(1, MAX_RATIO + 1) if limit_s / num <= fastest_s
     }
+    loads = _loads(tasks)
     seen: set[tuple[int, ...]] = set()
     for common_s in sorted(commons, reverse=True):
-        low = [max(1, math.ceil(task.solo_s / common_s - EPSILON)) for task in tasks]
-        high = [math.floor(task.limit_s / common_s + EPSILON) for task in tasks]
-        if any(a > b or a > MAX_RATIO for a, b in zip(low, high, strict=True)):
-            continue
-        powers = tuple(
-            1 << (b.bit_length() - 1) if 1 << (b.bit_length() - 1) >= a else a
-            for a, b in zip(low, high, strict=True)
-        )
-        for nums in (tuple(low), powers, tuple(high)):
-            if nums in seen or sum(math.lcm(*nums) // num for num in nums) > MAX_ITERATIONS:
+        for nums in _roundings(solos_s, limits_s, common_s):
+            if nums in seen:
                 continue
             seen.add(nums)
-            shortest_s = max(task.solo_s / num for task, num in zip(tasks, nums, strict=True))
-            longest_s = min(task.limit_s / num for task, num in zip(tasks, nums, strict=True))
-            yield nums, min(shortest_s, longest_s), longest_s
+            longest_s = min(map(truediv, limits_s, nums))
+            most_s = longest_s * (1 + ROOM_EPSILON)
+            if any(sum(map(truediv, load_s, nums)) > most_s for load_s in loads):
+                continue
+            whole = math.lcm(*nums)
+            if sum([whole // num for num in nums]) <= MAX_ITERATIONS:
+                yield nums, min(max(map(truediv, solos_s, nums)), longest_s), longest_s
+
+
+def _roundings(
+    solos_s: Sequence[float], limits_s: Sequence[float], common_s: float
+) -> tuple[tuple[int, ...], ...]:
+    """The multiples of a common period: the least, powers of two, the most. None where a task has none."""
+    low, powers, high = [], [], []
+    for solo_s, limit_s in zip(solos_s, limits_s, strict=True):
+        least, most = math.ceil(solo_s / common_s - EPSILON) or 1, int(limit_s / common_s + EPSILON)
+        if least > most or least > MAX_RATIO:
+            return ()
+        low.append(least)
+        powers.append(max(least, 1 << (most.bit_length() - 1)))
+        high.append(most)
+    return tuple(low), tuple(powers), tuple(high)
+
+
+def _loads(tasks: Sequence[_Task]) -> list[list[float]]:
+    """How long each task holds each resource that several hold: the training nodes, and rollout nodes."""
+    nodes = [node for task in tasks for node in task.nodes]
+    shared = sorted({node for node in nodes if nodes.count(node) > 1})
+    return [
+        [task.train_s for task in tasks],
+        *([task.rollout_s if node in task.nodes else 0.0 for task in tasks] for node in shared),
+    ]
 
 
 def _packed(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> tuple[_Slot, ...] | None:

@@ -17,6 +17,10 @@ RELOAD = "Our autoscaler packs serving on few GPUs ahead of time, and turns keep
 NO_PREFIXES = "Prefixes are computed again, as in the paper, but without a gate rollouts get more of the GPU."
 STATIC = f"Ours keeps a prefix cache in its half, and has no gate. {NO_SHORTAGE}"
 ONE_ENGINE = f"One engine does both phases here and is busy a third of the time. {NO_SHORTAGE}"
+RIGHT_SIZING = (
+    "The paper has no such figure: its jobs keep their own GPUs. A rollout node is one engine here, and the "
+    "job is alone in its group, with rollouts and training in turns."
+)
 DOLLARS = (
     "The paper has no such figure. Training GPUs count on both sides, and the longest trajectories bound "
     "what rollout GPUs save."

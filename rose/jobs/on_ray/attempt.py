@@ -113,7 +113,13 @@ class RayAttempt(AttemptThread):
         nodes = nodes_of(self._order)
         self._say([f"waits for Ray to place {', '.join(nodes)} of {self._order.group}"], runs=False)
         seats = self._setup.groups.seat(
-            self._spec.name, self._order.group, nodes, self._spec.placement, self._is_wanted, self._create
+            self._spec.name,
+            self._order.group,
+            nodes,
+            self._spec.placement,
+            self._is_wanted,
+            self._create,
+            spare=_spare(self._spec, self._order),
         )
         if seats is None:
             return False
@@ -243,6 +249,12 @@ def nodes_of(order: Start) -> tuple[str, ...]:
     """Names the nodes of the job: its rollout nodes, then its group's training nodes."""
     rollout = [f"rollout-{node}" for node in order.rollout_nodes]
     return (*rollout, *(f"train-{node}" for node in range(order.num_train_nodes)))
+
+
+def _spare(spec: RunSpec, order: Start) -> tuple[str, ...]:
+    """The rollout nodes that the job may hand back. Nodes of a strict placement stay together."""
+    nodes = nodes_of(order)[: len(order.rollout_nodes)]
+    return () if spec.placement.is_strict else nodes[spec.fewest_nodes :]
 
 
 def _describe(seat: Seat) -> str:

@@ -1,9 +1,10 @@
 """The placement groups of the scheduler's groups: which bundle of which Ray node is which node of a group.
 
 A group's nodes are placed together when a job needs them first, and given back when no job of the group is
-left. Ray moves a bundle whose node has died. Nodes that a job needs in addition are placed on their own. The
-nodes stay when the scheduler ends, and the names of their placement groups say to the next one what they are.
-All threads may call.
+left. Ray moves a bundle whose node has died. Nodes that a job needs in addition are placed on their own. So
+is each node that it may hand back, which is given back when no job of the group uses it. The nodes stay
+when the scheduler ends, and the names of their placement groups say to the next one what they are. All
+threads may call.
 """
 
 import contextlib
@@ -102,10 +103,12 @@ class GroupNodes:
         placement: PlacementStrategy,
         is_wanted: Callable[[], bool],
         found: Callable[[Sequence[Spot]], None],
+        spare: Collection[str] = (),
     ) -> list[Seat] | None:
         """Waits until Ray has placed these nodes. Returns them in this order, or None once not wanted.
 
-        found: is told once where they are, while their keepers start.
+        found: is told once where they are, while their keepers start. spare: those of the nodes that the job
+        may hand back.
         """
         is_found = False
         while is_wanted():
@@ -119,7 +122,8 @@ class GroupNodes:
                 seats, spots = None, None
                 if group not in self._condemned:
                     self._users[job] = (group, nodes)
-                    spots = self._spots(group, nodes, placement)
+                    self._give_back_unused(group)
+                    spots = self._spots(group, nodes, placement, spare)
                     seats = self._seats(spots) if spots is not None else None
             if spots is not None and not is_found:
                 found([spot for _, spot in spots])
@@ -205,24 +209,33 @@ class GroupNodes:
 
     def _remove(self, group: str) -> None:
         for placed in self._groups.get(group, []):
-            for keeper in placed.keepers.values():
-                ray.kill(keeper)
-            remove_placement_group(placed.pg)
+            _free(placed)
         self._groups.pop(group, None)
         self._condemned.discard(group)
 
+    def _give_back_unused(self, group: str) -> None:
+        """Gives back the rollout nodes that were placed one by one and that no job of the group uses."""
+        used = {node for each, nodes in self._users.values() if each == group for node in nodes}
+        for placed in list(self._groups.get(group, [])):
+            if len(placed.nodes) == 1 and placed.nodes[0] not in used:
+                _free(placed)
+                self._groups[group].remove(placed)
+
     def _spots(
-        self, group: str, nodes: Sequence[str], placement: PlacementStrategy
+        self,
+        group: str,
+        nodes: Sequence[str],
+        placement: PlacementStrategy,
+        spare: Collection[str] = (),
     ) -> list[tuple[_Placed, Spot]] | None:
         """Returns where the nodes are if Ray has placed all. Places those that were never asked for."""
         placed = self._groups.setdefault(group, [])
         known = {node for each in placed for node in each.nodes}
-        if missing := tuple(node for node in nodes if node not in known):
-            bundles = [self._spec.bundle(node) for node in missing]
-            strategy = placement.value.upper().replace("-", "_")
-            name = f"{self._root}/{group}/{'+'.join(missing)}/{uuid.uuid4().hex[:8]}"
-            made = placement_group(bundles, strategy=strategy, name=name, lifetime=self.lifetime)
-            placed.append(_Placed(nodes=missing, name=name, pg=made))
+        missing = [node for node in nodes if node not in known]
+        together = tuple(node for node in missing if node not in spare)
+        for some in (together, *((node,) for node in missing if node in spare)):
+            if some:
+                placed.append(self._place(group, some, placement))
         spots = {}
         for each in placed:
             if not set(each.nodes) & set(nodes):
@@ -238,6 +251,13 @@ class GroupNodes:
                 )
                 spots[node] = each, spot
         return [spots[node] for node in nodes]
+
+    def _place(self, group: str, nodes: tuple[str, ...], placement: PlacementStrategy) -> _Placed:
+        bundles = [self._spec.bundle(node) for node in nodes]
+        strategy = placement.value.upper().replace("-", "_")
+        name = f"{self._root}/{group}/{'+'.join(nodes)}/{uuid.uuid4().hex[:8]}"
+        made = placement_group(bundles, strategy=strategy, name=name, lifetime=self.lifetime)
+        return _Placed(nodes=nodes, name=name, pg=made)
 
     def _seats(self, spots: Sequence[tuple[_Placed, Spot]]) -> list[Seat] | None:
         """Returns the nodes if their keepers answer."""
@@ -292,3 +312,9 @@ class GroupNodes:
             return None
         placed.said[node], placed.ray_nodes[node] = (where, now), where.ray_node
         return where
+
+
+def _free(placed: _Placed) -> None:
+    for keeper in placed.keepers.values():
+        ray.kill(keeper)
+    remove_placement_group(placed.pg)

@@ -16,6 +16,7 @@ from rose.scheduler.cluster.candidates import Candidate, Rejection
 from rose.scheduler.cluster.choice import MULTI_RATE, POLICIES
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.policies import explain
+from rose.scheduler.cluster.right_sizing import fewest_certified
 from rose.scheduler.cluster.spec import ClusterSpec
 from rose.scheduler.group.cycle import promised_s
 from rose.scheduler.group.model import Job
@@ -92,6 +93,10 @@ def explanation(cluster: Cluster, jobs: Sequence[Job], policy_name: str) -> dict
         "iteration_s": round(promises[mine], 1),
         "limit_s": round(cluster.limit_s(job), 1),
         "borrowed_serving_gpus": _borrowed(cluster, candidate),
+        "asked_rollout_nodes": job.num_rollout_nodes,
+        "fewest_rollout_nodes": fewest_certified(
+            candidate.group, job, cluster.pools, cluster.limit_s, multi_rate=policy_name == MULTI_RATE
+        ),
         "considered": [_verdict(verdict) for verdict in verdicts],
     }
 
@@ -125,7 +130,8 @@ def _lines(report: dict[str, object]) -> list[str]:
         f"${report['dollars_per_hour_more']}/h more",
         f"  promised {report['iteration_s']} s an iteration, {report['limit_s']} s allowed; "
         f"beside {', '.join(map(str, _list(report['beside']))) or 'nobody'}; "
-        f"borrows {report['borrowed_serving_gpus']} serving GPUs while they are free",
+        f"borrows {report['borrowed_serving_gpus']} serving GPUs while they are free"
+        f"{_keeps(report)}",
     ]
     for verdict in _list(report["considered"]):
         assert isinstance(verdict, dict)
@@ -136,6 +142,11 @@ def _lines(report: dict[str, object]) -> list[str]:
         )
         lines.append(f"  {verdict['group']} {verdict['kind']}: {said}")
     return lines
+
+
+def _keeps(report: dict[str, object]) -> str:
+    fewest, num = report["fewest_rollout_nodes"], report["asked_rollout_nodes"]
+    return f", and keeps at least {fewest} of its {num} rollout nodes" if fewest != num else ""
 
 
 def _list(value: object) -> list[object]:

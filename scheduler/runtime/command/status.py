@@ -161,7 +161,7 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
     with connect(channel) as client:
         [found] = ask(client, Status(seq=client.next_seq(), job=job))["jobs"]
     shown = (
-        *("name", "state", "group", "rollout_nodes", "why", "moving_to", "moves"),
+        *("name", "state", "group", "rollout_nodes", "asked_nodes", "why", "note", "moving_to", "moves"),
         *("priority", "ahead", "num_overtaken", "earliest"),
         *("takes_place_of", "gives_way", "preemptions"),
     )
@@ -180,6 +180,8 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
         return 0
     nodes = ", ".join(map(str, found["rollout_nodes"]))
     print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")
+    if len(found["rollout_nodes"]) < found["asked_nodes"]:
+        print(f"  keeps {len(found['rollout_nodes'])} of the {found['asked_nodes']} it asked for, with loans")
     for move in found["moves"]:
         pause = f"{move['pause_s']:.1f} s" if move["pause_s"] is not None else "not over yet"
         start = "warm" if move["is_warm"] else "cold"

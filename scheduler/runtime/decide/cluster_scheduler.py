@@ -48,6 +48,7 @@ from rose.scheduler.runtime.decide.permit_calls import PermitCalls
 from rose.scheduler.runtime.decide.preempt_calls import PreemptCalls
 from rose.scheduler.runtime.decide.queue_calls import QueueCalls
 from rose.scheduler.runtime.decide.runner_calls import RunnerCalls
+from rose.scheduler.runtime.decide.size_calls import SizeCalls
 from rose.scheduler.runtime.decide.state import State
 from rose.scheduler.runtime.decide.tail_calls import TailCalls
 from rose.scheduler.runtime.job.spec import ServeSpec
@@ -117,6 +118,7 @@ class ClusterScheduler:
         self._jobs = JobCalls(self._state, self._permits, self._moves)
         self._queue = QueueCalls(self._state, self._jobs, PreemptCalls(self._state, self._jobs))
         self._drift = DriftCalls(self._state, self._permits, self._jobs)
+        self._sizes = SizeCalls(self._state, self._permits)
         self._runner = RunnerCalls(self._state, self._permits, self._jobs)
         self._due = Due()
 
@@ -133,9 +135,11 @@ class ClusterScheduler:
                 self._permits.heartbeat(client, call, now)
             case Release():
                 self._drift.releasing(call, now)
+                self._sizes.releasing(call, now)
                 self._permits.release(client, call, now)
             case Completed():
                 self._drift.completing(call, now)
+                self._sizes.completing(call, now)
                 self._moves.completed(client, call, now)
             case Report():
                 self._tails.report(client, call, now)
@@ -171,6 +175,8 @@ class ClusterScheduler:
             case Exited():
                 self._drift.forget(call.job)
                 self._jobs.exited(client, call, now)
+                if (record := self._state.jobs.get(call.job)) is None or not record.state.is_placed:
+                    self._sizes.forget(call.job)
             case History():
                 raise ValueError("the history is the channel's, and no decision")
         self._follow_up(now)

@@ -88,7 +88,11 @@ class JobCalls:
                 )
 
     def check_router(self, spec: RunSpec) -> None:
-        """Raises: JobRefused if the job wants to borrow serving GPUs and there is no router to lend them."""
+        """Raises: JobRefused if the job wants to borrow serving GPUs and can't."""
+        if spec.borrow is not None and spec.borrow.asked_nodes is not None:
+            raise JobRefused(
+                f"{spec.name}: borrow.asked_nodes is set by the scheduler when it hands nodes back; remove it"
+            )
         if spec.borrow is not None and self._state.cluster.router is None:
             raise JobRefused(
                 f"{spec.name}: borrow asks for serving GPUs, and the cluster's file names no router that "

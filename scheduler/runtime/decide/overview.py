@@ -95,6 +95,7 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "log": f"{log_folder}/{name}.log",
         "group": record.group,
         "rollout_nodes": list(record.rollout_nodes),
+        "asked_nodes": spec.asked_nodes,
         "why": record.why,
         "iterations": [record.num_done, spec.iterations],
         "attempt": record.attempt,

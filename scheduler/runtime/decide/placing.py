@@ -20,6 +20,7 @@ from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, compact
 from rose.scheduler.cluster.pools import Pool, Pools
 from rose.scheduler.cluster.residents import Resident
+from rose.scheduler.cluster.right_sizing import kept_nodes, others_nodes, with_sized
 from rose.scheduler.group.model import Group, Job, Member, Phase
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
 
@@ -109,6 +110,21 @@ class Groups:
             if not self._is_too_large(group):
                 return JoinedGroup(group=group, why=why)
             aside.append(group.name)
+
+    def resized(self, name: str, job: Job, now: float) -> Group | None:
+        """Returns the group with a member on as many rollout nodes as this job has; None: too few free."""
+        group = self.by_name[name]
+        kept = kept_nodes(group, job.name, job.num_rollout_nodes)
+        taken = {*kept, *others_nodes(group, job.name)}
+        spare = (node for node in itertools.count() if node not in taken)
+        more = tuple(itertools.islice(spare, job.num_rollout_nodes - len(kept)))
+        with self._seen(now, ()) as view:
+            num_free = view.num_free_rollout_nodes
+        found = with_sized(group, job, (*kept, *more))
+        is_short = num_free is not None and more and len(more) > num_free
+        if is_short or self._is_too_large(found) or memory_shortage(found, self._pools) is not None:
+            return None
+        return found
 
     @property
     def max_moves(self) -> int:

@@ -162,6 +162,18 @@ class RunSpec(JobSpec):
         return self
 
     @model_validator(mode="after")
+    def _can_be_right_sized(self) -> Self:
+        if self.borrow is None or self.borrow.fewest_nodes is None:
+            return self
+        if self.num_ranks > 1 or self.group is not None:
+            why = f"num_ranks is {self.num_ranks}" if self.num_ranks > 1 else f"group is {self.group}"
+            raise ValueError(
+                f"borrow.fewest_nodes: {why}, and only a job of one rank in a group of the policy's choice "
+                "can do with fewer nodes; remove one of both"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_are_equal(self) -> Self:
         num_nodes = self.num_nodes
         if self.launch is Launch.PER_RANK and self.num_ranks % num_nodes:

@@ -103,7 +103,7 @@ class Groups:
         self.left: list[str] = []
         self._seat = seat
 
-    def seat(self, *_: object) -> None:
+    def seat(self, *_: object, **__: object) -> None:
         if self._seat is not None:
             raise self._seat
 

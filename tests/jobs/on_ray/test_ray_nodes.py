@@ -2,13 +2,19 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from lib.cluster.ray_rig import RayRig
 from served_cluster import PATIENCE_S, wait_until
 
+from rose.jobs.on_ray.groups import GroupNodes
+from rose.scheduler.group.model import Phase
+from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
 from tests.jobs.on_ray.ray_rig import OnRay, ray_nodes
 
 pytestmark = pytest.mark.slow
@@ -48,6 +54,46 @@ def test_jobs_outlive_nodes_that_die_and_leave_nodes_that_are_drained(rig: RayRi
         kept = done(served, "c")
         wait_until(lambda: done(served, "c") > kept + 1, "c to go on")
         assert [served.job(name)["attempt"] for name in "abc"] == [2, 2, 1]
+
+
+def test_a_node_that_a_job_hands_back_is_free_for_other_groups(rig: RayRig) -> None:
+    ray.init(address=rig.address, namespace="hand-back", log_to_driver=False)
+    try:
+        num_gpus = ray.cluster_resources()["GPU"]
+        bundle = {"GPU": 1.0, "CPU": 1.0}
+        nodes = GroupNodes(RayClusterSpec(rollout=bundle, train=bundle), "hand-back", lifetime=None)
+
+        def seat(job: str, group: str, *names: str, spare: Sequence[str] = ()) -> list[str]:
+            until_s = time.monotonic() + PATIENCE_S
+            found = nodes.seat(
+                job,
+                group,
+                names,
+                PlacementStrategy.PACK,
+                lambda: time.monotonic() < until_s,
+                lambda spots: None,
+                spare,
+            )
+            assert found is not None
+            return [f"{each.ray_node}: {each.node.devices}" for each in found]
+
+        whole = seat(
+            "a", "g", "rollout-0", "rollout-1", "rollout-2", "train-0", spare=["rollout-1", "rollout-2"]
+        )
+        assert len(set(whole)) == 4
+        assert nodes.view(()).num_idle == {Phase.ROLLOUT: 0, Phase.TRAIN: 0}
+        kept = seat("a", "g", "rollout-0", "rollout-1", "train-0", spare=["rollout-1"])
+        assert kept == [whole[0], whole[1], whole[3]], "what it keeps stays where it is"
+        wait_until(lambda: ray.available_resources().get("GPU", 0) == num_gpus - 3, "the node to be free")
+        assert nodes.view(()).num_idle[Phase.ROLLOUT] == 0
+        again = seat(
+            "a", "g", "rollout-0", "rollout-1", "rollout-2", "train-0", spare=["rollout-1", "rollout-2"]
+        )
+        assert [again[0], again[1], again[3]] == kept
+        nodes.leave("a")
+        wait_until(lambda: ray.available_resources().get("GPU", 0) == num_gpus, "all nodes to be free")
+    finally:
+        ray.shutdown()
 
 
 def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp_path: Path) -> None:

@@ -132,6 +132,19 @@ def test_cost_is_of_groups_with_jobs_against_nodes_for_every_job() -> None:
     assert view["pools"]["train"]["num_used"] == 1
 
 
+def test_a_group_that_a_job_is_about_to_join_costs_nothing_yet() -> None:
+    cluster = Watched(policy="lifetime", groups={})
+    cluster.submit("a", group=None)
+    [reply] = cluster.call(Overview)
+    body = dict(reply.body)
+    body["groups"]["group-2"] = {**body["groups"]["group-1"], "jobs": {"a": [0]}, "order": ["a"]}
+    view = state_view(body, [])
+    used = {kind: (pool["num_used"], pool["num_empty"]) for kind, pool in view["pools"].items()}
+    assert used == {"rollout": (1, 1), "train": (1, 1)}
+    assert view["cost"]["dollars_per_hour"] == pytest.approx(8 * 1.85 + 8 * 5.28)
+    assert view["cost"]["saved_share"] == pytest.approx(0.0)
+
+
 def test_slowdown_is_observed_between_completed_iterations() -> None:
     cluster = Watched()
     cluster.submit("a")
