@@ -108,6 +108,8 @@ def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: ar
     here = hardware(len(cores))
     levels = [count / len(cores) for count in core_counts(len(cores))]
     if arguments.output is not None:
+        if arguments.slowdown is not None:
+            raise ConfigError("--output is for slowdowns that are measured here; leave it out with --slowdown")
         check_output(arguments.output)
     table = _table(arguments.slowdown, here) if arguments.slowdown is not None else None
     names = (specs[0].name, specs[1].name)

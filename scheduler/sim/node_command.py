@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose.arguments import CommandParser, positive_int
+from rose.arguments import CommandParser, count, positive_int
 from rose.errors import ConfigError
 from rose.scheduler.node.model import TABLE_II, NodeProfile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
@@ -122,7 +122,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--slo-s", type=float, help="objective of the time to first token (default: five forward passes)"
     )
-    parser.add_argument("--explain", type=int, default=0, metavar="N", help="print the first N decisions")
+    parser.add_argument("--explain", type=count, default=0, metavar="N", help="print the first N decisions")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)"
     )

@@ -83,7 +83,12 @@ class Progress:
         num_tokens: those that the step computed. num_running: of a rollout, the responses that decode. Under
         `rose sched multiplex` this is where the job moves to other cores, or sleeps while the other pipeline
         has the device; elsewhere it returns at once. Call it inside a phase, in the thread that runs it.
+        Raises: ValueError for numbers below 0.
         """
+        if num_tokens < 0 or num_running < 0:
+            raise ValueError(
+                f"a step has tokens and responses to decode, got {num_tokens} tokens, {num_running} responses"
+            )
         job = running_job()
         if job is not None:
             job.step(num_tokens, num_running)

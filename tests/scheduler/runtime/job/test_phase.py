@@ -43,3 +43,8 @@ def test_what_is_no_phase_is_refused() -> None:
         rose.phase("../x")
     with pytest.raises(ValueError, match="phase 'sync': expected one of rollout, train"):
         rose.phase("sync", move_tail=print)(print)
+
+
+def test_steps_of_negative_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="got -1 tokens, 0 responses"):
+        rose.Progress(0, 1).step(-1)
