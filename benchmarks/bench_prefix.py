@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.harness import median_figure, run_benchmark
-from lib.load.phases import Phase, play_phase
+from lib.load.phases import PlayedPhase, play_phase
 from lib.load.turns import RouterClient, random_prompt, until_so
 
 from rose.errors import WorkerError
@@ -122,7 +122,7 @@ def _prefixes(rig: Rig, workers: Sequence[str], args: argparse.Namespace) -> lis
 
 def _phases(rig: Rig, case: str, workers: Sequence[str], args: argparse.Namespace) -> Figure:
     """Plays pairs of phases, each pair with the same lengths under both policies. The first one warms up."""
-    phases: dict[str, list[Phase]] = {policy: [] for policy in POLICIES}
+    phases: dict[str, list[PlayedPhase]] = {policy: [] for policy in POLICIES}
     for number in range(NUM_PAIRS[args.quick] + 1):
         for policy in POLICIES if number % 2 else POLICIES[::-1]:
             name = f"{case}-{policy}-{args.seed}-{number}"

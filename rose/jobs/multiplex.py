@@ -109,7 +109,7 @@ def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: ar
     levels = [count / len(cores) for count in core_counts(len(cores))]
     if arguments.output is not None:
         if arguments.slowdown is not None:
-            raise ConfigError("--output is for slowdowns that are measured here; leave it out with --slowdown")
+            raise ConfigError("--output is for slowdowns that are measured here; omit it with --slowdown")
         check_output(arguments.output)
     table = _table(arguments.slowdown, here) if arguments.slowdown is not None else None
     names = (specs[0].name, specs[1].name)

@@ -25,7 +25,7 @@ LEASES_S = 1.5
 
 
 @dataclass(slots=True)
-class Phase:
+class PlayedPhase:
     """What a phase took, and where its turns found their prefixes."""
 
     took_s: float = 0.0
@@ -40,10 +40,10 @@ class Phase:
         return 100.0 * self.num_cached_tokens / self.num_prompt_tokens
 
 
-async def play_phase(url: str, name: str, lengths: str) -> Phase:
+async def play_phase(url: str, name: str, lengths: str) -> PlayedPhase:
     """Plays all trajectories at once. `name`: names the sessions and makes the prompts. `lengths`: the seed
     of everything else."""
-    phase = Phase()
+    phase = PlayedPhase()
     async with RouterClient(url, str(Role.ROLLOUT)) as client:
 
         async def are_alive() -> bool:
@@ -59,7 +59,7 @@ async def play_phase(url: str, name: str, lengths: str) -> Phase:
 
 
 async def _play(
-    client: RouterClient, name: str, lengths: str, group: int, sibling: int, phase: Phase
+    client: RouterClient, name: str, lengths: str, group: int, sibling: int, phase: PlayedPhase
 ) -> None:
     """Plays one trajectory. The siblings of a group begin with one prompt, and groups differ in the length of
     their turns."""
@@ -79,7 +79,7 @@ async def _play(
         await asyncio.sleep(rng.expovariate(1 / MEAN_TOOL_S))
 
 
-def _count(phase: Phase, turn: Turn, num_prompt: int, last_worker: str | None) -> None:
+def _count(phase: PlayedPhase, turn: Turn, num_prompt: int, last_worker: str | None) -> None:
     phase.num_turns += 1
     phase.num_moved += last_worker is not None and turn.workers[-1] != last_worker
     phase.num_prompt_tokens += num_prompt
