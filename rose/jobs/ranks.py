@@ -184,9 +184,14 @@ def write_job_file(
     channel: str,
     cache: Path,
     nodes: Sequence[JobNode],
+    kept_here: Sequence[JobNode] | None = None,
     recording: Recording | None = None,
 ) -> Path:
-    """Writes what the job's processes on this host are told."""
+    """Writes what the job's processes on this host are told.
+
+    kept_here: the nodes whose working sets are kept on this host; None: all of them.
+    """
+    kept = kept_here if kept_here is not None else nodes
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = JobFile(
         channel=channel,
@@ -199,7 +204,7 @@ def write_job_file(
         nodes=list(nodes),
         num_ranks=spec.num_ranks,
         cache_folder=str(cache),
-        limit_bytes={name: limit_bytes(name, phase, nodes) for name, phase in spec.phases.items()},
+        limit_bytes={name: limit_bytes(name, phase, kept) for name, phase in spec.phases.items()},
         recording=recording,
     )
     path.write_bytes(msgspec.json.encode(file))

@@ -167,11 +167,13 @@ async def test_each_jobs_turns_are_answered_as_by_a_fresh_engine_with_its_weight
 async def test_weights_of_another_run_answer_no_turn_of_a_job_before_its_run_has_published(
     fleet: Fleet, stock: StockAnswers
 ) -> None:
-    async with jobs_of(fleet, weights_s=8.0) as jobs:
+    async with jobs_of(fleet) as jobs:
         assert await jobs.probe("math") == of_math(fleet)
+    async with jobs_of(fleet, weights_s=8.0) as jobs:
         refused = await jobs.ask("late", probes()[0])
         assert refused["status"] == 503
         assert "the run has published nothing in this relay" in refused["error"]["message"]
+    async with jobs_of(fleet) as jobs:
         assert await jobs.probe("math") == of_math(fleet)
         await asyncio.to_thread(fleet.trainers["late"].publish)
     async with jobs_of(fleet, weights_s=LASTING_S + WEIGHTS_S) as jobs:

@@ -44,14 +44,15 @@ def test_a_job_shows_what_it_is_entitled_to_and_what_it_gets() -> None:
 
 def test_jobs_of_lower_priority_are_entitled_to_nothing_while_others_want_more() -> None:
     jobs = {"a": job(1, 0, priority=2), "b": job(3, 0, priority=2), "c": job(9, 0)}
-    idle = {"d": job(9, 0, priority=5, queued=0)}
+    idle = {"d": job(9, 0, priority=5, queued=0), "e": job(9, 0, priority=6, paused=True)}
     found = cells(JobsSample(router=ROUTER, taken_at_s=12.0, jobs={**jobs, **idle}))
-    shown = {name: found[name][:3] for name in "abcd"}
+    shown = {name: found[name][:3] for name in "abcde"}
     assert shown == {
         "a": ["2", "1", "25%"],
         "b": ["2", "3", "75%"],
         "c": ["0", "9", "0%"],
         "d": ["5", "9", "-"],
+        "e": ["6", "9", "-"],
     }
 
 

@@ -33,8 +33,9 @@ from rose.jobs.ranks import (
 )
 from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Start
+from rose.scheduler.runtime.job.job import JobNode
 from rose.scheduler.runtime.job.recording import Recording
-from rose.scheduler.runtime.job.spec import RunSpec
+from rose.scheduler.runtime.job.spec import Launch, RunSpec
 
 MAX_OUTPUT_BYTES = 1 << 20
 MARK = "part"
@@ -197,6 +198,7 @@ class Part:
             channel=channel,
             cache=self._cache,
             nodes=part.nodes,
+            kept_here=_kept_here(spec, part),
             recording=recording,
         )
         # Ray's own Python may be that of a `pip` environment; `python` in the command is the same.
@@ -256,3 +258,11 @@ class Part:
             if self._attempt is not None:
                 self._attempt.kill()
         remove(self._cache, self._folder)
+
+
+def _kept_here(spec: RunSpec, part: HostPart) -> tuple[JobNode, ...]:
+    """Returns the nodes whose working sets are kept on the host of a job's part."""
+    if spec.launch is Launch.ONCE:  # its one process has the state of all nodes
+        return part.nodes
+    address = part.nodes[part.index].address
+    return tuple(node for node in part.nodes if node.address == address)

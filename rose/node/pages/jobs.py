@@ -109,7 +109,7 @@ def _rows(jobs: Mapping[str, JobReading], tokens: Mapping[str, int], elapsed_s: 
 
 def _entitled(jobs: Mapping[str, JobReading]) -> dict[str, float]:
     """Returns the part of the tokens that each job with turns would get if all of them wanted more."""
-    active = {name: job for name, job in jobs.items() if job.in_flight or job.queued}
+    active = {name: job for name, job in jobs.items() if job.in_flight or (job.queued and not job.paused)}
     highest = max((job.priority for job in active.values()), default=0)
     weights = {name: job.weight if job.priority == highest else 0.0 for name, job in active.items()}
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}

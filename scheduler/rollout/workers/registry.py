@@ -163,13 +163,20 @@ class Registry:
     async def _begun(self) -> AsyncIterator[None]:
         """Waits until a heartbeat may begin. It counts until its end, or until it has taken too long."""
         await self._room.acquire()
-        leaves = asyncio.get_running_loop().call_later(_MAKES_ROOM_S, self._room.release)
+        is_counted = True
+
+        def leave() -> None:  # called twice: the loop's clock does not tell whether a timer has run
+            nonlocal is_counted
+            if is_counted:
+                is_counted = False
+                self._room.release()
+
+        timer = asyncio.get_running_loop().call_later(_MAKES_ROOM_S, leave)
         try:
             yield
         finally:
-            if not leaves.cancelled() and leaves.when() > asyncio.get_running_loop().time():
-                leaves.cancel()
-                self._room.release()
+            timer.cancel()
+            leave()
 
     def router_gone(self, name: str) -> None:
         """Tells all workers at once that another router has died, whose leases they may give to others."""
@@ -209,7 +216,12 @@ class Registry:
 
     def _is_silent(self, worker: Worker) -> bool:
         """Whether nothing that could be understood has come for `lost_after_s`."""
-        return worker.last_seen is None or time.monotonic() - worker.last_seen > self._config.lost_after_s
+        return worker.last_seen is None or time.monotonic() - worker.last_seen > self._lost_after_s
+
+    @property
+    def _lost_after_s(self) -> float:
+        """A worker of a very large fleet is asked seldom, and one question may fail."""
+        return max(self._config.lost_after_s, 2 * self._every_s)
 
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models
@@ -290,8 +302,8 @@ class Registry:
         """Returns how long to wait for an answer: until the worker counts as lost, but not twice that
         long."""
         if worker.last_seen is None:
-            return self._config.lost_after_s
-        left_s = worker.last_seen + self._config.lost_after_s - time.monotonic()
+            return self._lost_after_s
+        left_s = worker.last_seen + self._lost_after_s - time.monotonic()
         return max(self._config.heartbeat_s, left_s + _CLOCK_S)
 
     async def _ask_status(self, worker: Worker) -> RoutingStatus | None:

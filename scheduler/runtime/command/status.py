@@ -180,7 +180,9 @@ def explain_running(job: str, channel: str, *, as_json: bool) -> int:
         return 0
     nodes = ", ".join(map(str, found["rollout_nodes"]))
     print(f"{job} is {found['state']} in {found['group']}, on rollout nodes {nodes}: {found['why']}")
-    if len(found["rollout_nodes"]) < found["asked_nodes"]:
+    if len(found["rollout_nodes"]) < found.get(
+        "asked_nodes", 0
+    ):  # absent from a scheduler of an earlier version
         print(f"  keeps {len(found['rollout_nodes'])} of the {found['asked_nodes']} it asked for, with loans")
     for move in found["moves"]:
         pause = f"{move['pause_s']:.1f} s" if move["pause_s"] is not None else "not over yet"

@@ -65,6 +65,8 @@ class SizeCalls:
         """An iteration is about to be safe: the job holds nothing, and may go on with other nodes."""
         if self._permits.why_not(call) is not None or not self._permits.is_last(call):
             return
+        if call.iteration < self._state.jobs[call.job].num_done:  # sent again, and answered already
+            return
         if not self._may_change(call):
             self._windows.pop(call.job, None)
             return
@@ -121,6 +123,8 @@ class SizeCalls:
             try:
                 content = _with_job(record.spec, model, self._state.specs[job].asked_nodes)
                 spec = parse_config(content, RunSpec, "job")
+                if self._is_over_quota(spec):
+                    continue
                 group = self._state.groups.resized(record.group, model, now)
                 if group is None:
                     continue
@@ -140,6 +144,20 @@ class SizeCalls:
             logger.info("resized job=%s %s", job, record.note)
             self._start_anew(job)
             return
+
+    def _is_over_quota(self, spec: RunSpec) -> bool:
+        """Whether the job's team would use more rollout nodes than it may."""
+        team = self._state.cluster.teams.get(spec.team) if spec.team is not None else None
+        quota = team.quota(Phase.ROLLOUT) if team is not None else None
+        if quota is None:
+            return False
+        placed = (
+            self._state.specs[name]
+            for name in self._state.live
+            if name != spec.name and self._state.jobs[name].state.is_placed
+        )
+        used = sum(each.phases[Phase.ROLLOUT].nodes for each in placed if each.team == spec.team)
+        return used + spec.phases[Phase.ROLLOUT].nodes > quota
 
     def _start_anew(self, job: str) -> None:
         """On a Ray cluster a new attempt continues the job, as its processes are on its nodes."""

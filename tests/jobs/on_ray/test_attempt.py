@@ -23,6 +23,7 @@ from rose.jobs.on_ray.leftovers import identity  # noqa: E402
 from rose.jobs.ranks import HostPart  # noqa: E402
 from rose.scheduler.runtime.channel.messages import Start  # noqa: E402
 from rose.scheduler.runtime.job.job import JobNode  # noqa: E402
+from rose.scheduler.runtime.job.spec import Launch, RunSpec  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -314,3 +315,17 @@ def _gone(path: Path) -> str:
 
 def _unreadable(*_: object) -> None:
     raise PermissionError(13, "Permission denied", "data")
+
+
+@pytest.mark.parametrize(("launch", "kept"), [("once", ["a", "b", "c"]), ("per-node", ["b", "c"])])
+def test_the_memory_of_a_host_is_for_the_nodes_whose_state_it_keeps(launch: str, kept: list[str]) -> None:
+    nodes = tuple(
+        JobNode(name=name, address=f"10.0.0.{host}") for name, host in (("a", 1), ("b", 2), ("c", 2))
+    )
+    phases = {"rollout": {"seconds": 1.0, "nodes": 3}, "train": {"seconds": 1.0}}
+    spec = RunSpec.model_validate(
+        {"name": "j", "command": ["x"], "iterations": 1, "max_tokens": 9, "phases": phases}
+    )
+    spec = spec.model_copy(update={"launch": Launch(launch)})
+    part = HostPart(nodes=nodes, index=1, master_port=1)
+    assert [node.name for node in actors._kept_here(spec, part)] == kept

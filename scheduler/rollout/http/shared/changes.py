@@ -61,6 +61,8 @@ class AdminChanges:
         """
         newest = self._plane.registry.newest
         if self._verifier is not None:
+            if not isinstance(signed, str | None):
+                raise RelayError(f"the signed announcement of {version} is no text")
             said = (signed or "").encode()
             self._verifier.require_signed(ANNOUNCED, said)
             if body_of(said).decode() != str(version):

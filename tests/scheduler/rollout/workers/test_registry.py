@@ -1,11 +1,13 @@
 """How a status, a token and a loss change a worker's view, and how heartbeats go on."""
 
 import asyncio
+import contextlib
 import math
 import ssl
 
 import aiohttp
 import pytest
+import uvloop
 
 from rose.engine.http.leases import Leases
 from rose.errors import WorkerError
@@ -267,6 +269,26 @@ async def test_a_worker_that_hangs_holds_up_no_others_heartbeats(monkeypatch: py
         assert not hung.is_alive
         await registry.close()
         server.close()
+
+
+def test_a_heartbeat_that_ends_as_it_makes_room_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_MAKES_ROOM_S", 0.05)
+
+    async def heartbeat(registry: Registry, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        with contextlib.suppress(TimeoutError):
+            async with registry._begun(), asyncio.timeout(0.05):
+                await asyncio.Event().wait()
+
+    async def room_after_heartbeats() -> int:
+        async with aiohttp.ClientSession() as http:
+            registry = Registry(CONFIG, http, Wire(ssl.create_default_context()), lambda: None)
+            await asyncio.gather(*(heartbeat(registry, 0.0007 * number) for number in range(100)))
+            await asyncio.sleep(0.1)
+            return registry._room._value
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the router's command runs
+        assert runner.run(room_after_heartbeats()) == registry_module._MOST_AT_ONCE
 
 
 async def test_a_large_fleet_is_told_how_seldom_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

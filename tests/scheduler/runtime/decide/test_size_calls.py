@@ -28,7 +28,15 @@ TRAIN_S = 0.1 * HOUR_S
 class Sized:
     """A job that asks for four rollout nodes. Its rollouts take what they would with 32 GPUs lent to it."""
 
-    def __init__(self, slo: float = 2.5, fewest: int = 1, num_nodes: int | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        slo: float = 2.5,
+        fewest: int = 1,
+        num_nodes: int | None = None,
+        team: str | None = None,
+        **more: Any,
+    ) -> None:
+        self.team = team
         pools = {"serving_gpus": 32, "rollout": {"name": "h20", "dollars_per_gpu_hour": 1.85}}
         if num_nodes is not None:
             pools["rollout"] |= {"num_nodes": num_nodes}  # type: ignore[operator]
@@ -42,6 +50,8 @@ class Sized:
 
     def submit(self, name: str, **fields: Any) -> list[SchedulerMessage]:
         phases = {"rollout": {"seconds": HOUR_S, "nodes": NUM_ASKED}, "train": {"seconds": TRAIN_S}}
+        if self.team is not None:
+            fields["team"] = self.team
         return self.scheduler.submit(name, **{"phases": phases, "group": None, "iterations": 1000, **fields})
 
     @property
@@ -130,6 +140,28 @@ def test_a_job_without_loans_keeps_its_nodes_and_gets_them_back_when_loans_end()
     assert len(reply.body["rollout_nodes"]) == NUM_ASKED
     assert sized.promised_s() == pytest.approx(HOUR_S + TRAIN_S)
     assert sized.scheduler.job("a")["note"].endswith("it is lent no serving GPUs any more")
+
+
+def test_an_iteration_that_is_reported_again_changes_nothing() -> None:
+    sized = Sized()
+    sized.iterate(3)
+    sized.scheduler.call(Completed, job="a", attempt=1, iteration=2, client="a")
+    assert sized.num_nodes == NUM_ASKED, "the job has been told to go on with four"
+
+
+def test_nodes_that_a_team_mate_has_taken_do_not_come_back_over_the_quota() -> None:
+    sized = Sized(team="t", teams={"t": {"max_rollout_nodes": 4}})
+    sized.iterate(4)
+    assert sized.num_nodes == 2
+    phases = {"rollout": {"seconds": HOUR_S, "nodes": 2}, "train": {"seconds": 1.0}}
+    sized.submit("b", phases=phases, slo=1.01)
+    assert sized.scheduler.job("b")["state"] == "running"
+    phases["rollout"]["nodes"] = 4
+    sized.team = None
+    sized.submit("c", phases=phases, borrow={"run_id": "run-c"}, slo=1.01)
+    assert sized.scheduler.job("a")["serving_gpus"] == 0
+    sized.iterate(1, lent=0.0)
+    assert sized.num_nodes == 2
 
 
 def test_nodes_that_are_handed_back_go_to_a_queued_job_even_if_the_loans_end_then() -> None:
