@@ -1,7 +1,8 @@
 """The set of rollout workers, and the heartbeats that watch them.
 
 Owns: membership at run time, the heartbeats, the models and the newest weights of each run that they report.
-Promises: a worker without a sign of life for `lost_after_s` is dead, and whatever runs on it is told at once.
+Promises: a worker without a sign of life for `lost_after_s`, and for the time of two heartbeats, is dead, and
+whatever runs on it is told at once.
 A worker is asked for its models before it becomes alive. Heartbeats of a large fleet come less often, so that
 they leave the router's CPU to turns. Few are under way at a time, so that a busy router does not take its own
 delay for a worker's silence.

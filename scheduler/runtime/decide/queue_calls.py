@@ -272,11 +272,7 @@ class QueueCalls:
         teams = self._state.cluster.teams
         if not teams:
             return
-        self._used = {team: Counter[Phase]() for team in ("", *teams)}
-        for name in self._state.live:
-            if self._state.jobs[name].state.is_placed:
-                phases = self._state.specs[name].phases
-                self._used[self._team_of(name)].update({phase: phases[phase].nodes for phase in Phase})
+        self._used = self._state.nodes_by_team()
         pools = self._state.cluster.pools.to_pools()
         for team, nodes in self._used.items():
             dollars = pools.price(nodes[Phase.ROLLOUT], nodes[Phase.TRAIN])

@@ -149,15 +149,11 @@ class SizeCalls:
         """Whether the job's team would use more rollout nodes than it may."""
         team = self._state.cluster.teams.get(spec.team) if spec.team is not None else None
         quota = team.quota(Phase.ROLLOUT) if team is not None else None
-        if quota is None:
+        if spec.team is None or quota is None:
             return False
-        placed = (
-            self._state.specs[name]
-            for name in self._state.live
-            if name != spec.name and self._state.jobs[name].state.is_placed
-        )
-        used = sum(each.phases[Phase.ROLLOUT].nodes for each in placed if each.team == spec.team)
-        return used + spec.phases[Phase.ROLLOUT].nodes > quota
+        used = self._state.nodes_by_team()[spec.team][Phase.ROLLOUT]
+        more = spec.phases[Phase.ROLLOUT].nodes - self._state.specs[spec.name].phases[Phase.ROLLOUT].nodes
+        return used + more > quota
 
     def _start_anew(self, job: str) -> None:
         """On a Ray cluster a new attempt continues the job, as its processes are on its nodes."""

@@ -199,6 +199,15 @@ class State:
         self.forget_past(spec.name)
         self.changed(spec.name)
 
+    def nodes_by_team(self) -> dict[str, Counter[Phase]]:
+        """Returns the nodes of the placed jobs of each team; under "", those of jobs without one."""
+        used = {team: Counter[Phase]() for team in ("", *self.cluster.teams)}
+        for name in self.live:
+            if self.jobs[name].state.is_placed:
+                team, phases = self.cluster.team_of(self.specs[name]), self.specs[name].phases
+                used[team].update({phase: phases[phase].nodes for phase in Phase})
+        return used
+
     def learn(self, job: str, spec: RunSpec) -> None:
         """Replaces the job's file by this one."""
         self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
