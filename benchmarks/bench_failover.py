@@ -26,7 +26,6 @@ peer for each. It has to take token ids on /v1/completions. 20 s after a SIGSTOP
 
 import argparse
 import asyncio
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from pathlib import Path
 from lib.faults.failover import CUTS, kill_engine, migrate, stop
 from lib.faults.peers import PeerSamples, kill_behind, stop_behind
 from lib.faults.turns import RunningEngine, Samples, is_idle
-from lib.faults.weights import give, update
+from lib.faults.weights import give, other_weights, update
 from lib.harness import run_benchmark
 from lib.load.turns import RouterClient, until_so
 from lib.router.rig import COMPLETIONS_PATH, add_peers, peer_name, peer_path
@@ -62,7 +61,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     with Rig() as rig:
         for name in ("a", "b"):
             rig.start_engine(name, Role.ROLLOUT, gate=GateMode.OFF)
-        other = _other_weights(rig)
+        other = other_weights(rig)
         engines = [_engine(rig, name) for name in ("a", "b")]
         url = rig.start_router(engine.control.url for engine in engines)
         asyncio.run(_phases(args, rig, url, engines, other, samples, peers))
@@ -106,21 +105,6 @@ async def _phases(
 def _engine(rig: Rig, name: str) -> RunningEngine:
     control = rig.wait_engine(name)
     return RunningEngine(control=control, engine_id=control.status().engine_id, pid=rig.pid(name))
-
-
-def _other_weights(rig: Rig) -> Path:
-    """A checkpoint of the same shape. torch stays out of this process."""
-    folder = rig.folder / "other"
-    code = (
-        "import sys; from pathlib import Path; from rose.measure.models import make_rollout_model; "
-        "make_rollout_model(Path(sys.argv[1]), seed=1)"
-    )
-    made = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
-    )
-    if made.returncode != 0:
-        raise WorkerError(f"the other weights could not be made:\n{made.stderr}")
-    return folder
 
 
 async def _replace(

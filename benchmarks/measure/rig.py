@@ -134,16 +134,18 @@ class Rig:
         role: Role,
         *,
         model: Path | None = None,
+        port: int | None = None,
         vllm_args: tuple[str, ...] = (),
         **rose: Any,
     ) -> ServerProcess:
         """Begins to start an engine with ROSE, with the tiny model for its role unless told otherwise.
 
-        ``rose``: its settings, such as pool and lease_s.
+        ``port``: that of an engine in whose place this one comes. ``rose``: its settings, such as pool and
+        lease_s.
         """
         config = EngineConfig(
             model=str(model if model is not None else self.model(role)),
-            port=free_port(),
+            port=port if port is not None else free_port(),
             role=role,
             engine_id=f"{name}-{id(self)}",
             vllm_args=(*self.vllm_flags(str(role)), *vllm_args),
@@ -241,9 +243,10 @@ class Rig:
         name: str = "router",
         nice: int = 0,
         behind: Sequence[str] = (),
+        port: int | None = None,
     ) -> tuple[ServerProcess, str]:
         """Like ``start_router``, and returns the process as well, for a router that is stopped early."""
-        port = free_port()
+        port = port if port is not None else free_port()
         argv = ["-m", "rose.scheduler.rollout.http.command", "--port", str(port), *flags]
         for worker in workers:
             argv += ["--worker", worker]
@@ -254,11 +257,20 @@ class Rig:
         return process, url
 
     def start_relay(
-        self, name: str, *, kind: str = "embedded", capacity_bytes: int, beside: str | None = None
+        self,
+        name: str,
+        *,
+        kind: str = "embedded",
+        capacity_bytes: int,
+        beside: str | None = None,
+        port: int | None = None,
     ) -> tuple[ServerProcess, str]:
-        """Returns a relay and its URL. ``beside``: the URL of a Mooncake store whose frames it copies."""
+        """Returns a relay and its URL. ``beside``: the URL of a Mooncake store whose frames it copies.
+        ``port``: that of a relay in whose place this one comes, under a name of its own."""
         argv = ["-m", "rose.transfer.relay.server", "--kind", kind, "--capacity-bytes", str(capacity_bytes)]
-        server = self.run([*argv, *(("--beside", beside) if beside is not None else ())], name)
+        argv += ["--beside", beside] if beside is not None else []
+        argv += ["--port", str(port)] if port is not None else []
+        server = self.run(argv, name)
         log = self.log(name)
         server.wait_until(lambda: '"url"' in log.read_text(), "relay's URL", RELAY_START_S)
         line = next(line for line in log.read_text().splitlines() if line.startswith("{"))

@@ -4,6 +4,8 @@ Owns the updates and the truth about each token. Never takes the router's or an 
 """
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from lib.faults.turns import (
 )
 from lib.load.turns import RouterClient, Turn, random_prompt, until_so
 from rose.errors import WorkerError
+from rose.measure.rig import Rig
 from rose.messages import WeightUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 
@@ -85,6 +88,21 @@ async def _pin(client: RouterClient, changing: RunningEngine, weights: Path, nam
     return second
 
 
+def other_weights(rig: Rig) -> Path:
+    """Returns a checkpoint of the rollout model's shape. torch stays out of this process."""
+    folder = rig.folder / "other"
+    code = (
+        "import sys; from pathlib import Path; from rose.measure.models import make_rollout_model; "
+        "make_rollout_model(Path(sys.argv[1]), seed=1)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        raise WorkerError(f"the other weights could not be made:\n{made.stderr}")
+    return folder
+
+
 async def give(client: RouterClient, engine: RunningEngine, weights: Path, number: int) -> None:
     """Hands weights to an engine as a subscriber does."""
     (path,) = weights.glob("*.safetensors")
@@ -106,22 +124,32 @@ async def sees(client: RouterClient, engines: Sequence[RunningEngine], number: i
 async def _true_weights(
     client: RouterClient, engines: Sequence[RunningEngine], turn: Turn
 ) -> list[bool | None]:
-    """Returns for each token whether the second engine's weights made it; None where both may have."""
-    mine, other = [await _logprobs(client, engine, turn) for engine in engines]
+    mine, other = [await logprobs(client, engine, turn.prompt, turn.token_ids) for engine in engines]
+    return made_by_other(turn.logprobs, mine, other)
+
+
+def made_by_other(
+    carried: Sequence[float], mine: Sequence[float], other: Sequence[float]
+) -> list[bool | None]:
+    """Returns for each token whether the other weights made it; None where both may have.
+
+    ``carried``: the log-probabilities that came with the tokens. ``mine``, ``other``: those by each weights.
+    """
     found: list[bool | None] = []
-    for carried, by_mine, by_other in zip(turn.logprobs, mine, other, strict=True):
-        is_mine, is_other = abs(carried - by_mine) < SAME_LOGPROB, abs(carried - by_other) < SAME_LOGPROB
+    for came, by_mine, by_other in zip(carried, mine, other, strict=True):
+        is_mine, is_other = abs(came - by_mine) < SAME_LOGPROB, abs(came - by_other) < SAME_LOGPROB
         found.append(is_other if is_mine != is_other else None)
     return found
 
 
-async def _logprobs(client: RouterClient, engine: RunningEngine, turn: Turn) -> list[float]:
-    """Returns the log-probability that an engine's weights give to each token of a turn."""
-    tokens = [*turn.prompt, *turn.token_ids]
+async def logprobs(
+    client: RouterClient, engine: RunningEngine, prompt: Sequence[int], token_ids: Sequence[int]
+) -> list[float]:
+    """Returns the log-probability that an engine's weights give to each token of an answer."""
+    tokens = [*prompt, *token_ids]
     body: dict[str, Any] = {"model": engine.control.model, "prompt": tokens, "max_tokens": 1}
     answer = await client.call(
         "POST", f"{engine.control.url}/v1/completions", {**body, "prompt_logprobs": 0, "temperature": 0.0}
     )
     told = answer["choices"][0]["prompt_logprobs"]
-    start = len(turn.prompt)
-    return [told[i][str(tokens[i])]["logprob"] for i in range(start, len(tokens))]
+    return [told[i][str(tokens[i])]["logprob"] for i in range(len(prompt), len(tokens))]
