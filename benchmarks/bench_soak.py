@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import aiohttp
 import psutil
 from lib.faults.weights import give, logprobs, made_by_other
 from lib.faults.whole_fleet import PUBLISH_EVERY_S, WholeFleet
@@ -146,18 +145,20 @@ async def _first_weights(turns: RouterTurns, seen: Seen) -> None:
 
 
 async def _serve(fleet: WholeFleet, seen: Seen, is_over: asyncio.Event) -> None:
-    async with open_session() as http, asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         for number in itertools.count():
             if is_over.is_set():
                 return
-            group.create_task(_request(http, fleet, f"serving-{number}", seen))
+            group.create_task(_request(fleet, f"serving-{number}", seen))
             await asyncio.sleep(SERVING_EVERY_S)
 
 
-async def _request(http: aiohttp.ClientSession, fleet: WholeFleet, name: str, seen: Seen) -> None:
+async def _request(fleet: WholeFleet, name: str, seen: Seen) -> None:
     record = RequestRecord(prompt=random_prompt(name, PROMPT_TOKENS), max_tokens=SERVING_TOKENS)
     body = completion_body(str(Role.SERVING), list(record.prompt), SERVING_TOKENS)
-    await stream_completion(http, fleet.serving.url, body, record)
+    # A server that was stopped for seconds closes connections that waited for a next request when it goes on.
+    async with open_session() as http:
+        await stream_completion(http, fleet.serving.url, body, record)
     seen.served.append(record)
 
 
