@@ -55,7 +55,7 @@ NOT_STOPPED = ("pool",)
 
 
 @dataclass(slots=True)
-class Seen:
+class SoakLog:
     """What the clients saw."""
 
     served: list[RequestRecord] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Seen:
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     """Runs the fleet through all faults, then asks which weights made the answers."""
-    seen = Seen()
+    seen = SoakLog()
     with Rig() as rig:
         fleet = WholeFleet(rig)
         asyncio.run(_play(args, fleet, seen))
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     return _figures(seen, published, [process.name() for process in left])
 
 
-async def _play(args: argparse.Namespace, fleet: WholeFleet, seen: Seen) -> None:
+async def _play(args: argparse.Namespace, fleet: WholeFleet, seen: SoakLog) -> None:
     by_chance = random.Random(args.seed)
     turns = RouterTurns(fleet.routers, str(Role.ROLLOUT), retry_s=120.0)
     is_over = asyncio.Event()
@@ -118,7 +118,7 @@ def _faults(by_chance: random.Random, rounds: int) -> list[tuple[str, str]]:
     return faults
 
 
-async def _do(fleet: WholeFleet, part: str, fault: str, by_chance: random.Random, seen: Seen) -> None:
+async def _do(fleet: WholeFleet, part: str, fault: str, by_chance: random.Random, seen: SoakLog) -> None:
     print(f"{fault} {part}", file=sys.stderr)
     seen.faults[fault] += 1
     if fault == "stop":
@@ -133,7 +133,7 @@ async def _do(fleet: WholeFleet, part: str, fault: str, by_chance: random.Random
 # Clients ---------------------------------------------------------------------------------------------------
 
 
-async def _first_weights(turns: RouterTurns, seen: Seen) -> None:
+async def _first_weights(turns: RouterTurns, seen: SoakLog) -> None:
     """Waits until the trainer's weights are on the engines."""
 
     async def has_version() -> bool:
@@ -144,7 +144,7 @@ async def _first_weights(turns: RouterTurns, seen: Seen) -> None:
     seen.newest.append((time.monotonic(), 0))
 
 
-async def _serve(fleet: WholeFleet, seen: Seen, is_over: asyncio.Event) -> None:
+async def _serve(fleet: WholeFleet, seen: SoakLog, is_over: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as group:
         for number in itertools.count():
             if is_over.is_set():
@@ -153,7 +153,7 @@ async def _serve(fleet: WholeFleet, seen: Seen, is_over: asyncio.Event) -> None:
             await asyncio.sleep(SERVING_EVERY_S)
 
 
-async def _request(fleet: WholeFleet, name: str, seen: Seen) -> None:
+async def _request(fleet: WholeFleet, name: str, seen: SoakLog) -> None:
     record = RequestRecord(prompt=random_prompt(name, PROMPT_TOKENS), max_tokens=SERVING_TOKENS)
     body = completion_body(str(Role.SERVING), list(record.prompt), SERVING_TOKENS)
     # A server that was stopped for seconds closes connections that waited for a next request when it goes on.
@@ -162,7 +162,7 @@ async def _request(fleet: WholeFleet, name: str, seen: Seen) -> None:
     seen.served.append(record)
 
 
-async def _roll_out(turns: RouterTurns, name: str, seen: Seen, is_over: asyncio.Event) -> None:
+async def _roll_out(turns: RouterTurns, name: str, seen: SoakLog, is_over: asyncio.Event) -> None:
     for number in itertools.count():
         session = f"{name}-{number}"
         prompt = random_prompt(session, PROMPT_TOKENS)
@@ -179,7 +179,7 @@ async def _roll_out(turns: RouterTurns, name: str, seen: Seen, is_over: asyncio.
             prompt = [*prompt, *answer.token_ids, *random_prompt(f"{session}-{turn}", OBSERVATION_TOKENS)]
 
 
-def _note(answer: TurnAnswer, prompt: list[int], seen: Seen) -> None:
+def _note(answer: TurnAnswer, prompt: list[int], seen: SoakLog) -> None:
     if len(answer.token_ids) != ANSWER_TOKENS or len(answer.logprobs) != ANSWER_TOKENS:
         seen.lost.append(f"{len(answer.token_ids)} tokens, {answer.finish_reason}")
     seen.answers.append((prompt, answer))
@@ -190,7 +190,7 @@ def _note(answer: TurnAnswer, prompt: list[int], seen: Seen) -> None:
 # The truth about the answers --------------------------------------------------------------------------------
 
 
-async def _judge(args: argparse.Namespace, fleet: WholeFleet, seen: Seen) -> None:
+async def _judge(args: argparse.Namespace, fleet: WholeFleet, seen: SoakLog) -> None:
     """Gives each engine one of the checkpoints, and compares answers that one version made with both."""
     engines = [fleet.rollout_engine(name) for name in ("shared", "dedicated")]
     of_one = [(prompt, answer) for prompt, answer in seen.answers if len(set(answer.versions)) == 1]
@@ -206,7 +206,7 @@ async def _judge(args: argparse.Namespace, fleet: WholeFleet, seen: Seen) -> Non
             seen.num_wrong += sum(each != bool(answer.versions[0] % 2) for each in told)
 
 
-def _figures(seen: Seen, published: int, left: list[str]) -> list[Figure]:
+def _figures(seen: SoakLog, published: int, left: list[str]) -> list[Figure]:
     there = [request for request in seen.served if not seen.was_away(request)]
     refused = [request.error or "cut" for request in there if not request.is_complete]
     for error in (*refused, *seen.lost):
