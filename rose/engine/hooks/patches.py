@@ -192,7 +192,13 @@ def _wrap(
 
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
-    from rose.engine.hooks.vllm_version import is_supported, supported_range, vllm_version
+    from rose.engine.vllm_version import (
+        VERSIONS_KEY,
+        is_supported,
+        supported_range,
+        versions,
+        vllm_version,
+    )
 
     if not is_supported(vllm_version()):
         raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
@@ -209,6 +215,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     engine_args.additional_config = {
         **engine_args.additional_config,
         CONFIG_KEY: settings.model_dump(mode="json"),
+        VERSIONS_KEY: versions(),
     }
     engine_args.worker_cls, backend = _platform()
     engine_args.scheduler_cls = _scheduler(settings.role, is_async=False)  # vLLM has not chosen yet
@@ -269,7 +276,7 @@ def _can_free_weights() -> bool:
     """Whether vLLM has its allocator whose memory on a GPU can be freed, which deactivation needs."""
     from vllm.device_allocator.cumem import cumem_available
 
-    from rose.engine.hooks.vllm_version import has_sleep_backends
+    from rose.engine.vllm_version import has_sleep_backends
 
     return has_sleep_backends() and cumem_available
 

@@ -32,6 +32,7 @@ from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.vllm_version import check_versions
 from rose.memory.ledger.ledger_words import LedgerWord
 from rose.types import GateMode, Role, StopReason
 
@@ -54,6 +55,7 @@ class RoseScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
+        check_versions(config.additional_config, "the engine core")
         settings = EngineSettings.parse(config.additional_config)
         assert settings is not None, "scheduler class chosen without rose settings"
         self.rose = settings = settings.of_rank(config.parallel_config.data_parallel_index)
