@@ -34,6 +34,8 @@ MOST_TURN_ROUNDS = 6
 class LateMoves:
     moves: Moves
     most_in_flight: int
+    num_waits: int
+    """Times that unmapping waited for the device."""
 
 
 def answer_over_cuts_late(
@@ -49,7 +51,7 @@ def answer_over_cuts_late(
     """Half of the slabs leave while two steps are in flight, that is while the older one may use them."""
     device = use_late_device(is_fenced=is_fenced)
     moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
-    return LateMoves(moves=moves, most_in_flight=device.most_in_flight)
+    return LateMoves(moves=moves, most_in_flight=device.most_in_flight, num_waits=device.num_waits)
 
 
 def serve_bursts_late(**given: Any) -> tuple[list[list[int]], int]:
@@ -118,14 +120,22 @@ def offer_turns(
     return turns
 
 
-def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int, **args: Any) -> Driver:
+def _gated(
+    model: Path,
+    role: str,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    mode: GateMode = GateMode.DUAL,
+    **args: Any,
+) -> Driver:
     """Returns an engine that has learned how long its steps take, and then shuts its gate."""
     driver = Driver(make_engine(model, {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}, **args))
     for round_number in range(WARM_UP_ROUNDS):
         driver.answer(prompts[: len(prompts) - round_number], max_tokens)
     scheduler = driver.scheduler
     assert scheduler.recorder.is_profiled
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
+    scheduler.set_gate(scheduler.rose.gate_settings(mode))
     return driver
 
 

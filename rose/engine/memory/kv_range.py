@@ -36,6 +36,8 @@ class SlabOps:
     """(position, slab) pairs to unmap; the slabs then go back to the pool."""
     map: list[tuple[int, int]] = field(default_factory=list)
     """(position, slab) pairs to map; the slabs are zeroed."""
+    waits: bool = False
+    """Whether unmapping has to wait for the device, which may use the slabs behind its last output."""
 
     def __bool__(self) -> bool:
         return bool(self.unmap or self.map)
@@ -105,11 +107,12 @@ class KVRange:
     def apply(self, ops: SlabOps) -> None:
         """Unmaps and releases batch by batch, so that others can take the first slabs early; then maps.
 
+        The steps that may have used the slabs have ended (step_fence.py), and the device goes on.
         The zeroing takes its place in the order of the model's stream, and the host does not wait for it.
         With a transfer window it is done before this returns: a load into a new slab runs in no order with
         that stream, and zeros that come after it would wipe out what it wrote.
         """
-        if ops.unmap:
+        if ops.unmap and ops.waits:
             self._range.fence()
         for first in range(0, len(ops.unmap), RELEASE_SLABS):
             batch = ops.unmap[first : first + RELEASE_SLABS]

@@ -76,6 +76,8 @@ class RoseScheduler(Scheduler):
                 self.num_spec_tokens + self.num_lookahead_tokens,
                 getattr(self.scheduler_config, "watermark", 0.0),  # not in every supported vLLM
             )
+            has_drafter = config.speculative_config is not None
+            self.tenant.outlives_output = has_drafter or self.connector is not None
             if self.connector is not None:
                 self.tenant.holds = ConnectorHolds(
                     self.connector,
@@ -148,6 +150,7 @@ class RoseScheduler(Scheduler):
             is_loading = output.kv_connector_metadata is not None
             uses_memory = output.total_num_scheduled_tokens > 0 or is_loading
             output.rose_ops = self.tenant.take_ops(uses_memory=uses_memory)
+            self.tenant.fence.begin()
         self._in_flight.append(output)
         self._bound_in_flight()
         self._publish_status()
@@ -183,6 +186,8 @@ class RoseScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         collected = self._in_flight.popleft()
         assert collected is scheduler_output, "outputs come in the order of their steps"
+        if self.tenant is not None:
+            self.tenant.fence.end()
         if scheduler_output.total_num_scheduled_tokens > 0:
             seconds = self.recorder.ended(time.monotonic())
             self.page.count(Field.STEPS)
