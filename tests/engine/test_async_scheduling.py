@@ -67,6 +67,23 @@ def test_answers_are_stocks_while_slabs_leave_under_steps_in_flight(
     assert_greedy(late.moves, expected)
 
 
+def test_answers_of_two_ranks_are_stocks_while_slabs_leave_under_steps_in_flight(
+    run: Run, engines_dir: Path, models: ModelDirs, expected: list[list[int]]
+) -> None:
+    with start_daemon(
+        "async-ranks",
+        num_slabs=NUM_SLABS,
+        num_shards=2,
+        slab_bytes=SLAB_BYTES // 2,
+        headroom_slabs=HEADROOM_SLABS,
+        runtime_dir=runtime_dir(engines_dir / "async"),
+    ):
+        arguments = {"model": models.untied[0], "pool": "async-ranks", "num_rounds": NUM_ROUNDS}
+        late = run(async_runs.answer_over_cuts_on_ranks, **arguments, tensor_parallel_size=2).result()
+    assert late.most_in_flight == 2
+    assert_greedy(late.moves, expected)
+
+
 def test_the_late_device_finds_a_missing_fence(run: Run, pool: str, models: ModelDirs) -> None:
     """Without it a step in flight uses memory that has gone, which ends the process."""
     arguments = {"model": models.untied[0], "pool": pool, "num_rounds": NUM_ROUNDS, "is_fenced": False}
