@@ -38,6 +38,7 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
     def _init_executor(self) -> None:
         super()._init_executor()
         self._thread = ThreadPoolExecutor(1)
+        print(f"late device: async scheduling {self.scheduler_config.async_scheduling}", flush=True)
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         worker: Any = self.driver_worker.worker
