@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.gate import GateSettings
 from rose.config import Settings
-from rose.engine.memory.connector_holds import ConnectorHolds
+from rose.engine.memory.connector_holds import ConnectorHolds, check_shared_store
 from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
@@ -79,6 +79,7 @@ class RoseScheduler(Scheduler):
             has_drafter = config.speculative_config is not None
             self.tenant.outlives_output = has_drafter or self.connector is not None
             if self.connector is not None:
+                check_shared_store(config.kv_transfer_config, self.tenant.layout)
                 self.tenant.holds = ConnectorHolds(
                     self.connector,
                     config.kv_transfer_config.kv_connector_extra_config,
