@@ -251,3 +251,13 @@ def answer_under_new_weights(
     return Updated(
         answers=[[reply.tokens for reply in replies] for replies in answers], stale=stale, drafter=drafter
     )
+
+
+def refused_with(model: Path, pool: str, speculative: dict[str, Any]) -> str:
+    """What an engine with this drafter is refused with, "" if it is not."""
+    settings = {"role": "serving", "pool": pool}
+    try:
+        make_engine(model, settings, speculative_config=speculative)
+    except ValueError as error:
+        return str(error)
+    return ""
