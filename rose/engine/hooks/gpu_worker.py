@@ -12,8 +12,9 @@ It rests on these facts:
   connector copies beside it: with one of them, unmapping waits for the device.
 - Mapping waits for no step. The zeroing is queued on the model's stream, ahead of the step; with a KV
   connector, whose loads run beside that stream, it is done when the mapping returns.
-- Positions without a slab are guarded: a stray read finds zeros and ends no context. Guards come after the
-  slabs have been released. A stray read faults while a guard is exchanged for a slab.
+- Positions without a slab are guarded: a stray read finds zeros and ends no context. The guards of a batch
+  come as soon as its slabs have been released. A stray read faults while a slab is exchanged for a guard, or
+  a guard for a slab.
 """
 
 from __future__ import annotations
