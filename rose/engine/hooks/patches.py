@@ -73,6 +73,26 @@ def give_scheduler_its_core() -> None:
     _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
 
 
+def tell_scheduler_of_waves() -> None:
+    """Has a serving scheduler claim the GPU for its rank's dummy batches, and tells it the end of a wave.
+
+    Why: the data-parallel ranks of a mixture of experts compute every step together. A rank without requests
+    computes dummy batches, which no scheduler plans, until all ranks are done. vLLM 0.30-0.33.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    def before_dummy_batch(core: Any) -> None:
+        if (begin := getattr(core.scheduler, "begin_dummy_step", None)) is not None:
+            begin()
+
+    def after_agreement(core: Any, is_running: bool) -> None:
+        if not is_running and (end := getattr(core.scheduler, "end_wave", None)) is not None:
+            end()
+
+    _wrap(DPEngineCoreProc, "execute_dummy_batch", before=before_dummy_batch)
+    _wrap(DPEngineCoreProc, "_has_global_unfinished_reqs", before=lambda _core: None, after=after_agreement)
+
+
 def write_cpu_latents_between_layers() -> None:
     """Lets vLLM's latent attention on a CPU write to a KV cache whose blocks have other layers between them.
 

@@ -28,6 +28,7 @@ def register() -> None:
     _log_beside_vllm()
     ask_for_amx()
     patches.give_scheduler_its_core()
+    patches.tell_scheduler_of_waves()
     register_weight_backends()
     _register_sleep_backend()
 
