@@ -16,7 +16,7 @@ from rose.errors import ConfigError
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(engines_dir: Path) -> Iterator[Callable[..., Any]]:
     with forks(engines_dir / "versions") as start:
         yield start
