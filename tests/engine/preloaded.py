@@ -13,6 +13,6 @@ FORKS.set_forkserver_preload(
         *("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.api_server.app_state"),
         *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
         *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
-        *("vllm.v1.core.sched.async_scheduler", "async_on_cpu", "experts_on_cpu", "inspecting", "settled"),
+        *("vllm.v1.core.sched.async_scheduler", "async_on_cpu", "inspecting", "settled"),
     ]
 )

@@ -3,27 +3,25 @@
 from pathlib import Path
 from typing import Any
 
-from forked_engines import make_engine
+from forked_engines import make_engine, make_engine_of_ranks
 
 OTHER = "0.31.0"
 
 
 def start_with_another_rank(model: Path) -> None:
     """Starts an engine of two ranks, of which the second runs another vLLM."""
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    WorkerProc.worker_main = staticmethod(_another_in_rank_1)
-    make_engine(model, {"role": "rollout"}, tensor_parallel_size=2)
-
-
-def _another_in_rank_1(*args: Any, **kwargs: Any) -> None:
-    """A rank's process. It is spawned, and so finds vLLM's own main function there."""
     import vllm
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    if kwargs["rank"] == 1:
-        vllm.__version__ = OTHER
-    WorkerProc.worker_main(*args, **kwargs)
+    original = WorkerProc.worker_main
+
+    def worker_main(*args: Any, **kwargs: Any) -> None:
+        if kwargs["rank"] == 1:
+            vllm.__version__ = OTHER
+        original(*args, **kwargs)
+
+    WorkerProc.worker_main = staticmethod(worker_main)
+    make_engine_of_ranks(model, {"role": "rollout"}, tensor_parallel_size=2)
 
 
 def start_with_another_core(model: Path) -> None:
