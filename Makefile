@@ -25,7 +25,7 @@ help:
 	@echo "make format     rewrite the files as lint wants them"
 	@echo "make docs       build the documentation into site/ (strict, offline)"
 	@echo "make bench      run every benchmark's quick form; one table against the targets"
-	@echo "make gpu-kit    dist/rose-gpu-kit.tar: what a GPU machine without network needs to check and measure"
+	@echo "make gpu-kit    dist/rose-gpu-kit.tar.gz: what a GPU machine without network needs to check and measure"
 	@echo "make wheels     a source distribution and a manylinux wheel for this Python, in dist/"
 	@echo "make setup      only make the environment (.venv)"
 	@echo "make clean      remove the environment and build outputs"

@@ -10,10 +10,13 @@ compared and came whole, and the moves.
     sync, async      dense attention, without and with async scheduling
     mamba2, parallel, delta_net   states beside attention (Granite, Falcon-H1, Qwen3-Next), prefix cache on
     draft_model      dense attention, three draft tokens of another model, with async scheduling
+    tp2              two tensor-parallel ranks, with async scheduling; stock vLLM has one rank
+    v2               Model Runner V2, in Triton's interpreter
+    nixl             a prefiller and a decoder with vLLM's NixlConnector on a stand-in card, beside rollouts
+                     that always want their slabs; the answers are the decoder's and the rollouts'
 
-Engines with async scheduling compute on a device that imitates a GPU's lateness. The engines are those of
-tests/engine, which also hold moves beside serving engines, over two ranks, with Model Runner V2 and with
-NIXL's connector.
+Engines with async scheduling compute on a device that imitates a GPU's lateness, but those of tp2. The
+engines are those of tests/engine.
 
     python benchmarks/bench_moves.py --quick
     python benchmarks/bench_moves.py --only mamba2 delta_net --json moves.json
@@ -21,17 +24,23 @@ NIXL's connector.
 
 import argparse
 import importlib
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from lib.harness import run_benchmark
 
+from rose.engine.stock import STOCK_ENV
+from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.memory.daemon.daemon import start_daemon
+from rose.memory.pool.pool import PoolClient
 
 ENGINES = Path(__file__).resolve().parents[1] / "tests" / "engine"
 NUM_MOVES, QUICK_MOVES = 1000, 60
@@ -41,6 +50,8 @@ NUM_DRAFTS = 3
 NUM_SLABS, HEADROOM_SLABS = 24, 6
 SMALL_SLAB, SLAB, WIDE_SLAB = 256 << 10, 512 << 10, 768 << 10
 CACHED = {"prefix_match_unit": 16}
+ROUNDS_OF_A_DECODER = 4
+"""It gets all prompts so often, and then another one starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,8 @@ class Feature:
     """Arguments of the stock engine and of the one under test."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the engine under test alone."""
+    num_slabs: int = NUM_SLABS
+    num_shards: int = 1
 
 
 FEATURES = {
@@ -71,6 +84,15 @@ FEATURES = {
         stock={"num_at_once": 1, "dtype": "bfloat16"},
     ),
     "draft_model": Feature(make_model="make_rollout_model", is_late=True, has_drafter=True),
+    "tp2": Feature(
+        make_model="make_rollout_model",
+        slab_bytes=SMALL_SLAB,
+        num_shards=2,
+        args={"tensor_parallel_size": 2},
+    ),
+    # Small slabs, so that a round of the slow interpreter moves many.
+    "v2": Feature(make_model="make_rollout_model", slab_bytes=SMALL_SLAB, num_slabs=2 * NUM_SLABS),
+    "nixl": Feature(make_model="make_serving_model", num_slabs=32),
 }
 
 
@@ -88,16 +110,9 @@ class _Runs:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder / "engines"
+        names = ("async_runs", "engine_runs", "forked_engines", "prefill_decode_runs", "preloaded", "probes")
         self._tests = {
-            name: importlib.import_module(name)
-            for name in (
-                "async_runs",
-                "engine_runs",
-                "forked_engines",
-                "probes",
-                "real_engine",
-                "tiny_models",
-            )
+            name: importlib.import_module(name) for name in (*names, "real_engine", "tiny_models", "v2_runs")
         }
         prompt = self._tests["probes"].prompt
         shared = prompt(f"shared-{seed}", 88)
@@ -113,22 +128,29 @@ class _Runs:
         stock = run(self._tests["engine_runs"].stock_answers, **given)
         with start_daemon(
             name,
-            num_slabs=NUM_SLABS,
+            num_slabs=feature.num_slabs,
             slab_bytes=feature.slab_bytes,
+            num_shards=feature.num_shards,
             headroom_slabs=HEADROOM_SLABS,
             runtime_dir=self._tests["real_engine"].runtime_dir(self._folder),
         ):
-            moves = self._over_cuts(run, feature, pool=name, num_rounds=1, num_moves=num_moves, **given)
-        expected = stock.result()
-        answers = [pair for replies in moves.replies for pair in zip(replies, expected, strict=True)]
-        equal = sum(reply.tokens == tokens[: len(reply.tokens)] for reply, tokens in answers)
-        whole = sum(reply.finish_reason == "length" for reply, _ in answers)
+            if name == "nixl":
+                answers, moved = self._beside_a_pair(run, stock, pool=name, num_moves=num_moves, **given)
+            else:
+                over_cuts = self._in_program if name == "v2" else partial(self._over_cuts, run, feature)
+                moves = over_cuts(pool=name, num_rounds=1, num_moves=num_moves, **given)
+                answers, moved = _pairs(moves.replies, stock.result()), moves.num_moves
+        num_equal = sum(reply.tokens == tokens[: len(reply.tokens)] for reply, tokens in answers)
         return Figure(
             name=f"greedy_equal_moves[{name}]",
-            value=equal / len(answers),
+            value=num_equal / len(answers),
             unit="share",
             target="== 1",
-            peers={"moves": moves.num_moves, "answers": len(answers), "whole answers": whole},
+            peers={
+                "moves": moved,
+                "answers": len(answers),
+                "whole answers": sum(reply.finish_reason == "length" for reply, _ in answers),
+            },
         )
 
     def _over_cuts(self, run: Callable[..., Any], feature: Feature, **given: Any) -> Any:
@@ -140,16 +162,66 @@ class _Runs:
                 "model": str(drafter),
                 "num_speculative_tokens": NUM_DRAFTS,
             }
-        if not feature.is_late:
+        if feature.is_late:
+            late = run(self._tests["async_runs"].answer_over_cuts_late, **given).result()
+        elif feature.num_shards > 1:
+            late = run(self._tests["async_runs"].answer_over_cuts_on_ranks, **given).result()
+        else:
             given.setdefault("num_at_once", NUM_PROMPTS)
             return run(self._tests["engine_runs"].answer_over_cuts, **given).result()
-        late = run(self._tests["async_runs"].answer_over_cuts_late, **given).result()
-        assert late.most_in_flight > 1, "steps were not queued behind each other"
+        if late.most_in_flight < 2:
+            raise WorkerError("no step was queued behind another one")
         return late.moves
+
+    def _in_program(self, **given: Any) -> Any:
+        """Model Runner V2 is chosen before vLLM is imported, so it runs in a program of its own."""
+        v2_runs = self._tests["v2_runs"]
+        arguments, found = self._folder / "given.json", self._folder / "found.json"
+        arguments.write_text(json.dumps({**given, "model": str(given["model"])}))
+        folder = str(self._tests["real_engine"].runtime_dir(self._folder))
+        command = [sys.executable, str(ENGINES / "v2_runs.py"), str(arguments), str(found)]
+        environment = [f"{name}={value}" for name, value in {**STOCK_ENV, **v2_runs.ENV}.items()]
+        subprocess.run(["env", f"ROSE_RUNTIME_DIR={folder}", *environment, *command], check=True)
+        return v2_runs.read_moves(found)
+
+    def _beside_a_pair(
+        self, run: Callable[..., Any], stock: Any, *, pool: str, num_moves: int, **given: Any
+    ) -> tuple[list[tuple[Any, Any]], int]:
+        """Has decoders take their prompts' KV from a prefiller until rollouts and these have moved so many
+        slabs."""
+        events, runs = self._tests["preloaded"].FORKS, self._tests["prefill_decode_runs"]
+        asked, told, stop = events.Queue(), events.Queue(), events.Event()
+        rolled = {**given, "model": self._model("rollout", "make_rollout_model")}
+        rollout = run(runs.roll_out, **rolled, pool=pool, stop=stop)
+        rollout_stock = run(self._tests["engine_runs"].stock_answers, **rolled)
+        prefiller = run(runs.prefill, given["model"], pool=pool, asked=asked, told=told, stop=stop)
+        replies: list[list[Any]] = []
+        folder = self._tests["real_engine"].runtime_dir(self._folder)
+        with PoolClient.observe(pool, runtime_dir=folder) as watcher:
+
+            def num_moved() -> int:
+                return sum(watcher.ledger.entry(slab).epoch for slab in range(watcher.num_slabs))
+
+            while not replies or num_moved() < num_moves:
+                again = {**given, "prompts": given["prompts"] * ROUNDS_OF_A_DECODER}
+                decoder = run(runs.decode, **again, pool=pool, asked=asked, told=told, has_window=True)
+                decoded = decoder.result()
+                decoder.stop()
+                replies += [decoded[at : at + NUM_PROMPTS] for at in range(0, len(decoded), NUM_PROMPTS)]
+        stop.set()
+        moves = rollout.result()
+        prefiller.result()
+        answers = _pairs(replies, stock.result()) + _pairs(moves.replies, rollout_stock.result())
+        return answers, moves.num_moves
 
     def _model(self, name: str, make: str, **how: Any) -> Path:
         folder: Path = getattr(self._tests["tiny_models"], make)(self._folder / f"model-{name}", **how)
         return folder
+
+
+def _pairs(rounds: list[list[Any]], expected: list[list[int]]) -> list[tuple[Any, Any]]:
+    """Each answer of each round, with stock vLLM's."""
+    return [pair for replies in rounds for pair in zip(replies, expected, strict=True)]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

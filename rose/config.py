@@ -20,6 +20,11 @@ from pydantic_core import ErrorDetails
 from rose.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
+SHARE_FILES = (
+    "a subscriber in another container must see the same files as the engine: start both with --ipc=host, "
+    "which shares /dev/shm, or mount one volume in both as the folder of its --staging"
+)
+"""What to do where an engine finds no file at the path that it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

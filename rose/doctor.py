@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.arguments import CommandParser
-from rose.engine.hooks.vllm_version import is_supported, supported_range
+from rose.engine.vllm_version import is_supported, supported_range
 from rose.errors import install_hint
 from rose.node.checks import GPU_DRIVER, installed_vllm
 

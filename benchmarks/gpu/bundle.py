@@ -6,7 +6,7 @@ The machine has torch and its CUDA libraries; the bundle makes an environment be
 
 On the machine:
 
-    mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar
+    mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar.gz.gz
     sh benchmarks/gpu/install.sh && venv/bin/python benchmarks/gpu/run.py --json gpu.json
 """
 
@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ def main() -> int:
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=own, help=f"the machine's Python (default: {own})")
     parser.add_argument("--torch", default="2.11+cu130", help="the machine's torch (default: 2.11+cu130)")
-    parser.add_argument("--output", type=Path, default=ROOT / "dist" / "rose-gpu-kit.tar")
+    parser.add_argument("--output", type=Path, default=ROOT / "dist" / "rose-gpu-kit.tar.gz.gz")
     arguments = parser.parse_args()
     cuda = re.search(r"\+cu(\d+)(\d)$", arguments.torch)
     if re.fullmatch(r"3\.1[1-3]", arguments.python) is None:
@@ -61,7 +62,10 @@ def _dependencies() -> list[str]:
 
 
 def _download(requirements: list[str], python: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--dest", str(folder)]
+    # uv makes environments without pip, and downloads no wheels for another Python.
+    venv.create(folder.with_name("pip"), with_pip=True)
+    command = [str(folder.with_name("pip") / "bin" / "python"), "-m", "pip", "download"]
+    command += ["-q", "--only-binary=:all:", "--dest", str(folder)]
     command += ["--python-version", python, *(f"--platform={platform}" for platform in PLATFORMS)]
     subprocess.run([*command, *requirements], check=True)
 
@@ -72,18 +76,18 @@ def _git(*arguments: str) -> str:
 
 
 def _pack(output: Path, folder: Path, *, is_own_python: bool) -> None:
-    """Packs what git tracks, without kept results and the site's pages, and what ``folder`` holds."""
+    """Packs what git tracks, without kept results and the site's pages, and what was made in ``folder``."""
     files = [
         each for each in _git("ls-files").splitlines() if not each.startswith((".ci/", "benchmarks/results/"))
     ]
     if is_own_python:
         files += [str(path.relative_to(ROOT)) for path in (ROOT / "rose").glob("_*.so")]
-    with tarfile.open(output, "w") as bundle:
+    with tarfile.open(output, "w:gz") as bundle:
         for file in files:
             if (ROOT / file).is_symlink() or (ROOT / file).exists():
                 bundle.add(ROOT / file, file)
-        for path in folder.iterdir():
-            bundle.add(path, path.name)
+        for name in ("wheels", "requirements.txt", "COMMIT"):
+            bundle.add(folder / name, name)
 
 
 if __name__ == "__main__":

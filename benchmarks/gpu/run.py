@@ -47,7 +47,6 @@ class KitPart:
     function: str = "measure"
     needs: tuple[str, ...] = ()
     """Modules without which it is skipped."""
-    is_in_dry_run: bool = True
 
 
 PARTS = {
@@ -63,7 +62,7 @@ PARTS = {
     "delta": KitPart(module="delta_kernels", needs=("cuda.bindings",)),
     "contexts": KitPart(module="contexts"),
     "board": KitPart(module="suites", function="measure_board"),
-    "engines": KitPart(module="suites", function="measure_engines", needs=("vllm",), is_in_dry_run=False),
+    "engines": KitPart(module="suites", function="measure_engines", needs=("vllm",)),
     "kvcached": KitPart(module="suites", function="measure_kvcached", needs=("kvcached",)),
 }
 
@@ -122,8 +121,8 @@ def _run(name: str, arguments: argparse.Namespace, folder: Path) -> PartOutcome:
     """Runs a part in its own process."""
     part = PARTS[name]
     missing = [module for module in part.needs if not _has(module)]
-    if missing or (arguments.dry_run and not part.is_in_dry_run):
-        reason = f"{', '.join(missing)} not installed" if missing else "not part of a dry run"
+    if missing:
+        reason = f"{', '.join(missing)} not installed"
         return PartOutcome(part=name, status="skipped", reason=reason, seconds=0.0, figures=[])
     report, log = folder / f"{name}.json", folder / f"{name}.log"
     print(f"== {name}", flush=True)

@@ -32,8 +32,11 @@ def measure_contract(rig: GpuRig) -> list[Figure]:
 
 
 def measure_engines(rig: GpuRig) -> list[Figure]:
-    """Runs the tests of slab moves and async scheduling with real engines."""
-    return _run_tests("engines", ENGINE_TESTS)
+    """Runs the tests of slab moves and async scheduling with real engines.
+
+    A dry run collects them alone: without a GPU they run on the processor wherever the tests run.
+    """
+    return _run_tests("engines", ENGINE_TESTS, *(["--collect-only"] if rig.is_dry else []))
 
 
 def _run_tests(name: str, files: tuple[str, ...], *options: str) -> list[Figure]:
@@ -43,13 +46,15 @@ def _run_tests(name: str, files: tuple[str, ...], *options: str) -> list[Figure]
         command, check=False, text=True, stdout=subprocess.PIPE, cwd=ROOT, timeout=TESTS_TIMEOUT_S
     )
     print(done.stdout)
-    counts = {
-        word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
-    }
+    words = "passed|failed|skipped|error|collected"
+    found = re.findall(rf"(\d+) (?:tests? )?({words})", done.stdout)
+    counts = {word: int(number) for number, word in found}
     bad = counts.get("failed", 0) + counts.get("error", 0)
-    if not counts.get("passed") and not bad:
+    if not (counts.get("passed") or counts.get("collected")) and not bad:
         raise WorkerError(f"no test of {name} ran: {done.stdout.strip().splitlines()[-1:]}")
-    peers: dict[str, float | None] = {word: counts.get(word, 0) for word in ("passed", "skipped")}
+    peers: dict[str, float | None] = {
+        word: counts.get(word, 0) for word in ("passed", "skipped", "collected")
+    }
     return [Figure(name=f"{name}_failed_tests", value=bad, unit="tests", target="0", peers=peers)]
 
 

@@ -12,7 +12,7 @@ import shutil
 import time
 from pathlib import Path
 
-from rose.config import make_private_dir
+from rose.config import SHARE_FILES, make_private_dir
 from rose.errors import ConfigError, FrameError
 from rose.messages import AdapterUpdate
 from rose.transfer.adapters.description import CONFIG_FILE, TENSORS_FILE
@@ -41,7 +41,9 @@ class AdapterCopies:
         folder.mkdir(mode=0o700)
         for file in (CONFIG_FILE, TENSORS_FILE):
             if not (source / file).is_file():
-                raise ConfigError(f"{source} has no {file}: an adapter is a folder as PEFT saves it")
+                raise ConfigError(
+                    f"{source} has no {file}: an adapter is a folder as PEFT saves it, and {SHARE_FILES}"
+                )
             try:
                 os.link(source / file, folder / file)
             except OSError:  # on another file system

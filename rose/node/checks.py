@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from rose.config import Settings
-from rose.engine.hooks.vllm_version import is_supported, supported_range
+from rose.engine.vllm_version import is_supported, supported_range
 from rose.errors import ConfigError, PoolError, install_hint
 from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolSize

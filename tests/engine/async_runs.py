@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ import async_on_cpu  # noqa: F401
 from engine_runs import Moves, Prompts, _cut, answer_over_cuts, serve_bursts, tenant_of
 from forked_engines import Driver, Reply, make_engine
 from late_device import LateDevice, use_late_device
+from preloaded import ASYNC
 
 from rose._shm import Words
 from rose.admission.board import BoardWord
 from rose.admission.rollout_side import RolloutSide
+from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.types import GateMode
 
 WARM_UP_ROUNDS = 2
@@ -34,6 +37,8 @@ MOST_TURN_ROUNDS = 6
 class LateMoves:
     moves: Moves
     most_in_flight: int
+    num_waits: int
+    """Times that unmapping waited for the device."""
 
 
 def answer_over_cuts_late(
@@ -49,7 +54,25 @@ def answer_over_cuts_late(
     """Half of the slabs leave while two steps are in flight, that is while the older one may use them."""
     device = use_late_device(is_fenced=is_fenced)
     moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
-    return LateMoves(moves=moves, most_in_flight=device.most_in_flight)
+    return LateMoves(moves=moves, most_in_flight=device.most_in_flight, num_waits=device.num_waits)
+
+
+def answer_over_cuts_on_ranks(
+    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, **args: Any
+) -> LateMoves:
+    """The same with tensor-parallel ranks, which are processes of their own and compute when they can."""
+    os.environ.update(ASYNC)
+    most = 0
+    bound = RoseScheduler._bound_in_flight
+
+    def noting(scheduler: RoseScheduler) -> None:
+        nonlocal most
+        most = max(most, len(scheduler._in_flight))
+        bound(scheduler)
+
+    RoseScheduler._bound_in_flight = noting  # type: ignore[method-assign]
+    moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
+    return LateMoves(moves=moves, most_in_flight=most, num_waits=0)
 
 
 def serve_bursts_late(**given: Any) -> tuple[list[list[int]], int]:
@@ -118,14 +141,22 @@ def offer_turns(
     return turns
 
 
-def _gated(model: Path, role: str, pool: str, prompts: Prompts, max_tokens: int, **args: Any) -> Driver:
+def _gated(
+    model: Path,
+    role: str,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    mode: GateMode = GateMode.DUAL,
+    **args: Any,
+) -> Driver:
     """Returns an engine that has learned how long its steps take, and then shuts its gate."""
     driver = Driver(make_engine(model, {"role": role, "pool": pool, "stall_s": PATIENT_S, **SLO}, **args))
     for round_number in range(WARM_UP_ROUNDS):
         driver.answer(prompts[: len(prompts) - round_number], max_tokens)
     scheduler = driver.scheduler
     assert scheduler.recorder.is_profiled
-    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.DUAL))
+    scheduler.set_gate(scheduler.rose.gate_settings(mode))
     return driver
 
 

@@ -57,6 +57,23 @@ def _gpu(engines_dir: Path, models: ModelDirs, stock: StockAnswers) -> Iterator[
     gpu.close()
 
 
+@pytest.fixture(scope="session")
+def _late_gpu(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
+    folder = engines_dir / "late"
+    folder.mkdir()
+    gpu = SharedGpu(folder, {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]}, is_late=True)
+    yield gpu
+    gpu.close()
+
+
+@pytest.fixture
+def late_gpu(_late_gpu: SharedGpu) -> SharedGpu:
+    """A pair with async scheduling on late devices, both alive and idle."""
+    _late_gpu.ensure_running()
+    _late_gpu.settle()
+    return _late_gpu
+
+
 @pytest.fixture
 def gpu(_gpu: SharedGpu) -> SharedGpu:
     """The shared pair, both alive and idle."""

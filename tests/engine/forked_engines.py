@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ def _run(
         sink.send((True, function(**arguments)))
     except BaseException:
         sink.send((False, traceback.format_exc()))
+
+
+def make_engine_of_ranks(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
+    """The same with tensor-parallel ranks in processes that are forked off this one, which has computed
+    nothing yet. vLLM would spawn them, and each would import all of vLLM."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: get_context("fork")
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    return make_engine(model, rose, **args)
 
 
 def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:

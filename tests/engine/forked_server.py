@@ -179,6 +179,9 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # Python 3.11 preloads nothing from the folder of the tests.
+    for module in ("async_on_cpu", "experts_on_cpu"):
+        importlib.import_module(module)
     _fork_what_vllm_spawns()
     started.send(None)
     started.close()

@@ -10,12 +10,14 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import vllm.v1.executor
 from preloaded import ASYNC
 from vllm.v1.executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from rose.engine.memory.step_fence import StepFence
 
 LATE_S = 0.004
 
@@ -23,17 +25,20 @@ LATE_S = 0.004
 class LateDevice(UniProcExecutor):  # type: ignore[misc]
     """One rank on a late device."""
 
-    is_fenced = True
-    """Whether unmapping waits for the device where it is told to."""
+    num_waits = 0
+    """Times that unmapping waited for the device."""
     cold_s = 0.0
     """How much longer the first step takes, as one that compiles kernels does."""
     most_in_flight = 0
     num_in_flight = 0
     """Steps whose output is not there yet."""
+    steps: ClassVar[list[tuple[float, float]]] = []
+    """When each step began on the device, and when it ended (time.monotonic)."""
 
     def _init_executor(self) -> None:
         super()._init_executor()
         self._thread = ThreadPoolExecutor(1)
+        print(f"late device: async scheduling {self.scheduler_config.async_scheduling}", flush=True)
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         worker: Any = self.driver_worker.worker
@@ -48,6 +53,7 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
         LateDevice.most_in_flight = max(LateDevice.most_in_flight, LateDevice.num_in_flight)
 
         def step() -> Any:
+            self._began_s = time.monotonic()
             time.sleep(LATE_S + LateDevice.cold_s)
             LateDevice.cold_s = 0.0
             return worker.execute_model(scheduler_output)
@@ -61,6 +67,7 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
             output = worker.sample_tokens(grammar_output)
             output = output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
             LateDevice.num_in_flight -= 1
+            LateDevice.steps.append((self._began_s, time.monotonic()))
             return output
 
         return self._later(sample, non_block)
@@ -70,8 +77,8 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
         return future if non_block else future.result()
 
     def _wait(self) -> None:
-        if LateDevice.is_fenced:
-            self._thread.submit(lambda: None).result()
+        LateDevice.num_waits += 1
+        self._thread.submit(lambda: None).result()
 
 
 class _LateRange:
@@ -89,8 +96,11 @@ class _LateRange:
 
 
 def use_late_device(*, is_fenced: bool = True, cold_s: float = 0.0) -> type[LateDevice]:
-    """Gives the engines of this process a late device, and async scheduling."""
+    """Gives the engines of this process a late device, and async scheduling. Without ``is_fenced``, slabs
+    are unmapped under the steps in flight."""
     os.environ.update(ASYNC)
-    LateDevice.is_fenced, LateDevice.cold_s = is_fenced, cold_s
+    LateDevice.cold_s = cold_s
+    if not is_fenced:
+        StepFence.hold = lambda self, slabs: self._held.append((0, slabs))  # type: ignore[method-assign]
     vllm.v1.executor.UniProcExecutor = LateDevice
     return LateDevice

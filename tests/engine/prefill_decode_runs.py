@@ -1,5 +1,7 @@
 """A prefiller, a decoder and a rollout engine in one pool, with vLLM's NixlConnector on the stand-in card.
-Each function runs in a process of its own."""
+
+The first two have async scheduling, and late devices. Each function runs in a process of its own.
+"""
 
 import os
 import time
@@ -9,9 +11,11 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import async_on_cpu  # noqa: F401
 import stand_in_card
 from engine_runs import LEASE_S, STALL_S, WINDOW_S, Moves, Prompts, begin_rl_step, num_changes, tenant_of
 from forked_engines import Driver, Reply, make_engine
+from late_device import LateDevice, use_late_device
 
 from rose.engine.memory.kv_range import KVRange
 from rose.ports import free_port
@@ -62,6 +66,7 @@ def decode(
     card = get_kv_transfer_group().connector_worker.nixl_wrapper
     assert len(card.transfers) == len(prompts), "every prompt came from the prefiller"
     tenant_of(driver).pool.check_integrity()
+    assert LateDevice.most_in_flight == 2
     return replies
 
 
@@ -96,6 +101,7 @@ def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Ev
 def _nixl_engine(model: Path, pool: str, role: str) -> Any:
     from vllm.config import KVTransferConfig
 
+    use_late_device()
     stand_in_card.install()
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     settings = {

@@ -4,6 +4,8 @@ from multiprocessing import get_context
 
 ASYNC = {"ROSE_TEST_ASYNC": "1"}
 """Environment of engines with async scheduling (async_on_cpu.py)."""
+LATE = {**ASYNC, "ROSE_TEST_LATE": "1"}
+"""The same for engines with a server, on a late device (late_device.py)."""
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
     [

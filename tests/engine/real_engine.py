@@ -39,8 +39,17 @@ class Answer:
 class RealEngine:
     """One engine with its process, log and HTTP client."""
 
-    def __init__(self, model: Path, role: Role, folder: Path, *vllm_args: str, **rose: Any) -> None:
-        """Starts it; ``folder`` gets its log, runtime and cache. ``rose``: its settings beside the role."""
+    def __init__(
+        self,
+        model: Path,
+        role: Role,
+        folder: Path,
+        *vllm_args: str,
+        variables: Mapping[str, str] | None = None,
+        **rose: Any,
+    ) -> None:
+        """Starts it; ``folder`` gets its log, runtime and cache. ``rose``: its settings beside the role.
+        ``variables``: more of its environment."""
         self.role = role
         config = EngineConfig(
             model=str(model),
@@ -61,6 +70,7 @@ class RealEngine:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            **(variables if variables is not None else {}),
         }
         self.url = config.url
         # No connection is used twice: a thread may take a connection for expired that httpcore has just

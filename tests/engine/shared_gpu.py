@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from preloaded import LATE
 from real_engine import RealEngine, runtime_dir, until
 from tiny_models import SLAB_BYTES
 from weight_probes import update, version_name
@@ -48,9 +49,12 @@ class SharedGpu:
         num_ranks: int = 1,
         gate: GateMode = GateMode.DUAL,
         stall_s: float = STALL_S,
+        is_late: bool = False,
     ) -> None:
-        """``num_ranks``: of tensor parallelism, each with its part of every block in a shard of its own."""
+        """``num_ranks``: of tensor parallelism, each with its part of every block in a shard of its own.
+        ``is_late``: with async scheduling, on late devices."""
         self.folder = folder
+        self._variables = LATE if is_late else {}
         self.pool = POOL if num_ranks == 1 else f"{POOL}-{num_ranks}"
         self._models = models
         self._num_ranks = num_ranks
@@ -100,7 +104,9 @@ class SharedGpu:
 
     def _start(self, role: Role) -> RealEngine:
         flags = ("--dtype", "float32", "--tensor-parallel-size", str(self._num_ranks))
-        return RealEngine(self._models[role], role, self.folder, *flags, **self._settings)
+        return RealEngine(
+            self._models[role], role, self.folder, *flags, variables=self._variables, **self._settings
+        )
 
     def settle(self) -> None:
         """Idle engines, active, with their first weights, default gate, no pressure: where every test starts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import async_on_cpu  # noqa: F401
 import engine_runs
 from async_runs import PATIENT_S, SLO
 from engine_runs import (
+    WINDOW_S,
     Moves,
     Prompts,
     _batches,
@@ -29,7 +31,7 @@ from rose.admission.board import BoardWord
 from rose.engine.status import Field, ProfileCommand
 from rose.engine.weights.weights import StagedUpdate
 from rose.transfer.format.checkpoint import checkpoint_state_hash
-from rose.types import GateMode
+from rose.types import GateMode, Role
 
 NUM_DRAFTS = 3
 
@@ -86,15 +88,65 @@ def draft_over_cuts(
             begin_rl_step(driver, next(rl_steps))
             answers += driver.wait(names)
         replies.append(answers)
+    return _drafted(
+        llm,
+        driver,
+        Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before),
+        most_in_flight=device.most_in_flight if device is not None else 1,
+        num_granted=tenant_of(driver).client.board_words.load(BoardWord.R_STEPS) if is_gated else 0,
+    )
+
+
+def _drafted(
+    llm: Any, driver: Driver, moves: Moves, *, most_in_flight: int = 1, num_granted: int = 0
+) -> Drafted:
     tenant_of(driver).pool.check_integrity()
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return Drafted(
-        moves=Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before),
-        most_in_flight=device.most_in_flight if device is not None else 1,
+        moves=moves,
+        most_in_flight=most_in_flight,
         num_drafts=counts["vllm:spec_decode_num_draft_tokens"],
         num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
-        num_granted=tenant_of(driver).client.board_words.load(BoardWord.R_STEPS) if is_gated else 0,
+        num_granted=num_granted,
     )
+
+
+def draft_beside_another(
+    model: Path,
+    pool: str,
+    role: Role,
+    prompts: Prompts,
+    max_tokens: int,
+    num_rounds: int,
+    speculative: dict[str, Any],
+    stop: Event,
+    burst: Event | None = None,
+    **args: Any,
+) -> Drafted:
+    """An engine with draft tokens answers one prompt at a time, beside an engine of the other role that takes
+    slabs all the time, or on ``burst``; then tells it to stop."""
+    mend_states()
+    settings = {"role": str(role), "pool": pool, "engine_id": "drafting", "stall_s": PATIENT_S}
+    settings |= {"serving_window_s": WINDOW_S, "floor_slabs": 0} if role is Role.SERVING else {}
+    llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False, **args)
+    driver, replies, rl_steps = Driver(llm), list[list[Reply]](), count(1)
+    other = next(each for each in Role if each is not role)
+    ledger = tenant_of(driver).ledger
+    driver.step_until(lambda: ledger.num_held(other) > 0, "the other engine", 1200.0)
+    before = num_changes(tenant_of(driver))
+    for _ in range(num_rounds):
+        answers: list[Reply] = []
+        for prompt in prompts:
+            if role is Role.ROLLOUT:
+                begin_rl_step(driver, next(rl_steps))
+            names = driver.ask([prompt], max_tokens)
+            _wait_for_tokens(driver, names)
+            if burst is not None:
+                burst.set()
+            answers += driver.wait(names)
+        replies.append(answers)
+    stop.set()
+    return _drafted(llm, driver, Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before))
 
 
 def stock_answers(**given: Any) -> list[list[int]]:
@@ -199,3 +251,13 @@ def answer_under_new_weights(
     return Updated(
         answers=[[reply.tokens for reply in replies] for replies in answers], stale=stale, drafter=drafter
     )
+
+
+def refused_with(model: Path, pool: str, speculative: dict[str, Any]) -> str:
+    """What an engine with this drafter is refused with, "" if it is not."""
+    settings = {"role": "serving", "pool": pool}
+    try:
+        make_engine(model, settings, speculative_config=speculative)
+    except ValueError as error:
+        return str(error)
+    return ""

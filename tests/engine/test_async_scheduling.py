@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+import async_pair
 import async_runs
 import engine_runs
 import pytest
 from forked_engines import Fork, forks
+from preloaded import FORKS
 from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
@@ -16,12 +18,14 @@ from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
 from tiny_models import SLAB_BYTES
 
 from rose.memory.daemon.daemon import start_daemon
+from rose.types import GateMode, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [prompt(f"async-{index}", 60 + 30 * index) for index in range(8)]
 TOKENS = 40
 NUM_ROUNDS = 3
+NUM_ASKS = 8
 POOL_NUMBERS = count()
 
 Run = Callable[..., Fork]
@@ -59,6 +63,24 @@ def test_answers_are_stocks_while_slabs_leave_under_steps_in_flight(
     arguments = {"model": models.untied[0], "pool": pool, "num_rounds": NUM_ROUNDS}
     late = run(async_runs.answer_over_cuts_late, **arguments).result()
     assert late.most_in_flight == 2
+    assert late.num_waits == 0, "slabs leave without a wait for the device"
+    assert_greedy(late.moves, expected)
+
+
+def test_answers_of_two_ranks_are_stocks_while_slabs_leave_under_steps_in_flight(
+    run: Run, engines_dir: Path, models: ModelDirs, expected: list[list[int]]
+) -> None:
+    with start_daemon(
+        "async-ranks",
+        num_slabs=NUM_SLABS,
+        num_shards=2,
+        slab_bytes=SLAB_BYTES // 2,
+        headroom_slabs=HEADROOM_SLABS,
+        runtime_dir=runtime_dir(engines_dir / "async"),
+    ):
+        arguments = {"model": models.untied[0], "pool": "async-ranks", "num_rounds": NUM_ROUNDS}
+        late = run(async_runs.answer_over_cuts_on_ranks, **arguments, tensor_parallel_size=2).result()
+    assert late.most_in_flight == 2
     assert_greedy(late.moves, expected)
 
 
@@ -92,3 +114,26 @@ def test_serving_drains_to_offer_a_grant_and_only_then(
     assert turns.alone_in_flight == (1 if method == "ngram" else 2)
     assert turns.num_overlaps == 0
     assert turns.num_rollout_steps > turns.num_serving_steps / 2
+
+
+@pytest.mark.parametrize("busy", list(Role))
+def test_two_engines_with_async_scheduling_take_turns_at_steps_edges(
+    run: Run, pool: str, models: ModelDirs, expected: list[list[int]], busy: Role
+) -> None:
+    """One always has work, two steps in flight if it serves; the other one asks for the GPU now and then."""
+    other = next(role for role in Role if role is not busy)
+    events = {name: FORKS.Event() for name in ("ready", "begin", "stop")}
+    given = {"model": models.untied[0], "pool": pool, "mode": GateMode.DUAL, **events}
+    working = run(async_pair.work_on, role=busy, **given)
+    asking = run(async_pair.ask_now_and_then, role=other, num_asks=NUM_ASKS, seed=0, **given)
+    asker, worker = asking.result(), working.result()
+    assert worker.most_in_flight == (2 if busy is Role.SERVING else 1)
+    assert len(asker.asked) == NUM_ASKS
+    # Serving doesn't wait for ever for a rollout step that runs past its predicted end, on a busy machine.
+    assert async_pair.num_overlaps(worker.steps, asker.steps) == 0 or worker.num_overruns > 0
+    for replies in worker.replies:
+        for reply, tokens in zip(replies, expected, strict=True):
+            assert reply.tokens == tokens[: len(reply.tokens)]
+            assert len(reply.tokens) == TOKENS or busy is Role.ROLLOUT
+    for index, (reply,) in enumerate(asker.replies):
+        assert reply.tokens == expected[index % len(PROMPTS)][: async_pair.SHORT]

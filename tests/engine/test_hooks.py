@@ -9,8 +9,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from rose.engine.hooks import patches
 from rose.engine.hooks.plugin import register
-from rose.engine.hooks.vllm_version import is_supported
 from rose.engine.memory.kv_range import _AnswerZeros
+from rose.engine.vllm_version import is_supported
 from rose.errors import ConfigError, PoolError
 
 

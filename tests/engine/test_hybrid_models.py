@@ -8,6 +8,7 @@ from typing import Any
 
 import async_runs
 import engine_runs
+import prefill_decode_runs
 import pytest
 import speculative_runs
 from forked_engines import Fork, forks
@@ -25,6 +26,7 @@ from tiny_models import (
 )
 
 from rose.memory.daemon.daemon import start_daemon
+from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -185,3 +187,38 @@ def test_two_hybrids_share_a_pool(
     answers, most_in_flight = served.result()
     assert answers == mamba_answers * (len(answers) // len(mamba_answers)) != []
     assert most_in_flight == 2
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_gated_delta_nets_with_draft_tokens_share_a_pool_with_another_model(
+    run: Run, new_pool: NewPool, hybrids: Models, mamba_answers: list[list[int]], role: Role
+) -> None:
+    """They roll out beside a Granite that serves in bursts, or serve beside one that always rolls out."""
+    stop, pool = FORKS.Event(), new_pool(DELTA_NET_SLAB)
+    alone = {"model": hybrids.delta_net, "prompts": PROMPTS, "max_tokens": TOKENS}
+    ngram = speculative_runs.speculation("ngram")
+    kind = {**UNCACHED, "dtype": "bfloat16"}
+    beside: dict[str, Any] = {"model": hybrids.mamba, "pool": pool, "stop": stop, "max_tokens": TOKENS}
+    drafting = {**alone, **kind, "pool": pool, "speculative": ngram, "num_rounds": NUM_ROUNDS}
+    if role is Role.ROLLOUT:
+        drafting["burst"] = beside["burst"] = FORKS.Event()
+        other = run(engine_runs.serve_bursts, **beside, prompts=PROMPTS * 4)
+    else:
+        other = run(prefill_decode_runs.roll_out, **beside, prompts=PROMPTS)
+    drafted: speculative_runs.Drafted = run(
+        speculative_runs.draft_beside_another, **drafting, role=role, stop=stop
+    ).result()
+    stock = run(
+        speculative_runs.stock_answers, **alone, **kind, num_at_once=1, speculative_config=ngram
+    ).result()
+    for replies in drafted.moves.replies:
+        for reply, tokens in zip(replies, stock, strict=True):
+            assert reply.tokens == tokens[: len(reply.tokens)]
+            assert reply.finish_reason == "length" or role is Role.ROLLOUT
+    assert drafted.num_drafts > drafted.num_accepted > 0
+    assert drafted.moves.num_moves > NUM_SLABS
+    found = other.result()
+    answers = found if role is Role.ROLLOUT else [reply.tokens for each in found.replies for reply in each]
+    assert answers
+    for index, tokens in enumerate(answers):
+        assert tokens == mamba_answers[index % len(PROMPTS)][: len(tokens)]

@@ -18,6 +18,12 @@ BURST_REQUESTS = 8
 """They want all but a few of the slabs."""
 
 
+@pytest.fixture
+def gpu(late_gpu: SharedGpu) -> SharedGpu:
+    """The pair whose engines have steps in flight."""
+    return late_gpu
+
+
 def test_greedy_answers_stay_equal_over_a_thousand_moves(
     gpu: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
 ) -> None:
@@ -44,6 +50,9 @@ def test_greedy_answers_stay_equal_over_a_thousand_moves(
                 assert answer.tokens == tokens[: len(answer.tokens)], (cycle, log.num_moves)
             cycle += 1
     assert num_whole > 0
+    for engine in (serving, rollout):
+        assert engine.process.log_path is not None
+        assert "late device: async scheduling True" in engine.process.log_path.read_text()
     gpu.ledger.check_integrity()
 
 

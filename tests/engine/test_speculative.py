@@ -1,5 +1,7 @@
 """Speculative decoding in slab pools: the greedy tokens of stock vLLM while slabs move, several in a step."""
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -16,7 +18,7 @@ from references import ModelDirs
 from safetensors.torch import load_file, save_file
 from speculative_runs import NUM_DRAFTS, Drafted, Served, Updated, speculation
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
-from tiny_models import SLAB_BYTES, make_eagle3_head, make_mtp_model
+from tiny_models import SLAB_BYTES, VOCABULARY, make_eagle3_head, make_mtp_model
 
 from rose.memory.daemon.daemon import start_daemon
 
@@ -173,3 +175,21 @@ def test_new_weights_count_at_once_and_the_drafter_follows_if_its_tensors_come_t
         assert (found["draft_id_to_target_id"] == wanted.numpy()).all()
         # The other layers are packed on a CPU, and have a parameter without elements.
         assert found.keys() == updated.drafter[0].keys()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_before_any_model_is_loaded(
+    engines_dir: Path, pool: str, models: ModelDirs
+) -> None:
+    other = engines_dir / "speculative" / "other-words"
+    shutil.copytree(models.untied[1], other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 2 * VOCABULARY}))
+    for file in other.glob("*.safetensors"):
+        file.unlink()
+    given = {"model": models.untied[0], "pool": pool, "speculative": speculation("draft_model", other)}
+    fork = Fork(engines_dir / "speculative", speculative_runs.refused_with, **given)
+    try:
+        told = fork.result()
+    finally:
+        fork.stop()
+    assert f"Target model vocab_size={VOCABULARY}. Draft model vocab_size={2 * VOCABULARY}." in told

@@ -16,6 +16,12 @@ from rose.types import Role
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
+@pytest.fixture
+def gpu(late_gpu: SharedGpu) -> SharedGpu:
+    """The pair whose engines have steps in flight."""
+    return late_gpu
+
+
 def kill_everything(engine: RealEngine) -> None:
     """SIGKILL to the API server and all it started, at once. Returns once it is known to be dead."""
     os.killpg(engine.process.pid, signal.SIGKILL)

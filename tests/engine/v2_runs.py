@@ -18,6 +18,9 @@ WARM_UP_TOKENS = 300
 
 def main(arguments: Path, answers: Path) -> None:
     given = json.loads(arguments.read_text())
+    if "num_moves" in given:
+        answers.write_text(json.dumps(over_cuts(given)))
+        return
     from forked_engines import Driver, make_engine
 
     settings = {"role": "rollout", "pool": given["pool"], "stall_s": 600.0}
@@ -34,6 +37,25 @@ def main(arguments: Path, answers: Path) -> None:
     found["replies"] = [(reply.tokens, reply.finish_reason) for reply in driver.wait(names)]
     tenant_of(driver).pool.check_integrity()
     answers.write_text(json.dumps(found))
+
+
+def over_cuts(given: dict[str, Any]) -> dict[str, Any]:
+    """Answers over and over while slabs leave, until so many have changed hands (engine_runs.py)."""
+    from dataclasses import asdict
+
+    from engine_runs import answer_over_cuts
+
+    return asdict(answer_over_cuts(**given, num_rounds=1, num_at_once=len(given["prompts"])))
+
+
+def read_moves(found: Path) -> Any:
+    """What :func:`over_cuts` wrote, as engine_runs has it."""
+    from engine_runs import Moves
+    from forked_engines import Reply
+
+    read = json.loads(found.read_text())
+    replies = [[Reply(**reply) for reply in answers] for answers in read["replies"]]
+    return Moves(replies=replies, num_moves=read["num_moves"])
 
 
 def penalized(driver: Any, prompt: list[int], max_tokens: int) -> dict[str, list[int]]:

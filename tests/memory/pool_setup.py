@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ PATIENCE_S = 300.0
 class EngineProcess:
     """An engine in its own process (engine_process.py), driven by one line per command."""
 
-    def __init__(self, runtime_dir: Path, arguments: list[str]) -> None:
+    def __init__(self, runtime_dir: Path, arguments: list[str], around: Sequence[str] = ()) -> None:
+        """``around``: a command that the process is started by, and turns into."""
         script = Path(__file__).with_name("engine_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(runtime_dir), POOL, *arguments],
+            [*around, sys.executable, str(script), str(runtime_dir), POOL, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

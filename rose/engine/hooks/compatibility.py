@@ -12,6 +12,7 @@ from rose.admission.profile import load_profile
 from rose.admission.reach import floors_s, unreachable_slo
 from rose.config import Settings
 from rose.engine.hooks.connectors import check_connectors, check_emptied
+from rose.engine.lockstep import in_lockstep, lockstep_problem
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
 from rose.types import Deployment, GateMode, Role
@@ -98,7 +99,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
 
     Raises: ConfigError.
     """
-    _check_lockstep(config)
+    _check_lockstep(config, settings)
     if settings.is_updated and settings.pool is None:
         check_emptied(config)
     if settings.pool is None:
@@ -114,15 +115,23 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
         _check_slo(config, settings)
 
 
-def _check_lockstep(config: VllmConfig) -> None:
-    """Refuses data-parallel ranks whose experts are spread over all of them."""
+def _check_lockstep(config: VllmConfig, settings: EngineSettings) -> None:
+    """Refuses data-parallel ranks that compute every step together, but in a serving engine that gives its
+    GPUs to rollouts only while all ranks are idle."""
+    if not in_lockstep(config):
+        return
     size = config.parallel_config.data_parallel_size
-    if size > 1 and config.model_config.is_moe:
+    what = (
+        f"--data-parallel-size {size} with {config.model_config.model}, a mixture of experts: its ranks "
+        f"compute every step together"
+    )
+    if settings.is_updated:
         raise ConfigError(
-            f"--data-parallel-size {size} with {config.model_config.model}, a mixture of experts: its ranks "
-            f"compute every step together, so none can give its GPU away alone: use --tensor-parallel-size, "
-            f"or start an engine for each replica"
+            f"{what}, so none can wait for its own grant or weights: use --tensor-parallel-size, or start an "
+            f"engine for each replica"
         )
+    if problem := lockstep_problem(config, settings.gate_mode):
+        raise ConfigError(f"{what}: {problem}")
 
 
 def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:

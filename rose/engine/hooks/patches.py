@@ -73,6 +73,26 @@ def give_scheduler_its_core() -> None:
     _wrap(DPEngineCoreProc, "run_busy_loop", before=before)
 
 
+def tell_scheduler_of_waves() -> None:
+    """Has a serving scheduler claim the GPU for its rank's dummy batches, and tells it the end of a wave.
+
+    Why: the data-parallel ranks of a mixture of experts compute every step together. A rank without requests
+    computes dummy batches, which no scheduler plans, until all ranks are done. vLLM 0.30-0.33.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    def before_dummy_batch(core: Any) -> None:
+        if (begin := getattr(core.scheduler, "begin_dummy_step", None)) is not None:
+            begin()
+
+    def after_agreement(core: Any, is_running: bool) -> None:
+        if not is_running and (end := getattr(core.scheduler, "end_wave", None)) is not None:
+            end()
+
+    _wrap(DPEngineCoreProc, "execute_dummy_batch", before=before_dummy_batch)
+    _wrap(DPEngineCoreProc, "_has_global_unfinished_reqs", before=lambda _core: None, after=after_agreement)
+
+
 def write_cpu_latents_between_layers() -> None:
     """Lets vLLM's latent attention on a CPU write to a KV cache whose blocks have other layers between them.
 
@@ -192,7 +212,13 @@ def _wrap(
 
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
-    from rose.engine.hooks.vllm_version import is_supported, supported_range, vllm_version
+    from rose.engine.vllm_version import (
+        VERSIONS_KEY,
+        is_supported,
+        supported_range,
+        versions,
+        vllm_version,
+    )
 
     if not is_supported(vllm_version()):
         raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
@@ -209,6 +235,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
     engine_args.additional_config = {
         **engine_args.additional_config,
         CONFIG_KEY: settings.model_dump(mode="json"),
+        VERSIONS_KEY: versions(),
     }
     engine_args.worker_cls, backend = _platform()
     engine_args.scheduler_cls = _scheduler(settings.role, is_async=False)  # vLLM has not chosen yet
@@ -269,7 +296,7 @@ def _can_free_weights() -> bool:
     """Whether vLLM has its allocator whose memory on a GPU can be freed, which deactivation needs."""
     from vllm.device_allocator.cumem import cumem_available
 
-    from rose.engine.hooks.vllm_version import has_sleep_backends
+    from rose.engine.vllm_version import has_sleep_backends
 
     return has_sleep_backends() and cumem_available
 

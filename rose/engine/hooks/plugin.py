@@ -7,7 +7,7 @@ import fails, so whatever can fail does so inside :func:`register`, with a clear
 import logging
 
 from rose.engine.amx import ask_for_amx
-from rose.engine.hooks.vllm_version import has_sleep_backends, is_supported, supported_range, vllm_version
+from rose.engine.vllm_version import has_sleep_backends, is_supported, supported_range, vllm_version
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ def register() -> None:
     _log_beside_vllm()
     ask_for_amx()
     patches.give_scheduler_its_core()
+    patches.tell_scheduler_of_waves()
     register_weight_backends()
     _register_sleep_backend()
 

@@ -25,6 +25,7 @@ from rose.engine.memory.kv_layout import block_layouts
 from rose.engine.memory.kv_range import KVRange, SlabOps
 from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
+from rose.engine.vllm_version import check_versions
 from rose.engine.weights.adapters import check_fits
 from rose.engine.weights.weights import StagedWeightEngine
 from rose.errors import FrameError, PoolError
@@ -143,7 +144,9 @@ class EngineRank:
     """ROSE's state of one worker. It is an object of its own, as vLLM's worker may use any attribute name."""
 
     def __init__(self, worker: Worker) -> None:
-        settings = EngineSettings.parse(worker.vllm_config.additional_config)
+        additional_config = worker.vllm_config.additional_config
+        check_versions(additional_config, f"rank {worker.rank}")
+        settings = EngineSettings.parse(additional_config)
         assert settings is not None, "worker class chosen without rose settings"
         self.settings = settings.of_rank(worker.parallel_config.data_parallel_index)
         self._worker = worker

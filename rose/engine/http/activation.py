@@ -18,9 +18,9 @@ from vllm.engine.protocol import EngineClient
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
-from rose.engine.hooks.vllm_version import has_sleep_backends
 from rose.engine.http.cores import EngineCores
 from rose.engine.status import Field
+from rose.engine.vllm_version import has_sleep_backends
 from rose.errors import ConfigError, WorkerError
 from rose.messages import ActivationChange
 

@@ -29,6 +29,7 @@ from rose.engine.http.loaned_run import LoanedRun
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
 from rose.engine.http.streams import check_output_processor, send_held_back
+from rose.engine.lockstep import lockstep_problem
 from rose.engine.scheduling.recorder import profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand
@@ -156,7 +157,8 @@ class ServedEngine:
 
         Raises: ConfigError for a target above the SLO, and for a mode that does not fit the deployment.
         """
-        if problem := self._settings.gate_problem(mode, tpot_target_ms):
+        settings, config = self._settings, self._client.vllm_config
+        if problem := settings.gate_problem(mode, tpot_target_ms) or lockstep_problem(config, mode):
             raise ConfigError(problem)
         self._cores.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
         self._cores.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
 from vllm.platforms import current_platform
 
-from rose.config import Settings
+from rose.config import SHARE_FILES, Settings
 from rose.engine.adapter_copies import AdapterCopies
 from rose.engine.hooks.patches import ends_commands
 from rose.engine.hooks.priority import give_way_on_cpus
@@ -198,7 +198,7 @@ async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
             409, "weights of a serving engine are not updated through rose unless it has --takes-weights true"
         )
     if not Path(body.path).is_file():
-        raise HTTPException(422, f"no staged checkpoint at {body.path}")
+        raise HTTPException(422, f"no staged checkpoint at {body.path}: {SHARE_FILES}")
     try:
         return await control.apply_weights(body)
     except Exception as error:  # whatever failed in the engine, the subscriber may try again

@@ -16,12 +16,17 @@ This module never decides which slabs leave. Its calls come from the engine core
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rose.errors import PoolError
+from rose.memory.slabs.layout import SlabLayout
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
 
 NIXL_LEASE_S = 30.0
 """The shortest time after which one of vLLM's connectors gives a request up, where none is configured."""
+MOONCAKE_STORE = "MooncakeStoreConnector"
 LEASES = ("kv_lease_duration", "decoder_kv_blocks_ttl")
 """The names under which connectors take such a time from ``kv_connector_extra_config``."""
 
@@ -84,6 +89,33 @@ class ConnectorHolds:
     def hold(self, positions: Iterable[int], now: float) -> None:
         """Keeps the slabs of a transfer that was given up and may go on."""
         self._until.update(dict.fromkeys(positions, now + self._hold_s))
+
+
+def check_shared_store(config: KVTransferConfig, layout: SlabLayout) -> None:
+    """Refuses a store that engines share, where its objects are padded blocks and its keys do not say so.
+
+    Mooncake's store moves whole blocks, and an engine with other padding, or without, fails at each of its
+    requests that hits such an object. Raises: PoolError.
+    """
+    if not layout.padding_bytes:
+        return
+    for connector, extra_config in _stores(config.kv_connector, config.kv_connector_extra_config):
+        if connector == MOONCAKE_STORE and not extra_config.get("cache_prefix"):
+            raise PoolError(
+                f"--kv-transfer-config {connector}: in slabs of {layout.slab_bytes} bytes each block of this "
+                f"model has {layout.padding_bytes} bytes of padding, and engines without it that share the "
+                f"store could not load them: set cache_prefix in kv_connector_extra_config to a name that "
+                f"only engines with such slabs have, as slabs-{layout.slab_bytes}"
+            )
+
+
+def _stores(
+    connector: str | None, extra_config: Mapping[str, Any]
+) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """Yields a connector, or those inside a MultiConnector, each with its settings."""
+    yield connector, extra_config
+    for child in extra_config.get("connectors", ()):
+        yield from _stores(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
 
 
 def _offloads(connector: Any) -> Iterator[Any]:

@@ -36,6 +36,8 @@ class SlabOps:
     """(position, slab) pairs to unmap; the slabs then go back to the pool."""
     map: list[tuple[int, int]] = field(default_factory=list)
     """(position, slab) pairs to map; the slabs are zeroed."""
+    waits: bool = False
+    """Whether unmapping has to wait for the device, which may use the slabs behind its last output."""
 
     def __bool__(self) -> bool:
         return bool(self.unmap or self.map)
@@ -105,11 +107,13 @@ class KVRange:
     def apply(self, ops: SlabOps) -> None:
         """Unmaps and releases batch by batch, so that others can take the first slabs early; then maps.
 
+        The steps that may have used the slabs have ended (step_fence.py), and the device goes on. So each
+        batch is guarded at once: between the two calls a stray read of a later step would fault.
         The zeroing takes its place in the order of the model's stream, and the host does not wait for it.
         With a transfer window it is done before this returns: a load into a new slab runs in no order with
         that stream, and zeros that come after it would wipe out what it wrote.
         """
-        if ops.unmap:
+        if ops.unmap and ops.waits:
             self._range.fence()
         for first in range(0, len(ops.unmap), RELEASE_SLABS):
             batch = ops.unmap[first : first + RELEASE_SLABS]
@@ -117,12 +121,11 @@ class KVRange:
             for _, slab in batch:
                 self._client.ledger.release(slab)
             self._client.ledger.notify()
+            self._range.guard()
         if ops.map:
             is_queued = self._is_cuda and self._window is None
             stream = torch.cuda.current_stream(self._device).cuda_stream if is_queued else None
             self._range.map_many([p for p, _ in ops.map], [slab for _, slab in ops.map], stream=stream)
-        if ops.unmap:
-            self._range.guard()
 
     def close(self) -> None:
         self._client.close()

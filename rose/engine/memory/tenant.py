@@ -23,6 +23,7 @@ from rose.engine.memory.connector_holds import ConnectorHolds
 from rose.engine.memory.kv_layout import place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
 from rose.engine.memory.states import is_about_to_copy, most_new_states, speculative_states
+from rose.engine.memory.step_fence import StepFence
 from rose.memory.policy.cached import CacheTable, recompute_cost
 from rose.memory.policy.leases import LeaseTable
 from rose.memory.policy.spread import Spread
@@ -76,6 +77,10 @@ class Tenant:
         self.cache = CacheTable()
         self.holds: ConnectorHolds | None = None
         """What a KV connector may still use; None without one."""
+        self.fence = StepFence()
+        self.outlives_output = False
+        """Whether the device may use a slab behind the output of the last step that knew it: a drafter or a
+        KV connector does."""
         self._world_size = world_size
         self._ops = SlabOps()
         self._pool: SlabBlockPool | None = None
@@ -116,8 +121,8 @@ class Tenant:
 
     @property
     def has_unmaps(self) -> bool:
-        """Whether slabs wait to be unmapped, which others may need. Slabs to map wait for a step."""
-        return bool(self._ops.unmap)
+        """Whether slabs can be unmapped, which others may need. Slabs to map wait for a step."""
+        return self.fence.has_passed
 
     def take_ops(self, *, uses_memory: bool) -> SlabOps:
         """Returns the operations for the pass that was just scheduled, and forgets them.
@@ -126,6 +131,7 @@ class Tenant:
         rollout engine has no grant.
         """
         ops, self._ops = self._ops, SlabOps()
+        ops.unmap, ops.waits = self.fence.take_passed(), self.outlives_output
         if not uses_memory:
             ops.map, self._ops.map = [], ops.map
         return ops
@@ -243,7 +249,7 @@ class Tenant:
         if never_mapped:
             self.ledger.drain([slab for _, slab in never_mapped], 0)
         self.ledger.drain([slab for _, slab in mapped], self._world_size)
-        self._ops.unmap += mapped
+        self.fence.hold(mapped)
         for position, _ in given:
             self.cache.forget(position)
             if self.leases is not None:

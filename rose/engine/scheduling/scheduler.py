@@ -27,11 +27,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.admission.gate import GateSettings
 from rose.config import Settings
-from rose.engine.memory.connector_holds import ConnectorHolds
+from rose.engine.memory.connector_holds import ConnectorHolds, check_shared_store
 from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
+from rose.engine.vllm_version import check_versions
 from rose.memory.ledger.ledger_words import LedgerWord
 from rose.types import GateMode, Role, StopReason
 
@@ -54,6 +55,7 @@ class RoseScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
+        check_versions(config.additional_config, "the engine core")
         settings = EngineSettings.parse(config.additional_config)
         assert settings is not None, "scheduler class chosen without rose settings"
         self.rose = settings = settings.of_rank(config.parallel_config.data_parallel_index)
@@ -74,7 +76,10 @@ class RoseScheduler(Scheduler):
                 self.num_spec_tokens + self.num_lookahead_tokens,
                 getattr(self.scheduler_config, "watermark", 0.0),  # not in every supported vLLM
             )
+            has_drafter = config.speculative_config is not None
+            self.tenant.outlives_output = has_drafter or self.connector is not None
             if self.connector is not None:
+                check_shared_store(config.kv_transfer_config, self.tenant.layout)
                 self.tenant.holds = ConnectorHolds(
                     self.connector,
                     config.kv_transfer_config.kv_connector_extra_config,
@@ -146,6 +151,7 @@ class RoseScheduler(Scheduler):
             is_loading = output.kv_connector_metadata is not None
             uses_memory = output.total_num_scheduled_tokens > 0 or is_loading
             output.rose_ops = self.tenant.take_ops(uses_memory=uses_memory)
+            self.tenant.fence.begin()
         self._in_flight.append(output)
         self._bound_in_flight()
         self._publish_status()
@@ -181,6 +187,8 @@ class RoseScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         collected = self._in_flight.popleft()
         assert collected is scheduler_output, "outputs come in the order of their steps"
+        if self.tenant is not None:
+            self.tenant.fence.end()
         if scheduler_output.total_num_scheduled_tokens > 0:
             seconds = self.recorder.ended(time.monotonic())
             self.page.count(Field.STEPS)

@@ -27,6 +27,7 @@ from rose.admission.slack import NEVER
 from rose.admission.slices import slice_number
 from rose.config import Settings
 from rose.engine.harm_records import HarmRecords, records_path
+from rose.engine.lockstep import in_lockstep
 from rose.engine.memory.serving_memory import ServingMemory
 from rose.engine.scheduling.request_keys import requested_slo, requested_tenant
 from rose.engine.scheduling.scheduler import RoseScheduler
@@ -47,12 +48,15 @@ class ServingScheduler(RoseScheduler):
     """The steps of the present slice of time."""
     _has_told_floors = False
     """Whether the log has told of an SLO below the floors, if it is."""
+    _is_in_wave = False
+    """Whether data-parallel ranks compute steps together now, with requests of this rank or without."""
     _context_tokens = 0
     """Computed tokens of the running requests. Summed once per step: a sum over hundreds of requests costs
     more than a publication."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._is_lockstep = in_lockstep(self.vllm_config)
         self._memory: ServingMemory | None = None
         if self.tenant is not None:
             self._memory = ServingMemory(
@@ -136,6 +140,9 @@ class ServingScheduler(RoseScheduler):
             now, self.recorder.model, has_work=True, context_tokens=self._context_tokens
         )
         side.publish(view)
+        self._is_in_wave = self._is_lockstep
+        if self._is_in_wave and side.is_stepping and not self.is_computing and self._must_let_finish(side):
+            side.end_step(view, num_steps=0)
         if not side.is_stepping:  # one claim spans the steps in flight
             # Steps that were begun with the gate off have no claim, and bear no rollout step beside them.
             if not self.is_computing and self._offer_grants(side, now, view):
@@ -281,14 +288,28 @@ class ServingScheduler(RoseScheduler):
         side = self._side
         if side is None or not self._shares_compute:
             return
-        has_work = self.has_unfinished_requests()
+        has_work = self.has_unfinished_requests() or self._is_in_wave
         view = self._deadlines.view(
             now, self.recorder.model, has_work=has_work, context_tokens=self._context_tokens
         )
-        if side.is_stepping and not self.is_computing:
+        if side.is_stepping and not self.is_computing and not self._is_in_wave:
             side.end_step(view, num_steps=num_steps)
         else:
             side.publish(view, num_steps=num_steps)
+
+    # Steps that all data-parallel ranks compute together -----------------------------------------------
+
+    def begin_dummy_step(self) -> None:
+        """Claims the GPU for a step that this rank has no request in, as the other ranks wait for it there.
+        The claim lasts until the end of the wave."""
+        self._is_in_wave = True
+        if self._shares_compute and self._side is not None:
+            self._side.begin_step()
+
+    def end_wave(self) -> None:
+        """Gives the GPU back: no rank has requests any more."""
+        self._is_in_wave = False
+        self._publish(time.monotonic())
 
     # Arrivals and departures ----------------------------------------------------------------------------
 

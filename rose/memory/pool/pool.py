@@ -105,7 +105,11 @@ class PoolClient:
                     return client
                 reason, is_transient = answer.refused, answer.is_transient
             except (FileNotFoundError, ConnectionRefusedError):
-                reason, is_transient = f"pool {name} has no daemon ({path}); start it with `rose pool`", True
+                is_transient = True
+                reason = (
+                    f"pool {name} has no daemon ({path}); start it with `rose pool`, or share its folder "
+                    f"if it runs in another container"
+                )
             except BlockingIOError:
                 reason, is_transient = f"pool {name}: too many clients wait for the daemon at {path}", True
             except ConnectionError as error:

@@ -35,6 +35,8 @@ class SlabLayout:
     fit, padding."""
     blocks_per_slab: int
     """G, the number of blocks that one slab backs, each in all layers."""
+    padding_bytes: int
+    """The bytes behind each block that hold nothing."""
 
     @classmethod
     def plan(cls, *, block_bytes: int, slab_bytes: int, alignment: int = 1) -> "SlabLayout":
@@ -54,10 +56,12 @@ class SlabLayout:
                 f"a KV block of all layers needs {block_bytes} bytes, but a slab has {slab_bytes}: start the "
                 f"pool with --slab-bytes {_fitting(block_bytes, alignment)} or larger, or lower --block-size"
             )
+        block_stride = slab_bytes // dense if dense else block_bytes
         return cls(
             slab_bytes=slab_bytes,
-            block_stride=slab_bytes // dense if dense else block_bytes,
+            block_stride=block_stride,
             blocks_per_slab=dense if dense else skewed,
+            padding_bytes=block_stride - block_bytes,
         )
 
     def first_id(self, position: int) -> int:

@@ -1,6 +1,7 @@
 """What of vLLM can't work together with ROSE is refused before a model is loaded, with reason and fix."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 def folder(engines_dir: Path) -> Iterator[Path]:
     path = engines_dir / "refusing"
     path.mkdir()
-    daemon = start_daemon(
-        POOL, num_slabs=24, slab_bytes=512 << 10, headroom_slabs=4, runtime_dir=runtime_dir(path)
-    )
-    yield path
-    daemon.stop()
+    with ExitStack() as undo:
+        for pool in (POOL, f"{POOL}-1"):  # of two data-parallel ranks
+            daemon = start_daemon(
+                pool, num_slabs=24, slab_bytes=512 << 10, headroom_slabs=4, runtime_dir=runtime_dir(path)
+            )
+            undo.callback(daemon.stop)
+        yield path
 
 
 def engine_args(model: Path, role: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +159,11 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
         engine_args(make_moe_model(folder / "moe"), "rollout", {"data_parallel_size": 2, **DEDICATED})
     )
     expected.append("a mixture of experts: its ranks compute every step together")
+    experts = Path(cases[-1]["model"])
+    cases.append(engine_args(experts, "serving", {"data_parallel_size": 2}))
+    spends = {"rose": {"role": "serving", "pool": POOL, "spend_slo": 0.5}}
+    cases.append(engine_args(experts, "serving", {"data_parallel_size": 2, "additional_config": spends}))
+    expected += ["", "the other ranks would wait in theirs: use gate idle"]
     hybrid, drafts = make_mamba_model(folder / "hybrid"), CASES["speculation"][1]
     cases.append(engine_args(hybrid, "serving", {"enable_prefix_caching": True}))
     cases.append(engine_args(hybrid, "rollout", drafts))

@@ -370,4 +370,4 @@ def test_a_missing_checkpoint_is_reported_as_a_bad_request(rollout: RealEngine, 
     missing = staged_update(models.untied[1], "test/1").model_copy(update={"path": "/nowhere/x.safetensors"})
     response = rollout.update_weights(missing)
     assert response.status_code == 422
-    assert "no staged checkpoint at" in response.text
+    assert "no staged checkpoint at" in response.text and "--ipc=host" in response.text

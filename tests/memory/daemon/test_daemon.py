@@ -46,29 +46,6 @@ def test_close_frees_the_engine_while_its_process_lives(pool: DaemonHandle, runt
     client.close()
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "-Urpf", "true"], check=False, capture_output=True).returncode != 0,
-    reason="this user may make no pid namespace",
-)
-@pytest.mark.parametrize("is_inside", ["client", "daemon"])
-def test_a_pool_whose_processes_cannot_see_each_other_says_which_flag_mends_it(
-    is_inside: str, runtime_dir: Path
-) -> None:
-    """The client or the daemon is in a container with pids of its own."""
-    inside = ["unshare", "-Urpf", "--kill-child", sys.executable, "-c"]
-    look = f"from rose.memory.pool.pool import PoolClient; PoolClient.observe({POOL!r}, timeout_s=20)"
-    serve = f"from rose.memory.daemon.daemon import main; main([{POOL!r}, '--num-slabs', '4'])"
-    environment = {**os.environ, "ROSE_RUNTIME_DIR": str(runtime_dir)}
-    daemon = [sys.executable, "-c", serve] if is_inside == "client" else [*inside, serve]
-    client = [*inside, look] if is_inside == "client" else [sys.executable, "-c", look]
-    with subprocess.Popen(daemon, env=environment) as process:
-        try:
-            done = subprocess.run(client, env=environment, check=False, capture_output=True, text=True)
-        finally:
-            process.kill()  # unshare hands no other signal on
-    assert "start their containers with --pid=host" in done.stderr
-
-
 def test_usage_of_a_serving_engine_is_forgotten_with_it(pool: DaemonHandle, runtime_dir: Path) -> None:
     with observe(runtime_dir) as watcher:
         with attach(runtime_dir, Role.SERVING) as serving:
