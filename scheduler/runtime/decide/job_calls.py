@@ -93,6 +93,12 @@ class JobCalls:
             raise JobRefused(
                 f"{spec.name}: borrow.asked_nodes is set by the scheduler when it hands nodes back; remove it"
             )
+        is_sized = spec.borrow is not None and spec.borrow.fewest_nodes is not None
+        if is_sized and spec.has_ranks_on_each_node and self._state.cluster.ray is None:
+            raise JobRefused(
+                f"{spec.name}: borrow.fewest_nodes: the {spec.num_ranks} ranks of launch {spec.launch} go on "
+                "when nodes are handed back on one machine; use launch once, one rank, or a Ray cluster"
+            )
         if spec.borrow is not None and self._state.cluster.router is None:
             raise JobRefused(
                 f"{spec.name}: borrow asks for serving GPUs, and the cluster's file names no router that "
@@ -157,6 +163,7 @@ class JobCalls:
         if runner is None:
             return
         record.attempt += 1
+        record.num_ranks = self._state.specs[name].num_ranks
         record.places, record.heard, record.is_warm = [], [], False
         record.runs = self._state.is_beside  # else the runner says when it has placed the processes
         record.started(now, self._state.clock)
@@ -244,7 +251,7 @@ class JobCalls:
         hold, note = self._state.permits_of(name).holds.get(name), self._state.jobs[name].note
         if hold is None or not hold.silent:
             return f"; {note}" if note.startswith((LATE, UNHEARD, HUNG)) else ""
-        who = named(hold.silent, self._state.specs[name].num_ranks)
+        who = named(hold.silent, self._state.jobs[name].num_ranks)
         return f": {who} fell silent in {hold.phase} of iteration {hold.iteration}"
 
     def end(self, name: str, state: JobState, note: str, now: float) -> None:
