@@ -172,8 +172,8 @@ class RunSpec(JobSpec):
             )
         if self.has_ranks_on_each_node and self.num_ranks % self.num_nodes:
             raise ValueError(
-                f"borrow.fewest_nodes: num_ranks {self.num_ranks} on {self.num_nodes} nodes; with fewer nodes "
-                f"each keeps as many ranks, so use a multiple of {self.num_nodes}"
+                f"borrow.fewest_nodes: num_ranks {self.num_ranks} on {self.num_nodes} nodes; with fewer, "
+                f"each keeps as many: use a multiple of {self.num_nodes}"
             )
         return self
 
