@@ -75,17 +75,24 @@ class JobCalls:
     def check_devices(self, spec: RunSpec) -> None:
         """Raises: JobRefused if a node has fewer devices than ranks."""
         ray = self._state.cluster.ray
-        if ray is None or spec.launch is not Launch.PER_RANK:
+        if ray is None or spec.num_ranks == 1:
             return
-        num_local = spec.num_ranks // spec.num_nodes
-        for kind in Phase:
+        is_once = spec.launch is Launch.ONCE
+        num_local = spec.num_ranks if is_once else -(-spec.num_ranks // spec.num_nodes)
+        for kind in (Phase.ROLLOUT,) if is_once else Phase:
             num_devices = int(ray.bundle(kind).get("GPU", 0))
-            if 0 < num_devices < num_local:
+            if not 0 < num_devices < num_local:
+                continue
+            if is_once:
                 raise JobRefused(
-                    f"{spec.name}: num_ranks {spec.num_ranks} on {spec.num_nodes} nodes are {num_local} on "
-                    f"each, and a {kind} node has {num_devices} GPUs; use at most "
-                    f"{num_devices * spec.num_nodes} ranks, or more nodes"
+                    f"{spec.name}: num_ranks {spec.num_ranks}: launch once starts all of them on the first "
+                    f"rollout node, which has {num_devices} GPUs; use at most {num_devices}, or per-node"
                 )
+            raise JobRefused(
+                f"{spec.name}: num_ranks {spec.num_ranks} on {spec.num_nodes} nodes are {num_local} on "
+                f"each, and a {kind} node has {num_devices} GPUs; use at most "
+                f"{num_devices * spec.num_nodes} ranks, or more nodes"
+            )
 
     def check_router(self, spec: RunSpec) -> None:
         """Raises: JobRefused if the job wants to borrow serving GPUs and can't."""

@@ -222,18 +222,20 @@ def test_on_ray_a_new_attempt_goes_on_with_the_nodes_that_are_left() -> None:
     assert sized.scheduler.job("a")["restarts"] == 0
 
 
-@pytest.mark.parametrize(("launch", "num_left"), [("per-rank", 6), ("per-node", 6), ("once", 10)])
+@pytest.mark.parametrize(
+    ("launch", "num_ranks", "num_left"), [("per-rank", 10, 6), ("per-node", 10, 6), ("once", 4, 4)]
+)
 def test_on_ray_each_node_keeps_its_ranks_when_a_job_of_several_hands_nodes_back(
-    launch: str, num_left: int
+    launch: str, num_ranks: int, num_left: int
 ) -> None:
-    sized = Sized(ray={}, job={"num_ranks": 10, "launch": launch})
+    sized = Sized(ray={}, job={"num_ranks": num_ranks, "launch": launch})
     told = sized.iterate(4)
     answers = [each for each in told if isinstance(each, Answer)]
-    assert len(answers) == 10 and all(each.body["ends"] for each in answers)
-    assert sized.scheduler.job("a")["num_ranks"] == 10, "the attempt that ends still has them"
+    assert len(answers) == num_ranks and all(each.body["ends"] for each in answers)
+    assert sized.scheduler.job("a")["num_ranks"] == num_ranks, "the attempt that ends still has them"
     sized.scheduler.restart(5.0)
-    again = {"job": "a", "attempt": 1, "iteration": 3, "rank": 9}
-    assert only(Answer, sized.scheduler.call(Completed, **again, client="a-9")).body["ends"]
+    again = {"job": "a", "attempt": 1, "iteration": 3, "rank": num_ranks - 1}
+    assert only(Answer, sized.scheduler.call(Completed, **again, client="a")).body["ends"]
     start = only(Start, sized.scheduler.call(Exited, job="a", attempt=1, exit_status=0, client="ray"))
     assert (start.rollout_nodes, start.spec["num_ranks"]) == ([0, 1], num_left)
     sized.attempt, sized.num_ranks = 2, num_left
