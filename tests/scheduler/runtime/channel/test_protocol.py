@@ -10,7 +10,7 @@ from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
-from rose.scheduler.runtime.channel.protocol import Batch, ClientSide, Outgoing
+from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, ClientSide, Outgoing
 
 PATIENCE_S = 300.0
 
@@ -128,6 +128,23 @@ def test_calls_arrive_in_their_order_after_a_lost_connection(tmp_path: Path) -> 
             seen += [decode_call(each.body).seq for each in side.receive(0.1)]
             assert time.monotonic() < deadline
         assert seen == [1, 2]
+    side.close()
+
+
+def test_what_a_command_has_given_up_is_not_carried_out_later(channel_url: str) -> None:
+    url = ChannelUrl.parse(channel_url)
+    side = url.serve()  # it hangs: it reads nothing while the command waits
+    with ControlClient(url.join("job:a:1:0"), PATIENCE_S) as job:
+        job.tell(Status(seq=job.next_seq()))
+        command = ControlClient(url.join(f"{COMMAND}here"), PATIENCE_S)
+        with pytest.raises(ChannelError, match="status: no answer from the scheduler in"), command:
+            command.ask(Status(seq=command.next_seq()), 0.1)
+        seen: list[str] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen or time.monotonic() < deadline - PATIENCE_S + 1:
+            seen += [each.client.partition(":")[0] for each in side.receive(0.1)]
+            assert time.monotonic() < deadline
+        assert seen == ["job"], "a job's call is kept, a command's is not"
     side.close()
 
 
