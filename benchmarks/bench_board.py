@@ -37,6 +37,8 @@ from lib.slo.board_player import (
     WAITS,
     open_words,
 )
+from rich.console import Console
+from rich.progress import Progress
 
 from rose._shm import Words
 from rose.admission.board import GRACE_S
@@ -54,6 +56,9 @@ STEP_MS = (0.5, 1.0, 3.0, 1.0)
 """The guests' steps. They say that they take up to twice as long."""
 SERVING, GUEST, IDLE_SERVING, IDLE_GUEST = "serve", "guest", "idle-serving", "idle-guest"
 PATIENCE_S = 600.0
+"""For parties to start."""
+RUN_S = 3600.0
+"""The longest time for all steps of a figure."""
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
@@ -171,10 +176,14 @@ def lateness_figure(
     rng = random.Random(seed)
     guests = [(GUEST, STEP_MS[number]) for number in range(num_guests)]
     with _rig([(SERVING, 0.0)] * num_serving + guests, compute) as rig:
-        give_up_s = time.monotonic() + PATIENCE_S
-        while rig.steps(SERVING) < num_steps and time.monotonic() < give_up_s:
-            time.sleep(rng.random() * 2 * FAULT_EVERY_S)
-            rig.fail(rng.choice(rig.parties), rng)
+        with Progress(console=Console(stderr=True)) as shown:
+            task, give_up_s = shown.add_task(name, total=num_steps), time.monotonic() + RUN_S
+            while (done := rig.steps(SERVING)) < num_steps:
+                if time.monotonic() > give_up_s:
+                    raise WorkerError(f"{done} of {num_steps} steps within {RUN_S:.0f} s")
+                shown.update(task, completed=done)
+                time.sleep(rng.random() * 2 * FAULT_EVERY_S)
+                rig.fail(rng.choice(rig.parties), rng)
         rig.record.store(STOP, 1)
         waits, sleeps = rig.bins(SERVING, WAITS), rig.bins(SERVING, SLEEPS)
         seen = snapshot(rig.words)

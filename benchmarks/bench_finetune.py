@@ -4,7 +4,8 @@ One real engine has a trainer as the guest of its compute (rose serve --fine-tun
 traffic alternate between a stopped and a running trainer. Then the trainer goes to the end of its data.
   colocated_p99_ratio[ttft|tpot]  serving's P99 with the trainer over its P99 without
   finetune_share                  steps/s in the windows, over steps/s of the same trainer without guest or
-                                  traffic, over the share of time that serving leaves
+                                  traffic, over the share of time that serving leaves; beside it a step's
+                                  times over a step of that trainer: pieces, waits, the rest on the host
   served_loss_drop                by how much the loss of what is served fell, over offline training's fall
   restarts                        of the serving engine
 
@@ -74,7 +75,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         bench.start()
         before = bench.served_loss()
         windows: dict[bool, list[Window]] = {True: [], False: []}
-        steps: list[int] = []
+        steps: list[list[dict[str, float]]] = []
         for index in range(rounds):
             for is_training in random.Random(args.seed + index).sample((True, False), 2):
                 window = bench.window(index, window_s, is_training=is_training)
@@ -195,14 +196,17 @@ class _Bench:
         assert self._trainer is not None
         self._trainer.send_signal(signal.SIGCONT)
 
-    def steps_in(self, window: Window) -> int:
-        """Returns the optimizer steps that ended in a window. Raises: WorkerError if the data ended before
-        it."""
+    def steps_in(self, window: Window) -> list[dict[str, float]]:
+        """Returns the lines of the optimizer steps that ended in a window.
+
+        Raises: WorkerError if the data ended before it.
+        """
         assert self._trainer is not None
         if not self._trainer.is_alive():
             raise WorkerError(f"the trainer ended in a window:\n{self._trainer.log_tail()}")
-        ends = [json.loads(line)["t_s"] for line in self._lines.read_text().splitlines()]
-        return sum(window.start_s <= end < window.start_s + window.duration_s for end in ends)
+        found = [json.loads(line) for line in self._lines.read_text().splitlines()]
+        end_s = window.start_s + window.duration_s
+        return [line for line in found if window.start_s <= line["t_s"] < end_s]
 
     def finish(self) -> None:
         """Waits until the trainer has ended and the engine has taken the last version."""
@@ -258,7 +262,7 @@ def _written(path: Path, texts: Sequence[str]) -> Path:
 
 def _figures(
     windows: dict[bool, list[Window]],
-    steps: Sequence[int],
+    steps: Sequence[Sequence[dict[str, float]]],
     alone: dict[str, float],
     fall: float,
     bench: _Bench,
@@ -277,7 +281,7 @@ def _figures(
         for kind in ("ttft", "tpot")
     ]
     idle = [1 - window.serving_busy_s / window.duration_s for window in windows[True]]
-    rates = [count / window.duration_s for count, window in zip(steps, windows[True], strict=True)]
+    rates = [len(lines) / window.duration_s for lines, window in zip(steps, windows[True], strict=True)]
     shares = [rate / (alone["steps_per_s"] * free) for rate, free in zip(rates, idle, strict=True)]
     board = snapshot(bench.observer.board_words)
     offline = alone["before"] - alone["after"]
@@ -288,7 +292,11 @@ def _figures(
             shares,
             "of training alone, of what serving leaves",
             target=">= 0.85",
-            peers={"idle share": fmean(idle), "steps/s alone": alone["steps_per_s"]},
+            peers={
+                "idle share": fmean(idle),
+                "steps/s alone": alone["steps_per_s"],
+                **_times_of_a_step(steps, alone["steps_per_s"]),
+            },
         ),
         Figure(
             name="served_loss_drop",
@@ -305,6 +313,28 @@ def _figures(
             peers={"versions": float(bench.version()), "overruns": float(board.num_overruns)},
         ),
     ]
+
+
+def _times_of_a_step(
+    windows: Sequence[Sequence[dict[str, float]]], alone_per_s: float
+) -> dict[str, float | None]:
+    """Returns where a step's time went, over that of a step alone: in pieces, waiting for grants, or outside
+    of both, on the host."""
+    spans = [(lines[0], lines[-1], len(lines) - 1) for lines in windows if len(lines) > 1]
+    num = sum(count for _, _, count in spans)
+
+    def each(key: str) -> float:
+        return sum(last[key] - first[key] for first, last, _ in spans) * alone_per_s / num
+
+    if not num:
+        return {}
+    pieces, waits = each("computed_s"), each("waited_s")
+    return {
+        "a step's pieces": pieces,
+        "its waits": waits,
+        "the rest": each("t_s") - pieces - waits,
+        "grants": sum(last["grants"] - first["grants"] for first, last, _ in spans) / num,
+    }
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ class PermitLost(RoseError):
     """A phase lost its permit: its lease ran out, or the job was resubmitted or cancelled."""
 
 
+class DeviceMemoryHeld(RoseError):
+    """A phase has its permit, and another process still fills its devices. The message names it."""
+
+
 class CacheFull(RoseError):
     """A phase's working set does not fit in the host memory that the job was given."""
 

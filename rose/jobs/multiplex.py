@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.arguments import CommandParser, check_output
-from rose.config import Settings, default_variable, load_yaml, make_private_dir
+from rose.config import Settings, default_variable, make_private_dir
 from rose.errors import ConfigError
 from rose.jobs.dashboard import DashboardProcess
 from rose.jobs.pair import PairRun
@@ -26,9 +26,11 @@ from rose.scheduler.gpu.slowdown import SlowdownTable
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.command.connection import channel_parser
 from rose.scheduler.runtime.job.spec import RunSpec, read_job
-from rose.scheduler.sim.gpu_spec import MEASURE, SlowdownFile
+from rose.scheduler.sim.gpu_spec import SlowdownFile, load_table
 
 logger = logging.getLogger(__name__)
+
+INSTEAD = "leave out --slowdown, and the pair is measured while it runs"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,22 +113,11 @@ def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: ar
         if arguments.slowdown is not None:
             raise ConfigError("--output is for slowdowns that are measured here; omit it with --slowdown")
         check_output(arguments.output)
-    table = _table(arguments.slowdown, here) if arguments.slowdown is not None else None
+    table = (
+        load_table(arguments.slowdown, here, otherwise=INSTEAD) if arguments.slowdown is not None else None
+    )
     names = (specs[0].name, specs[1].name)
     return Pairing(names, here, levels, table=table, is_serial=arguments.serial)
-
-
-def _table(path: Path, here: str) -> SlowdownTable:
-    try:
-        table = load_yaml(path, SlowdownFile).to_table()
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; {MEASURE}") from error
-    if table.hardware != here:
-        raise ConfigError(
-            f"{path}: measured on {table.hardware!r}, this is {here!r}; leave out --slowdown, and the pair "
-            "is measured while it runs"
-        )
-    return table
 
 
 def _write(table: SlowdownTable, path: Path) -> None:

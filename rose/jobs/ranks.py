@@ -185,11 +185,13 @@ def write_job_file(
     cache: Path,
     nodes: Sequence[JobNode],
     kept_here: Sequence[JobNode] | None = None,
+    own_node: int = 0,
     recording: Recording | None = None,
 ) -> Path:
     """Writes what the job's processes on this host are told.
 
-    kept_here: the nodes whose working sets are kept on this host; None: all of them.
+    kept_here: the nodes whose working sets are kept on this host; None: all of them. own_node: which of the
+    nodes starts the processes.
     """
     kept = kept_here if kept_here is not None else nodes
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -206,6 +208,7 @@ def write_job_file(
         cache_folder=str(cache),
         limit_bytes={name: limit_bytes(name, phase, kept) for name, phase in spec.phases.items()},
         recording=recording,
+        own_node=own_node,
     )
     path.write_bytes(msgspec.json.encode(file))
     return path

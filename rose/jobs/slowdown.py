@@ -136,9 +136,14 @@ def core_counts(num_cores: int) -> list[int]:
 
 def hardware(num_cores: int) -> str:
     """Returns what a table measured here belongs to."""
+    return f"{cpu_name()}, {num_cores} cores"
+
+
+def cpu_name() -> str:
+    """Returns this machine's kind of CPU, or its architecture where the kernel names none."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else os.uname().machine}, {num_cores} cores"
+    return names[0] if names else os.uname().machine
 
 
 def _mean(values: Sequence[float]) -> float:

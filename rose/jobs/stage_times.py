@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.arguments import CommandParser, check_output, positive_int
 from rose.errors import ConfigError
+from rose.jobs.slowdown import cpu_name
 from rose.scheduler.node.model import NodeProfile, PassCost, Stage
 from rose.scheduler.node.profile import fit_cost, write_profile
 
@@ -131,7 +132,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[NodeProfile, list[dict[str,
             )
         )
         errors.append({"forward": _error(forward, one.forward), "backward": _error(backward, one.backward)})
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return NodeProfile(model=str(arguments.model), hardware=name, stages=tuple(stages)), errors
 
 
@@ -290,9 +291,3 @@ def _error(cost: PassCost, samples: dict[int, list[float]]) -> float:
     return statistics.median(
         abs(cost.seconds(length, length**2) / seconds - 1) for length, seconds in medians.items()
     )
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -38,7 +38,7 @@ class PhaseSpec(Section):
 
     pool: str | None = None
     """The pool's name, which is checked. None: the pool of the phase's kind."""
-    nodes: Annotated[int, Field(ge=0, description="8-GPU nodes; 0 for a phase that needs none")] = 1
+    nodes: Annotated[int, Field(ge=0, description="whole nodes; 0 for a phase that needs none")] = 1
     seconds: Annotated[float | None, Field(gt=0)] = None
     """The longest time that the phase takes, copies of its working set included."""
     memory_gb: Annotated[float, Field(ge=0, description="host memory on each node while suspended")] = 0.0
@@ -244,6 +244,8 @@ class PoolSpec(Section):
     """The name of the kind, such as h20."""
     dollars_per_gpu_hour: Annotated[float, Field(ge=0)]
     """The price of a GPU of these nodes."""
+    gpus_per_node: Annotated[int, Field(ge=1)] = 8
+    """The GPUs of a node, for its price and for how many serving GPUs a job may borrow."""
     host_gb: Annotated[float, Field(gt=0)] = HOST_BYTES / _GB
     """The host memory of a node for suspended phases."""
     num_nodes: Annotated[int | None, Field(ge=1)] = None
@@ -253,13 +255,19 @@ class PoolSpec(Section):
         return Pool(
             name=self.name,
             dollars_per_gpu_hour=self.dollars_per_gpu_hour,
+            gpus_per_node=self.gpus_per_node,
             host_bytes=round(self.host_gb * _GB),
             num_nodes=self.num_nodes,
         )
 
 
 def _spec_of(pool: Pool) -> PoolSpec:
-    return PoolSpec(name=pool.name, dollars_per_gpu_hour=pool.dollars_per_gpu_hour, num_nodes=pool.num_nodes)
+    return PoolSpec(
+        name=pool.name,
+        dollars_per_gpu_hour=pool.dollars_per_gpu_hour,
+        gpus_per_node=pool.gpus_per_node,
+        num_nodes=pool.num_nodes,
+    )
 
 
 class PoolsSpec(Section):

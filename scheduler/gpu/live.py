@@ -50,6 +50,7 @@ class Live:
         self.holds = False
         self.is_over = False
         self._costs = StepCosts()
+        self._entered: set[int] = set()
         self._log: list[Steps] = []
         self._train_done_s = 0.0
         self._train_s: float | None = None
@@ -86,7 +87,18 @@ class Live:
         """Returns the sub-stages that are expected, by the last iteration's graph."""
         return self._progress().upcoming(0) if self.is_ready and self.past is not None else []
 
+    @property
+    def lacks(self) -> str | None:
+        """Returns what its program does not do, so that it has no graph; None if it has one."""
+        if self.past is not None:
+            return None
+        for phase, name in ((ROLLOUT, "rollout"), (TRAIN, "train")):
+            if phase not in self._entered:
+                return f'never enters {name} (@rose.phase("{name}"))'
+        return "reports no steps of its rollout (progress.step)"
+
     def asks(self, phase: int) -> None:
+        self._entered.add(phase)
         self.phase, self.holds, self._at = phase, False, None
 
     def granted(self, now: float) -> None:

@@ -178,12 +178,10 @@ class Pairing:
         """Goes from profile to trial, to the plan, and to the next plan."""
         num_done = min(live.num_done for live in self.pipelines)
         if self.mode is Mode.PROFILE and num_done >= SOLO_ITERATIONS:
-            silent = [
-                name for name, live in zip(self.names, self.pipelines, strict=True) if live.past is None
-            ]
-            if silent:
-                self._to(Mode.SERIAL, f"{silent[0]} reports no steps of its rollout (progress.step)")
-                return
+            for name, live in zip(self.names, self.pipelines, strict=True):
+                if (lacks := live.lacks) is not None:
+                    self._to(Mode.SERIAL, f"{name} {lacks}")
+                    return
             self._since_s = now
             self._to(Mode.TRIAL, "pairs of sub-stages are measured side by side")
             if self._given is not None:

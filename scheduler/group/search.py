@@ -50,14 +50,10 @@ class _Task:
     nodes: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Busy:
-    """A phase already in the timetable, on one resource."""
-
-    start_s: float
-    length_s: float
-    num: int
-    """Its period in common ones."""
+_Busy = tuple[float, float, int]
+"""A phase already in the timetable, on one resource: its start, its length, and its period in common ones."""
+_Met = tuple[float, float, int, float]
+"""Such a phase beside a job: its start, its length, and when both meet again, in common periods and in s."""
 
 
 def ordered(group: Group, limits_s: Mapping[str, float], *, multi_rate: bool) -> Group | None:
@@ -96,10 +92,14 @@ def _multi_rate(group: Group, limits_s: Mapping[str, float]) -> Group | None:
     ]
     if not _could_fit(tasks):
         return None
-    for nums, shortest_s, longest_s in _multiples(tasks):
-        if not _pairs_fit(tasks, nums, longest_s):
+    meetings, loads = _meetings(tasks), _loads(tasks)
+    for nums, shortest_s, longest_s in _multiples(tasks, loads):
+        if not _could_meet(meetings, nums, longest_s, EPSILON):
             continue
-        for common_s in (shortest_s, longest_s):
+        for common_s in dict.fromkeys((shortest_s, longest_s)):
+            is_short = common_s < longest_s
+            if is_short and not _has_room(meetings, loads, nums, common_s):
+                continue
             slots = _packed(tasks, nums, common_s)
             pass_s = math.lcm(*nums) * common_s
             if slots is not None and (iterations := _iterations(tasks, slots, pass_s)) is not None:
@@ -140,18 +140,45 @@ def _could_fit(tasks: Sequence[_Task]) -> bool:
     )
 
 
-def _pairs_fit(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> bool:
+def _meetings(tasks: Sequence[_Task]) -> list[tuple[int, int, float]]:
+    """Every two tasks, and the least time between two of their meetings: that of both phases in a row."""
+    return [
+        (
+            k,
+            other,
+            max(
+                tasks[k].train_s + tasks[other].train_s,
+                tasks[k].rollout_s + tasks[other].rollout_s if tasks[k].nodes & tasks[other].nodes else 0.0,
+            ),
+        )
+        for k, other in itertools.combinations(range(len(tasks)), 2)
+    ]
+
+
+def _could_meet(
+    meetings: Sequence[tuple[int, int, float]], nums: Sequence[int], common_s: float, rounding: float
+) -> bool:
     """Necessary as well: two jobs that meet have room for both phases between two meetings."""
-    for (one, num), (other, other_num) in itertools.combinations(zip(tasks, nums, strict=True), 2):
-        shared_s = math.gcd(num, other_num) * common_s * (1 + EPSILON)
-        if one.train_s + other.train_s > shared_s:
-            return False
-        if one.rollout_s + other.rollout_s > shared_s and one.nodes & other.nodes:
-            return False
-    return True
+    most_s = common_s * (1 + rounding)
+    return all(least_s <= math.gcd(nums[k], nums[other]) * most_s for k, other, least_s in meetings)
 
 
-def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float, float]]:
+def _has_room(
+    meetings: Sequence[tuple[int, int, float]],
+    loads: Sequence[Sequence[float]],
+    nums: Sequence[int],
+    common_s: float,
+) -> bool:
+    """Whether packing may succeed: it allows less than `ROOM_EPSILON` for rounding."""
+    most_s = common_s * (1 + ROOM_EPSILON)
+    return all(sum(map(truediv, load_s, nums)) <= most_s for load_s in loads) and _could_meet(
+        meetings, nums, common_s, ROOM_EPSILON
+    )
+
+
+def _multiples(
+    tasks: Sequence[_Task], loads: Sequence[Sequence[float]]
+) -> Iterator[tuple[tuple[int, ...], float, float]]:
     """Periods as multiples of a common one, and that one's bounds; long common periods first.
 
     Leaves out those in which a resource has no time for all phases that hold it.
@@ -161,34 +188,38 @@ def _multiples(tasks: Sequence[_Task]) -> Iterator[tuple[tuple[int, ...], float,
     commons = {
         limit_s / num for limit_s in limits_s for num in range(1, MAX_RATIO + 1) if limit_s / num <= fastest_s
     }
-    loads = _loads(tasks)
+    windows = list(zip(solos_s, limits_s, strict=True))
     seen: set[tuple[int, ...]] = set()
     for common_s in sorted(commons, reverse=True):
-        for nums in _roundings(solos_s, limits_s, common_s):
+        for nums in _roundings(windows, common_s):
             if nums in seen:
                 continue
             seen.add(nums)
             longest_s = min(map(truediv, limits_s, nums))
             most_s = longest_s * (1 + ROOM_EPSILON)
-            if any(sum(map(truediv, load_s, nums)) > most_s for load_s in loads):
-                continue
-            whole = math.lcm(*nums)
-            if sum([whole // num for num in nums]) <= MAX_ITERATIONS:
-                yield nums, min(max(map(truediv, solos_s, nums)), longest_s), longest_s
+            for load_s in loads:
+                if sum(map(truediv, load_s, nums)) > most_s:
+                    break
+            else:
+                whole = math.lcm(*nums)
+                if sum([whole // num for num in nums]) <= MAX_ITERATIONS:
+                    yield nums, min(max(map(truediv, solos_s, nums)), longest_s), longest_s
 
 
-def _roundings(
-    solos_s: Sequence[float], limits_s: Sequence[float], common_s: float
-) -> tuple[tuple[int, ...], ...]:
-    """The multiples of a common period: the least, powers of two, the most. None where a task has none."""
+def _roundings(windows: Sequence[tuple[float, float]], common_s: float) -> tuple[tuple[int, ...], ...]:
+    """The multiples of a common period: the least, powers of two, the most. None where a task has none.
+
+    windows: the shortest and the longest period of each task.
+    """
     low, powers, high = [], [], []
-    for solo_s, limit_s in zip(solos_s, limits_s, strict=True):
+    for solo_s, limit_s in windows:
         least, most = math.ceil(solo_s / common_s - EPSILON) or 1, int(limit_s / common_s + EPSILON)
         if least > most or least > MAX_RATIO:
             return ()
         low.append(least)
-        powers.append(max(least, 1 << (most.bit_length() - 1)))
         high.append(most)
+        power = 1 << (most.bit_length() - 1)
+        powers.append(power if power > least else least)
     return tuple(low), tuple(powers), tuple(high)
 
 
@@ -209,61 +240,68 @@ def _packed(tasks: Sequence[_Task], nums: Sequence[int], common_s: float) -> tup
     slots: dict[int, _Slot] = {}
     for k in sorted(range(len(tasks)), key=lambda k: (nums[k], -tasks[k].train_s)):
         task, num = tasks[k], nums[k]
-        others = [busy for nodes, busy in rollouts if nodes & task.nodes]
+        trainings = _met(training, num, common_s)
+        others = _met([busy for nodes, busy in rollouts if nodes & task.nodes], num, common_s)
         period_s = num * common_s
-        for train_at_s in _free_starts(training, task.train_s, num, common_s):
+        for train_at_s in _free_starts(trainings, task.train_s, num, common_s):
             at_s = _rollout_start(others, task, num, common_s, train_at_s)
             if at_s is not None:
                 slots[k] = _Slot(period_s=period_s, rollout_at_s=at_s, train_at_s=train_at_s)
-                training.append(_Busy(train_at_s, task.train_s, num))
-                rollouts.append((task.nodes, _Busy(at_s, task.rollout_s, num)))
+                training.append((train_at_s, task.train_s, num))
+                rollouts.append((task.nodes, (at_s, task.rollout_s, num)))
                 break
         else:
             return None
     return tuple(slots[k] for k in range(len(tasks)))
 
 
-def _free_starts(busy: Sequence[_Busy], length_s: float, num: int, common_s: float) -> Iterator[float]:
+def _met(busy: Sequence[_Busy], num: int, common_s: float) -> list[_Met]:
+    """The phases as a job with this period meets them."""
+    found = []
+    for start_s, length_s, other in busy:
+        shared = math.gcd(num, other)
+        found.append((start_s, length_s, shared, shared * common_s))
+    return found
+
+
+def _free_starts(busy: Sequence[_Met], length_s: float, num: int, common_s: float) -> Iterator[float]:
     """Times within the period at which the resource is free: right after another phase, or at 0."""
     if not busy:
         yield 0.0
         return
-    for one in busy:
-        shared = math.gcd(num, one.num)
+    for one_s, one_length_s, shared, _ in busy:
         for again in range(num // shared):
-            start_s = (one.start_s + one.length_s + again * shared * common_s) % (num * common_s)
-            if _is_free(busy, start_s, length_s, num, common_s):
+            start_s = (one_s + one_length_s + again * shared * common_s) % (num * common_s)
+            if _is_free(busy, start_s, length_s, common_s):
                 yield start_s
 
 
 def _rollout_start(
-    busy: Sequence[_Busy], task: _Task, num: int, common_s: float, train_at_s: float
+    busy: Sequence[_Met], task: _Task, num: int, common_s: float, train_at_s: float
 ) -> float | None:
     """The latest free start that lets the rollout end before training, and after the training before."""
     latest_s = train_at_s - task.between_s - task.rollout_s
-    earliest_s = latest_s - (num * common_s - task.solo_s)
-    if _is_free(busy, latest_s, task.rollout_s, num, common_s):
+    if _is_free(busy, latest_s, task.rollout_s, common_s):
         return latest_s
-    for one in busy:
-        shared_s = math.gcd(num, one.num) * common_s
+    earliest_s = latest_s - (num * common_s - task.solo_s)
+    for one_s, one_length_s, _, shared_s in busy:
         # Right before it, or, going backwards in the window, right after its end.
-        for at_s in (one.start_s - task.rollout_s, one.start_s + one.length_s):
+        for at_s in (one_s - task.rollout_s, one_s + one_length_s):
             start_s = latest_s - (latest_s - at_s) % shared_s
             while start_s >= earliest_s - EPSILON * common_s:
-                if _is_free(busy, start_s, task.rollout_s, num, common_s):
+                if _is_free(busy, start_s, task.rollout_s, common_s):
                     return start_s
                 start_s -= shared_s
     return None
 
 
-def _is_free(busy: Sequence[_Busy], start_s: float, length_s: float, num: int, common_s: float) -> bool:
-    for one in busy:
-        shared_s = math.gcd(num, one.num) * common_s
-        after_s = (start_s - one.start_s) % shared_s
-        slack_s = 1e-9 * common_s
+def _is_free(busy: Sequence[_Met], start_s: float, length_s: float, common_s: float) -> bool:
+    slack_s = 1e-9 * common_s
+    for one_s, one_length_s, _, shared_s in busy:
+        after_s = (start_s - one_s) % shared_s
         # A start that rounds to just before the other's is one just after it, a whole period later.
         if shared_s - after_s < slack_s:
             after_s = 0.0
-        if after_s < one.length_s - slack_s or after_s + length_s > shared_s + slack_s:
+        if after_s < one_length_s - slack_s or after_s + length_s > shared_s + slack_s:
             return False
     return True

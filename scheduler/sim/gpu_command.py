@@ -94,7 +94,9 @@ def simulate_pair(argv: Sequence[str]) -> int:
 
 def _from_file(path: Path) -> _Case:
     spec = load_yaml(path, GpuSpec)
-    table = load_table(spec, path)
+    table = SlowdownTable(hardware=spec.hardware, entries={})
+    if spec.slowdown is not None:
+        table = load_table(path.parent / spec.slowdown, spec.hardware)
     one, two = (load_iteration(each, path) for each in spec.pipelines)
     return _Case(
         names=(spec.pipelines[0].name, spec.pipelines[1].name),

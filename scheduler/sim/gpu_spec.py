@@ -78,22 +78,17 @@ class GpuSpec(Section):
         return self
 
 
-def load_table(spec: GpuSpec, path: Path) -> SlowdownTable:
-    """Returns the file's slowdown table, or an empty one if it names none.
+def load_table(path: Path, hardware: str, *, otherwise: str = MEASURE) -> SlowdownTable:
+    """Returns a file's slowdown table, which must be of this hardware.
 
-    Raises: ConfigError if the table is of other hardware.
+    otherwise: what to do without it. Raises: ConfigError.
     """
-    if spec.slowdown is None:
-        return SlowdownTable(hardware=spec.hardware, entries={})
-    table_path = path.parent / spec.slowdown
     try:
-        table = load_yaml(table_path, SlowdownFile).to_table()
+        table = load_yaml(path, SlowdownFile).to_table()
     except ValueError as error:
-        raise ConfigError(f"{table_path}: {error}; {MEASURE}") from error
-    if table.hardware != spec.hardware:
-        raise ConfigError(
-            f"{table_path}: measured on {table.hardware!r}, but {path} is for {spec.hardware!r}; {MEASURE}"
-        )
+        raise ConfigError(f"{path}: {error}; {MEASURE}") from error
+    if table.hardware != hardware:
+        raise ConfigError(f"{path}: measured on {table.hardware!r}, not on {hardware!r}; {otherwise}")
     return table
 
 

@@ -114,6 +114,12 @@ def _parser() -> CommandParser:
         help="a model's times, as rose sched profile-stages measured them",
     )
     parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="the simulated GPUs, as a profile names them; a profile of others is refused (default: the "
+        "profile's, and with it the answer is for these)",
+    )
+    parser.add_argument(
         "--model",
         choices=list(TABLE_II),
         default="llama-8b",
@@ -151,8 +157,13 @@ def _tasks(arguments: Namespace) -> list[Task]:
 def _profile(arguments: Namespace, mean_tokens: float) -> NodeProfile:
     if arguments.profile is None:
         profile = paper_profile(arguments.model, mean_tokens)
+        if arguments.hardware not in (None, profile.hardware):
+            raise ConfigError(
+                f"--hardware {arguments.hardware}: the published times are of {profile.hardware}; give a "
+                "--profile of your own, made there by rose sched profile-stages"
+            )
     else:
-        profile = read_profile(arguments.profile)
+        profile = read_profile(arguments.profile, arguments.hardware)
     return profile if arguments.gpus is None else profile.on(arguments.gpus)
 
 

@@ -143,7 +143,7 @@ def test_what_can_t_be_shared_is_refused_before_anything_starts(tmp_path: Path) 
         ([math, ranks], "num_ranks: 2; only jobs of one process"),
         ([math, nodes], "rollout with nodes: 2; pipelines that share this machine have one"),
         ([math, code, "--slowdown", other, "-o", tmp_path / "new.json"], "omit it with --slowdown"),
-        ([math, code, "--slowdown", other], "measured on 'H100', this is .*; leave out --slowdown"),
+        ([math, code, "--slowdown", other], "measured on 'H100', not on .*; leave out --slowdown"),
         ([math, code, "-o", other], "exists; remove it, or choose another"),
         ([math, code, "-o", tmp_path / "no" / "x.json"], "there is no folder .*no; make it"),
     ):

@@ -199,6 +199,7 @@ class Part:
             cache=self._cache,
             nodes=part.nodes,
             kept_here=_kept_here(spec, part),
+            own_node=part.index,
             recording=recording,
         )
         # Ray's own Python may be that of a `pip` environment; `python` in the command is the same.

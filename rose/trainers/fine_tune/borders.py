@@ -98,7 +98,8 @@ class PassBorders:
             self._note_backward(hidden, number - 1)
 
     def _pass_ends(self, module: object, args: tuple[Any, ...], output: Any) -> None:
-        self._guest.leave()
+        # On a GPU, too, a loss that is computed outside of the model runs without a grant.
+        self._guest.leave(keeps_cpus=torch.is_grad_enabled())
         # A trainer may compute its loss from any of them.
         for made in output.values() if isinstance(output, Mapping) else (output,):
             if isinstance(made, torch.Tensor) and made.requires_grad:

@@ -109,14 +109,19 @@ class TrainingGuest:
         others must be here within `LATE_S`."""
         return self._ranks.most(value, soon=soon) if self._ranks is not None else value
 
-    def leave(self) -> None:
-        """Hands the GPU back, because what follows needs no grant. Does nothing without a grant."""
+    def leave(self, *, keeps_cpus: bool = False) -> None:
+        """Hands the GPU back, because what follows needs no grant. Does nothing without a grant.
+
+        keeps_cpus: the next piece follows soon, so the thread stays on the CPUs that stand for the GPU. To
+        move it away and back would take longer than what it does in between.
+        """
         if self._note_end():
             self.agree(0.0, soon=True)  # the last process ends its piece
         if self._side is not None:
             self._hand_back(self._side)
             self._side.set_want(False)
-        self._unpin()
+        if not keeps_cpus:
+            self._unpin()
 
     def close(self) -> None:
         """Leaves the board, once the device has done what was begun. Idempotent. The object can't be used

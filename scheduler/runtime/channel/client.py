@@ -46,6 +46,10 @@ class ControlClient:
         self._channel = channel
         self._waiting: dict[int, _Waiting] = {}
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._is_up = True
+        """Whether calls are sent by who makes them. After a lost connection the reading thread first sends
+        those that wait, so that the scheduler never gets a later call before an earlier one."""
         self._last_seq = 0
         self._closed = threading.Event()
         self._connect(connect_timeout_s)
@@ -98,6 +102,11 @@ class ControlClient:
         self.close()
 
     def _send(self, waiting: _Waiting) -> None:
+        with self._sending:
+            if self._is_up:
+                self._try_send(waiting)
+
+    def _try_send(self, waiting: _Waiting) -> None:
         try:
             self._channel.send(encode(waiting.call))
         except ConnectionError:  # the reading thread notices too, connects again and sends all that waits
@@ -122,6 +131,8 @@ class ControlClient:
                 if self._closed.is_set():
                     return
                 logger.info("connecting again reason=%s", error)
+                with self._sending:
+                    self._is_up = False
                 self._connect(None)
                 self._resend()
 
@@ -136,8 +147,10 @@ class ControlClient:
         self.unasked.put(answer)
 
     def _resend(self) -> None:
-        with self._lock:
-            waiting = [self._waiting[seq] for seq in sorted(self._waiting)]
-        for each in waiting:
-            self._send(each)
+        with self._sending:
+            with self._lock:
+                waiting = [self._waiting[seq] for seq in sorted(self._waiting)]
+            for each in waiting:
+                self._try_send(each)
+            self._is_up = True
         self.unasked.put(None)

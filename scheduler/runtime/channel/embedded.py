@@ -22,7 +22,7 @@ from typing import IO
 from rose.config import make_private_dir
 from rose.errors import ChannelError
 from rose.scheduler.runtime.channel.messages import NUM_EVENTS
-from rose.scheduler.runtime.channel.protocol import Batch, Incoming
+from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, Incoming
 
 MAX_UNSENT_BYTES = 16 << 20
 """The limit for one client. A status of thousands of jobs is smaller."""
@@ -66,7 +66,7 @@ class EmbeddedScheduler:
         lines = connection.read()
         if connection.client is not None and not was_known:
             self._by_name[connection.client] = connection
-        if lines is None:
+        if lines is None or connection.has_given_up():
             self._selector.unregister(connection.socket)
             connection.socket.close()
             if self._by_name.get(connection.client or "") is connection:
@@ -134,6 +134,17 @@ class _Connection:
         if self.client is None and lines:
             self.client = lines.pop(0).decode(errors="replace")
         return lines
+
+    def has_given_up(self) -> bool:
+        """Whether a command was here that has closed its end."""
+        if self.client is None or not self.client.startswith(COMMAND):
+            return False
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
 
     def send(self, data: bytes) -> bool:
         """Sends ``data`` after what is still unsent. Returns whether everything was sent."""

@@ -3,11 +3,17 @@
 Every kind of channel keeps three promises. Calls reach the scheduler at least once, in the order in which a
 client made them. What `commit` was given survives a restart of the scheduler, the job or the channel. A
 second scheduler is refused. A channel never looks into a message.
+
+The calls of a command that has given up are taken back, unless the scheduler has them already: what failed
+before its user's eyes is not carried out later.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+COMMAND = "command:"
+"""Begins the names of clients that wait for their answers as long as they are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

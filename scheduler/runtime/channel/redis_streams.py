@@ -22,7 +22,7 @@ import redis
 
 from rose.errors import ChannelError
 from rose.scheduler.runtime.channel.messages import NUM_EVENTS
-from rose.scheduler.runtime.channel.protocol import Batch, Incoming
+from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, Incoming
 
 Result = TypeVar("Result")
 
@@ -201,6 +201,8 @@ class RedisClient:
         self._sender = self._keys.connection()
         self._receiver = self._keys.connection()
         self._last = b"0"
+        self._sent: list[bytes] = []
+        """What a command takes back when it is closed. The scheduler has removed what it has answered."""
         self._is_closed = False
         self._is_unsent = False
         """A call could not be sent; the receiver, on the other connection, has not noticed."""
@@ -213,7 +215,9 @@ class RedisClient:
         fields = {"c": self._client, "b": body}
         add = self._sender.xadd
         try:
-            self._convert(lambda: add(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
+            number = self._convert(lambda: add(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
+            if self._client.startswith(COMMAND):
+                self._sent.append(number)
         except ConnectionError:
             self._is_unsent = True
             raise
@@ -237,6 +241,8 @@ class RedisClient:
         self._is_closed = True
         stream = self._keys.answers(self._client)
         with contextlib.suppress(redis.RedisError):  # then nobody waits in it
+            if self._sent:
+                self._sender.xdel(self._keys.calls, *self._sent)
             self._sender.xadd(stream, {"b": b""})  # wakes our thread
             self._sender.expire(stream, 1)
         self._sender.close()

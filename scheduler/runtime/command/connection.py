@@ -10,6 +10,7 @@ from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Call
 from rose.scheduler.runtime.channel.opening import ChannelUrl
+from rose.scheduler.runtime.channel.protocol import COMMAND
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -34,7 +35,7 @@ def add_channel_flag(
 
 def connect(channel: str) -> ControlClient:
     """Raises: ChannelError if no scheduler answers within `CONNECT_S`."""
-    return ControlClient(ChannelUrl.parse(channel).join(f"command:{os.uname().nodename}"), CONNECT_S)
+    return ControlClient(ChannelUrl.parse(channel).join(f"{COMMAND}{os.uname().nodename}"), CONNECT_S)
 
 
 def ask(client: ControlClient, call: Call) -> dict[str, Any]:

@@ -75,23 +75,36 @@ class JobCalls:
     def check_devices(self, spec: RunSpec) -> None:
         """Raises: JobRefused if a node has fewer devices than ranks."""
         ray = self._state.cluster.ray
-        if ray is None or spec.launch is not Launch.PER_RANK:
+        if ray is None or spec.num_ranks == 1:
             return
-        num_local = spec.num_ranks // spec.num_nodes
-        for kind in Phase:
+        is_once = spec.launch is Launch.ONCE
+        num_local = spec.num_ranks if is_once else -(-spec.num_ranks // spec.num_nodes)
+        for kind in (Phase.ROLLOUT,) if is_once else Phase:
             num_devices = int(ray.bundle(kind).get("GPU", 0))
-            if 0 < num_devices < num_local:
+            if not 0 < num_devices < num_local:
+                continue
+            if is_once:
                 raise JobRefused(
-                    f"{spec.name}: num_ranks {spec.num_ranks} on {spec.num_nodes} nodes are {num_local} on "
-                    f"each, and a {kind} node has {num_devices} GPUs; use at most "
-                    f"{num_devices * spec.num_nodes} ranks, or more nodes"
+                    f"{spec.name}: num_ranks {spec.num_ranks}: launch once starts all of them on the first "
+                    f"rollout node, which has {num_devices} GPUs; use at most {num_devices}, or per-node"
                 )
+            raise JobRefused(
+                f"{spec.name}: num_ranks {spec.num_ranks} on {spec.num_nodes} nodes are {num_local} on "
+                f"each, and a {kind} node has {num_devices} GPUs; use at most "
+                f"{num_devices * spec.num_nodes} ranks, or more nodes"
+            )
 
     def check_router(self, spec: RunSpec) -> None:
         """Raises: JobRefused if the job wants to borrow serving GPUs and can't."""
         if spec.borrow is not None and spec.borrow.asked_nodes is not None:
             raise JobRefused(
                 f"{spec.name}: borrow.asked_nodes is set by the scheduler when it hands nodes back; remove it"
+            )
+        is_sized = spec.borrow is not None and spec.borrow.fewest_nodes is not None
+        if is_sized and spec.has_ranks_on_each_node and self._state.cluster.ray is None:
+            raise JobRefused(
+                f"{spec.name}: borrow.fewest_nodes: the {spec.num_ranks} ranks of launch {spec.launch} go on "
+                "when nodes are handed back on one machine; use launch once, one rank, or a Ray cluster"
             )
         if spec.borrow is not None and self._state.cluster.router is None:
             raise JobRefused(
@@ -157,6 +170,7 @@ class JobCalls:
         if runner is None:
             return
         record.attempt += 1
+        record.num_ranks = self._state.specs[name].num_ranks
         record.places, record.heard, record.is_warm = [], [], False
         record.runs = self._state.is_beside  # else the runner says when it has placed the processes
         record.started(now, self._state.clock)
@@ -244,7 +258,7 @@ class JobCalls:
         hold, note = self._state.permits_of(name).holds.get(name), self._state.jobs[name].note
         if hold is None or not hold.silent:
             return f"; {note}" if note.startswith((LATE, UNHEARD, HUNG)) else ""
-        who = named(hold.silent, self._state.specs[name].num_ranks)
+        who = named(hold.silent, self._state.jobs[name].num_ranks)
         return f": {who} fell silent in {hold.phase} of iteration {hold.iteration}"
 
     def end(self, name: str, state: JobState, note: str, now: float) -> None:

@@ -27,7 +27,7 @@ from rose.scheduler.runtime.decide.state import State
 logger = logging.getLogger(__name__)
 
 
-NUM_LOOKED = 3
+NUM_LOOKED = 2
 """The groups that are looked at in one call or tick: a decision among thousands of jobs holds nobody up."""
 
 

@@ -100,11 +100,11 @@ def describe_job(state: State, name: str, now: float) -> dict[str, Any]:
         "iterations": [record.num_done, spec.iterations],
         "attempt": record.attempt,
         "restarts": record.num_restarts,
-        "num_ranks": spec.num_ranks,
+        "num_ranks": record.num_ranks,
         "holds": hold.phase if hold is not None else None,
         "ranks_holding": sorted(hold.until_s) if hold is not None else [],
         "ranks_waiting": sorted(record.waiting.callers) if record.waiting is not None else [],
-        "ranks_unheard": sorted(set(range(spec.num_ranks)) - set(record.heard))
+        "ranks_unheard": sorted(set(range(record.num_ranks)) - set(record.heard))
         if name in state.hung_s
         else [],
         "waits_for": record.waiting.phase if record.waiting is not None else None,

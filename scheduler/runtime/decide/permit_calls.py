@@ -133,7 +133,7 @@ class PermitCalls:
         """Returns the event of a job that has hung, the ranks that it waits for, and the job's note."""
         spec, hold = self._state.specs[job], self._state.permits_of(job).holds.get(job)
         if ranks := self._unheard(job):
-            who = named(ranks, spec.num_ranks)
+            who = named(ranks, self._num_ranks(job))
             return "start_hung", ranks, f"{UNHEARD}{who} called no phase in {spec.start_s:.0f} s (start_s)"
         if hold is None:
             ranks = self._outside(job)
@@ -145,7 +145,7 @@ class PermitCalls:
                 f"{self._allowed_s(job):.0f} s ({key}) more than the {self._phase_s(job, hold.phase):.6g} s "
                 "of its file"
             )
-        return "hung", ranks, f"{HUNG}{named(ranks, spec.num_ranks)} {said}"
+        return "hung", ranks, f"{HUNG}{named(ranks, self._num_ranks(job))} {said}"
 
     def _say_ending(self, job: str) -> None:
         record, spec = self._state.jobs[job], self._state.specs[job]
@@ -328,10 +328,10 @@ class PermitCalls:
         if record.state is not JobState.RUNNING:
             return f"the job is {record.state}"
         num_ranks = self._num_ranks(call.job)
-        return None if call.rank < num_ranks else f"no rank {call.rank}: the job's file has {num_ranks} ranks"
+        return None if call.rank < num_ranks else f"no rank {call.rank}: the attempt has {num_ranks} ranks"
 
     def _num_ranks(self, job: str) -> int:
-        return self._state.specs[job].num_ranks
+        return self._state.jobs[job].num_ranks
 
 
 LATE = "others wait: "

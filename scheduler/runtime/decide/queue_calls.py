@@ -327,7 +327,13 @@ class QueueCalls:
                 )
 
     def _add(self, call: Submit, spec: RunSpec, caller: str) -> JobRecord:
-        record = JobRecord(spec=call.spec, submitted_by=caller, number=0, state=JobState.QUEUED)
+        record = JobRecord(
+            spec=call.spec,
+            submitted_by=caller,
+            number=0,
+            state=JobState.QUEUED,
+            num_ranks=spec.num_ranks,
+        )
         self._state.add(record, spec)
         self._state.event("submitted", spec.name)
         return record

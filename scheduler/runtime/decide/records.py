@@ -209,6 +209,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Where the attempt's processes run, a line for each node, as its runner says."""
     runs: bool = False
     """Whether the attempt's processes have started, as its runner says."""
+    num_ranks: int = 0
+    """The processes of the attempt that enter the phases together. Right-sizing may change the next one's."""
     heard: list[int] = msgspec.field(default_factory=list)
     """The ranks of the attempt that have called a phase."""
     is_warm: bool = False
@@ -302,6 +304,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
         """A scheduler with this clock takes the job over. Time on another clock counts as none."""
         if self.state.is_placed and self.placed_s is None:  # a row of a version without preemption
             self.placed_s = now
+        if not self.num_ranks:  # a row of a version in which all attempts had as many
+            self.num_ranks = self.spec.get("num_ranks", 1)
         if self.clock == clock:
             return
         self.clock = clock

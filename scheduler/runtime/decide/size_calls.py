@@ -3,7 +3,8 @@
 Owns what each job's last iterations took, and asks the policy (rose.scheduler.cluster.right_sizing) how many
 own nodes cost the fewest dollars. The job gets that number only in an order that is certified with own nodes
 alone, at worst-case times, so loans may end at any time. A job that is lent nothing any more gets all nodes
-that it asked for, as soon as they are free. Only nodes that no other job uses are handed back. Pure: takes
+that it asked for, as soon as they are free. Only nodes that no other job uses are handed back. Of a job that
+starts ranks on each node, each node keeps as many, so its world is smaller in the next attempt. Pure: takes
 ``now``.
 
 Only what this scheduler has seen counts: a restart delays the decision by `NUM_ITERATIONS` iterations.
@@ -121,7 +122,7 @@ class SizeCalls:
         for num in nums:
             model = sized(self._state.models[job], num)
             try:
-                content = _with_job(record.spec, model, self._state.specs[job].asked_nodes)
+                content = _with_job(record.spec, model, self._state.specs[job])
                 spec = parse_config(content, RunSpec, "job")
                 if self._is_over_quota(spec):
                     continue
@@ -163,8 +164,8 @@ class SizeCalls:
             self._state.order(Stop(job=job, attempt=record.attempt, forget=True))
 
 
-def _with_job(content: Mapping[str, Any], job: Job, asked_nodes: int) -> dict[str, Any]:
-    """Returns the job's file for this number of rollout nodes."""
+def _with_job(content: Mapping[str, Any], job: Job, before: RunSpec) -> dict[str, Any]:
+    """Returns the job's file for this number of rollout nodes. ``before``: its file until now."""
     phases = dict(content["phases"])
     rollout = {
         "nodes": job.num_rollout_nodes,
@@ -172,5 +173,6 @@ def _with_job(content: Mapping[str, Any], job: Job, asked_nodes: int) -> dict[st
         "memory_gb": job.rollout_bytes / 1e9,
     }
     phases[Phase.ROLLOUT] = {**phases[Phase.ROLLOUT], **rollout}
-    borrow = {**content["borrow"], "asked_nodes": asked_nodes}
-    return {**content, "phases": phases, "slo": job.slo, "borrow": borrow}
+    borrow = {**content["borrow"], "asked_nodes": before.asked_nodes}
+    ranks = {"num_ranks": before.ranks_on(job.num_rollout_nodes)}
+    return {**content, "phases": phases, "slo": job.slo, "borrow": borrow, **ranks}

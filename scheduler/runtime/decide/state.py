@@ -129,7 +129,7 @@ class State:
                 permits.restore(order, _decoded(key, rows[key], PermitsRow), now)
                 self.groups.put(in_order_of(group, order.group))
             for member in group.members:
-                record, num_ranks = self.jobs[member.job.name], self.specs[member.job.name].num_ranks
+                record, num_ranks = self.jobs[member.job.name], self.jobs[member.job.name].num_ranks
                 asked = record.waiting if record.group == group.name else None
                 if asked is not None and asked.phase is not None and len(asked.callers) == num_ranks:
                     permits.ask(member.job.name, asked.phase, asked.iteration, num_ranks)

@@ -34,6 +34,7 @@ from rose.scheduler.runtime.channel.messages import (
 )
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.job.cache import HostCache
+from rose.scheduler.runtime.job.device_memory import wait_free
 from rose.scheduler.runtime.job.recording import Recorder, Recording
 from rose.scheduler.runtime.job.share import CoreSets, SharedDevice
 
@@ -75,8 +76,16 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of each phase's suspended state, of all ranks together."""
     recording: Recording | None = None
     """Where to record the phases' times under `rose sched profile`."""
+    own_node: int = 0
+    """Which of `nodes` this process is on."""
     shares_device: bool = False
     """Whether another pipeline computes on the same device: steps are reported, and shares taken."""
+
+    def devices_of(self, phase: Phase) -> list[str]:
+        """Returns the bound devices of the phase's nodes on this process's host."""
+        here = self.nodes[self.own_node].address if self.nodes else ""
+        nodes = [each for each in self.nodes if each.address == here and each.name.startswith(f"{phase}-")]
+        return [device for node in nodes for device in node.devices]
 
     @classmethod
     def read(cls, path: Path) -> "JobFile":
@@ -109,7 +118,8 @@ class RunningJob:
     def permit(self, phase: Phase, iteration: int) -> Iterator[None]:
         """Holds the phase's nodes inside the context, with all other ranks of the job.
 
-        Raises: PermitLost if the permit was taken back or is refused.
+        Raises: PermitLost if the permit was taken back or is refused; DeviceMemoryHeld if another job's
+        process has not freed the devices.
         """
         if self._held is not None:
             raise ValueError(f"{phase} called inside of {self._held.phase}: a job holds one pool at a time")
@@ -118,6 +128,8 @@ class RunningJob:
             raise PermitLost(f"{self.file.name}: {phase} of iteration {iteration}: {grant.error}")
         self._hold(grant)
         try:
+            if devices := self.file.devices_of(phase):
+                wait_free(self.file.name, phase, devices)
             if self.device is not None:
                 self.device.begin()
             yield

@@ -21,7 +21,7 @@ TELL_S = 0.05
 
 
 class Device(Protocol):
-    """Enforces shares in this process. Core sets are built; on CUDA it would be green contexts or MPS."""
+    """Enforces shares in this process. Core sets are built; on CUDA it would be green contexts under MPS."""
 
     def take(self, share: Shared) -> None:
         """Confines this process's work to the share, from the next step on."""

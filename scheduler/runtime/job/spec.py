@@ -165,11 +165,15 @@ class RunSpec(JobSpec):
     def _can_be_right_sized(self) -> Self:
         if self.borrow is None or self.borrow.fewest_nodes is None:
             return self
-        if self.num_ranks > 1 or self.group is not None:
-            why = f"num_ranks is {self.num_ranks}" if self.num_ranks > 1 else f"group is {self.group}"
+        if self.group is not None:
             raise ValueError(
-                f"borrow.fewest_nodes: {why}, and only a job of one rank in a group of the policy's choice "
-                "can do with fewer nodes; remove one of both"
+                f"borrow.fewest_nodes: group is {self.group}, and only a job in a group of the policy's "
+                "choice can do with fewer nodes; remove one of both"
+            )
+        if self.has_ranks_on_each_node and self.num_ranks % self.num_nodes:
+            raise ValueError(
+                f"borrow.fewest_nodes: num_ranks {self.num_ranks} on {self.num_nodes} nodes; with fewer, "
+                f"each keeps as many: use a multiple of {self.num_nodes}"
             )
         return self
 
@@ -187,6 +191,18 @@ class RunSpec(JobSpec):
     def num_nodes(self) -> int:
         """The nodes that the job asks for, of both pools."""
         return self.phases["rollout"].nodes + self.phases["train"].nodes
+
+    @property
+    def has_ranks_on_each_node(self) -> bool:
+        """Whether the job has several ranks, and each node starts its own."""
+        return self.num_ranks > 1 and self.launch is not Launch.ONCE
+
+    def ranks_on(self, num_rollout_nodes: int) -> int:
+        """Returns the job's ranks on another number of rollout nodes: each node keeps as many."""
+        if not self.has_ranks_on_each_node:
+            return self.num_ranks
+        num_nodes = self.num_nodes - self.phases["rollout"].nodes + num_rollout_nodes
+        return self.num_ranks // self.num_nodes * num_nodes
 
     @property
     def speed(self) -> RolloutSpeed | None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ JOB = Path(__file__).with_name("ranked_job.py")
 class OnRay(ServedCluster):
     """`rose sched serve` on a Ray cluster, with jobs of two ranks. They end with the test."""
 
-    def __init__(self, folder: Path, address: str, **ray: Any) -> None:
+    def __init__(
+        self, folder: Path, address: str, *, cluster: Mapping[str, Any] | None = None, **ray: Any
+    ) -> None:
+        """cluster, ray: more of the cluster's file, and of its `ray`."""
         self._address = address
         nodes = {"rollout": {"GPU": 1, "CPU": 1}, "train": {"GPU": 1, "CPU": 1}}
-        super().__init__(folder, policy="solo", groups={}, ray={"address": address, **nodes, **ray})
+        file = {"policy": "solo", "groups": {}, "ray": {"address": address, **nodes, **ray}}
+        super().__init__(folder, **{**file, **(cluster if cluster is not None else {})})
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

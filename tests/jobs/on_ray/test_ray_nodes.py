@@ -14,8 +14,11 @@ from served_cluster import PATIENCE_S, wait_until
 
 from rose.jobs.on_ray.groups import GroupNodes
 from rose.scheduler.group.model import Phase
+from rose.scheduler.runtime.channel.messages import Cancel
 from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
-from tests.jobs.on_ray.ray_rig import OnRay, ray_nodes
+from tests.jobs.on_ray.ray_rig import JOB, OnRay, ray_nodes
+from tests.scheduler.runtime.lending.lending_router import ADMIN_KEY
+from tests.scheduler.runtime.lending.sizing import NUM_ASKED, POOLS, lending, lines, submit, wait_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +97,48 @@ def test_a_node_that_a_job_hands_back_is_free_for_other_groups(rig: RayRig) -> N
         wait_until(lambda: ray.available_resources().get("GPU", 0) == num_gpus, "all nodes to be free")
     finally:
         ray.shutdown()
+
+
+def test_ranks_and_bundles_of_a_job_follow_what_is_lent_to_it(
+    rig: RayRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_ROUTER_ADMIN_KEY", ADMIN_KEY)
+    with (
+        lending(tmp_path) as (router, own),
+        OnRay(
+            tmp_path,
+            rig.address,
+            cluster={"pools": POOLS, "router": {"url": router.url}},
+            train={"CPU": 1.0},
+        ) as served,
+    ):
+        ranks = {"launch": "per-rank", "num_ranks": NUM_ASKED + 1, "placement": "spread", "max_restarts": 0}
+        submit(served, **ranks)
+        assert wait_nodes(served, NUM_ASKED)["num_ranks"] == NUM_ASKED + 1
+        phases = {"rollout": {"seconds": 0.05, "nodes": NUM_ASKED}, "train": {"seconds": 0.05}}
+        (tmp_path / "hold-b").touch()
+        command = [sys.executable, str(JOB), str(tmp_path)]
+        beside = {"command": command, "phases": phases, "num_ranks": NUM_ASKED + 1, "placement": "spread"}
+        assert served.submit("b", **beside).body["state"] == "queued", "four of six GPUs are a's"
+        last = wait_nodes(served, 1)
+        assert (last["num_ranks"], last["attempt"]) == (2, 2)
+        # Ray itself places b on what a's bundles had.
+        wait_until(lambda: len(served.notes("b", "phase")) == NUM_ASKED + 1, served.server.log_tail())
+        assert len(ray_nodes(served.job("b"))) > 1
+        served.ask(Cancel, job="b")
+        served.wait_state("b", "cancelled")
+        router.add(own)
+        (tmp_path / "hold-c").touch()
+        phases = {"rollout": {"seconds": 0.05}, "train": {"seconds": 1e-5}}
+        lent = {"borrow": {"run_id": "run-c", "model": "scripted"}, "slo": 1.01}
+        served.submit("c", phases=phases, command=command, placement="spread", **lent)
+        wait_until(lambda: served.job("a")["serving_gpus"] == 0, "c to borrow what a had")
+        again = wait_nodes(served, NUM_ASKED)
+        assert (again["num_ranks"], again["attempt"]) == (NUM_ASKED + 1, 3)
+        found = [each["iteration"] for each in lines(served) if each["rank"] == 0]
+        assert found == list(range(len(found))), "no iteration is lost, and none runs twice"
+        assert served.job("a")["restarts"] == 0
+        (tmp_path / "hold-c").unlink()
 
 
 def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp_path: Path) -> None:

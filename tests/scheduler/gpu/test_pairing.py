@@ -78,6 +78,16 @@ def test_a_pipeline_that_reports_no_steps_runs_serially_and_is_named() -> None:
     assert played.reasons[1].startswith("b reports no steps of its rollout")
 
 
+@pytest.mark.parametrize(("phase", "name"), [(ROLLOUT, "train"), (TRAIN, "rollout")])
+def test_a_pipeline_that_never_enters_a_phase_is_named_with_it(phase: int, name: str) -> None:
+    pairing, now = pair(), 0.0
+    for index in (0, 1, 0, 1):
+        for each in (ROLLOUT, TRAIN) if index == 0 else (phase,):
+            now = run_phase(pairing, index, each, 0.1, now)
+        pairing.completed(index, now)
+    assert (pairing.mode, pairing.why) == (Mode.SERIAL, f'b never enters {name} (@rose.phase("{name}"))')
+
+
 def test_a_pipeline_that_never_pauses_makes_the_pair_serial() -> None:
     truth = {**COMPLEMENTARY, (TRAIN, TRAIN): 3.0}  # so that one of two trainings is told to pause
     scripts = (

@@ -179,6 +179,18 @@ def test_the_command_says_what_happened_and_why(capsys: pytest.CaptureFixture[st
     assert "simulated: profile llama-8b" in out and "node 3:" in out
 
 
+def test_a_profile_of_other_hardware_is_refused_and_its_own_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "stages.json"
+    write_profile(PROFILE, path)
+    argv = ["--level", "node", "--tasks", "20", "--profile", str(path), "--hardware"]
+    with pytest.raises(ConfigError, match=r"the profile is of .* and these nodes are H800; run rose sched"):
+        main([*argv, "H800"])
+    assert main([*argv, PROFILE.hardware]) == 0
+    assert f"on {PROFILE.hardware}, 2 stages" in capsys.readouterr().out
+
+
 def test_an_slo_that_no_node_can_keep_holds_no_training_back(capsys: pytest.CaptureFixture[str]) -> None:
     main(
         ["--level", "node", "--tasks", "100", "--rate", "400", "--slo-s", "0.01", "--explain", "99", "--json"]
@@ -194,6 +206,7 @@ def test_an_slo_that_no_node_can_keep_holds_no_training_back(capsys: pytest.Capt
         (["--rate", "0"], "--rate 0.0: tasks per second must be above 0"),
         (["--slo-s", "-1"], "--slo-s -1.0: an SLO must be above 0 s"),
         (["--gpus", "1"], "has 2 stages and a node has 1 GPUs"),
+        (["--hardware", "H800"], "--hardware H800: the published times are of A100, from LeMix Table II"),
         (["--profile", "/nowhere.json"], "/nowhere.json: No such file"),
         (["--trace", "/nowhere.csv"], "/nowhere.csv: No such file"),
     ],

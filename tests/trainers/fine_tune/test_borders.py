@@ -1,5 +1,6 @@
 """The borders of a model's layers: a pass gives way at each, and computes what it would without them."""
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 
 from rose._shm import Words
+from rose.admission.board_snapshot import EngineState, snapshot
 from rose.errors import ConfigError
 from rose.scheduler.node.pieces import Piece, Work
 from rose.trainers.fine_tune.borders import PassBorders
@@ -109,6 +111,30 @@ def test_a_loss_computed_outside_of_the_model_begins_its_backward_pass_with_a_gr
     assert [piece for piece, _ in guest.pieces if piece.kind != "forward"] == backward
     guest.leave()
     borders.detach()
+
+
+def test_the_thread_stays_on_the_gpus_cpus_until_the_backward_pass_and_leaves_after_an_inference(
+    words: Words, model: Any
+) -> None:
+    everywhere = os.sched_getaffinity(0)
+    cpu = {min(everywhere)}
+    guest = TrainingGuest(words, cpus=cpu)
+    borders = PassBorders(model, guest)
+    borders.attach()
+    tokens = torch.randint(0, 64, (2, 16))
+    try:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        assert os.sched_getaffinity(0) == cpu
+        assert snapshot(words).rollout.state is not EngineState.RUNNING, "the grant is given back"
+        loss.backward()
+        guest.leave()
+        assert os.sched_getaffinity(0) == everywhere
+        with torch.no_grad():
+            model(input_ids=tokens)
+        assert os.sched_getaffinity(0) == everywhere
+    finally:
+        borders.detach()
+        guest.close()
 
 
 def test_an_unknown_optimizer_steps_in_one_piece(words: Words, model: Any) -> None:

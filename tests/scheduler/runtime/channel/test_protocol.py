@@ -10,7 +10,7 @@ from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
-from rose.scheduler.runtime.channel.protocol import Batch, Outgoing
+from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, ClientSide, Outgoing
 
 PATIENCE_S = 300.0
 
@@ -84,6 +84,68 @@ def test_nonsense_of_one_client_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ChannelError, match="not a call"):
             decode_call(body)
+
+
+class SlowToResend:
+    """A client's end after whose second connection others may send before its reading thread does."""
+
+    def __init__(self, side: ClientSide) -> None:
+        self.side = side
+        self.num_connections = 0
+        self.is_back, self.may_go_on = threading.Event(), threading.Event()
+
+    def connect(self) -> None:
+        self.side.connect()
+        self.num_connections += 1
+        if self.num_connections > 1:
+            self.is_back.set()
+            self.may_go_on.wait(PATIENCE_S)
+
+    def send(self, body: bytes) -> None:
+        self.side.send(body)
+
+    def receive(self) -> bytes:
+        return self.side.receive()
+
+    def close(self) -> None:
+        self.side.close()
+
+
+def test_calls_arrive_in_their_order_after_a_lost_connection(tmp_path: Path) -> None:
+    url = ChannelUrl.parse(f"unix:{tmp_path / 'ch'}")
+    side = url.serve()
+    channel = SlowToResend(url.join("test"))
+    with ControlClient(channel, PATIENCE_S) as client:
+        client.tell(Status(seq=client.next_seq()))
+        side.close()
+        side = url.serve()
+        assert channel.is_back.wait(PATIENCE_S)
+        client.tell(Status(seq=client.next_seq()))
+        channel.may_go_on.set()
+        seen: list[int] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while 2 not in seen or 1 not in seen:
+            seen += [decode_call(each.body).seq for each in side.receive(0.1)]
+            assert time.monotonic() < deadline
+        assert seen == [1, 2]
+    side.close()
+
+
+def test_what_a_command_has_given_up_is_not_carried_out_later(channel_url: str) -> None:
+    url = ChannelUrl.parse(channel_url)
+    side = url.serve()  # it hangs: it reads nothing while the command waits
+    with ControlClient(url.join("job:a:1:0"), PATIENCE_S) as job:
+        job.tell(Status(seq=job.next_seq()))
+        command = ControlClient(url.join(f"{COMMAND}here"), PATIENCE_S)
+        with pytest.raises(ChannelError, match="status: no answer from the scheduler in"), command:
+            command.ask(Status(seq=command.next_seq()), 0.1)
+        seen: list[str] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen or time.monotonic() < deadline - PATIENCE_S + 1:
+            seen += [each.client.partition(":")[0] for each in side.receive(0.1)]
+            assert time.monotonic() < deadline
+        assert seen == ["job"], "a job's call is kept, a command's is not"
+    side.close()
 
 
 def test_a_client_that_is_closed_ends_its_waiting_calls(channel_url: str) -> None:

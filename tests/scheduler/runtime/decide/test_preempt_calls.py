@@ -97,6 +97,17 @@ def test_several_small_jobs_give_way_to_a_large_one_and_nobody_takes_its_room() 
     assert full.exited("c") == ["large"]
 
 
+def test_a_job_that_leaves_the_waiting_one_its_room_comes_before_the_victim_has_left() -> None:
+    full = Full(3, **NOW)
+    submit(full, "low", num_nodes=2)
+    assert submit(full, "high", 5, num_nodes=2)["takes_place_of"] == ["low"]
+    assert submit(full, "small")["state"] == "running", "high gets low's two nodes"
+    assert submit(full, "other")["state"] == "queued"
+    full.iterate("low")
+    assert full.exited("low") == ["high"]
+    assert full.states() == {"low": "queued", "high": "running", "small": "running", "other": "queued"}
+
+
 def test_a_job_is_spared_when_others_make_room_enough() -> None:
     full = Full(3, **NOW)
     for name in ("a", "b", "c"):

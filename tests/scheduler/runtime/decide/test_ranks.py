@@ -286,4 +286,4 @@ def test_ranks_that_part_and_unknown_ranks_are_refused(scheduler: Scheduler) -> 
         "rank 1 asks for train of iteration 0, rank 0 for rollout of iteration 1: all ranks must enter the "
         "same phases in the same order"
     )
-    assert "no rank 2: the job's file has 2 ranks" in error_of(scheduler.request("a", rank=2))
+    assert "no rank 2: the attempt has 2 ranks" in error_of(scheduler.request("a", rank=2))

@@ -228,3 +228,19 @@ def test_more_ranks_than_devices_are_refused_with_the_numbers() -> None:
     uneven = error_of(scheduler.submit("a", **{**spec, "num_ranks": 3}))
     assert "num_ranks 3 on 2 nodes: launch per-rank starts as many on each node" in uneven
     assert only(Start, scheduler.submit("a", **{**spec, "num_ranks": 4})).job == "a"
+
+
+@pytest.mark.parametrize(
+    ("launch", "num_ranks", "said"),
+    [
+        ("once", 3, "launch once starts all of them on the first rollout node, which has 2 GPUs"),
+        ("per-node", 5, "num_ranks 5 on 2 nodes are 3 on each, and a rollout node has 2 GPUs"),
+    ],
+)
+def test_torchrun_with_more_ranks_than_devices_is_refused(launch: str, num_ranks: int, said: str) -> None:
+    scheduler = Scheduler(groups={}, ray=RAY)
+    hello(scheduler, 2)
+    spec = {**spec_of("a"), "group": None, "launch": launch}
+    assert said in error_of(scheduler.submit("a", **{**spec, "num_ranks": num_ranks}))
+    fitting = 2 if launch == "once" else 4
+    assert only(Start, scheduler.submit("a", **{**spec, "num_ranks": fitting})).job == "a"

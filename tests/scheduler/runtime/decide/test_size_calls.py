@@ -1,5 +1,6 @@
 """Jobs that hand rollout nodes back while serving GPUs are lent to them, with a clock of the test's own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -34,9 +35,13 @@ class Sized:
         fewest: int = 1,
         num_nodes: int | None = None,
         team: str | None = None,
+        job: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
+        """job: more of its file."""
         self.team = team
+        job = job if job is not None else {}
+        self.num_ranks = job.get("num_ranks", 1)
         pools = {"serving_gpus": 32, "rollout": {"name": "h20", "dollars_per_gpu_hour": 1.85}}
         if num_nodes is not None:
             pools["rollout"] |= {"num_nodes": num_nodes}  # type: ignore[operator]
@@ -46,7 +51,7 @@ class Sized:
         else:
             self.scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
         self.attempt, self.iteration, self.used_s = 1, 0, 0.0
-        self.submit("a", slo=slo, borrow={"run_id": "run-a", "fewest_nodes": fewest})
+        self.submit("a", slo=slo, borrow={"run_id": "run-a", "fewest_nodes": fewest}, **job)
 
     def submit(self, name: str, **fields: Any) -> list[SchedulerMessage]:
         phases = {"rollout": {"seconds": HOUR_S, "nodes": NUM_ASKED}, "train": {"seconds": TRAIN_S}}
@@ -59,14 +64,17 @@ class Sized:
         return len(self.scheduler.job("a")["rollout_nodes"])
 
     def phase(self, phase: str, seconds: float) -> None:
-        asked = self.scheduler.request("a", phase, self.iteration, attempt=self.attempt)
+        asked: list[SchedulerMessage] = []
+        for rank in range(self.num_ranks):
+            asked = self.scheduler.request("a", phase, self.iteration, attempt=self.attempt, rank=rank)
         grant = next((each for each in asked if isinstance(each, Granted)), None)
         while grant is None:
             later = self.scheduler.wait(60.0)
             grant = next((each for each in later if isinstance(each, Granted) and each.job == "a"), None)
         self.scheduler.now += seconds
         fields: dict[str, Any] = {"job": "a", "attempt": self.attempt, "phase": phase, "epoch": grant.epoch}
-        only(Answer, self.scheduler.call(Release, **fields, client="a"))
+        for rank in range(self.num_ranks):
+            assert only(Answer, self.scheduler.call(Release, **fields, rank=rank, client="a")).error is None
 
     def iterate(self, count: int = 1, lent: float = 32.0) -> list[SchedulerMessage]:
         """What everyone is told when the last one is safe."""
@@ -79,7 +87,8 @@ class Sized:
             self.scheduler.control.router_heard(RouterNews(used=(use,)))
             self.phase("train", TRAIN_S)
             call = {"job": "a", "attempt": self.attempt, "iteration": self.iteration}
-            told = self.scheduler.call(Completed, **call, client="a")
+            for rank in range(self.num_ranks):
+                told = self.scheduler.call(Completed, **call, rank=rank, client=f"a-{rank}")
             self.iteration += 1
         return told
 
@@ -213,10 +222,56 @@ def test_on_ray_a_new_attempt_goes_on_with_the_nodes_that_are_left() -> None:
     assert sized.scheduler.job("a")["restarts"] == 0
 
 
-def test_a_job_of_several_ranks_or_of_a_named_group_keeps_its_nodes() -> None:
+@pytest.mark.parametrize(
+    ("launch", "num_ranks", "num_left"), [("per-rank", 10, 6), ("per-node", 10, 6), ("once", 4, 4)]
+)
+def test_on_ray_each_node_keeps_its_ranks_when_a_job_of_several_hands_nodes_back(
+    launch: str, num_ranks: int, num_left: int
+) -> None:
+    sized = Sized(ray={}, job={"num_ranks": num_ranks, "launch": launch})
+    told = sized.iterate(4)
+    answers = [each for each in told if isinstance(each, Answer)]
+    assert len(answers) == num_ranks and all(each.body["ends"] for each in answers)
+    assert sized.scheduler.job("a")["num_ranks"] == num_ranks, "the attempt that ends still has them"
+    sized.scheduler.restart(5.0)
+    again = {"job": "a", "attempt": 1, "iteration": 3, "rank": num_ranks - 1}
+    assert only(Answer, sized.scheduler.call(Completed, **again, client="a")).body["ends"]
+    start = only(Start, sized.scheduler.call(Exited, job="a", attempt=1, exit_status=0, client="ray"))
+    assert (start.rollout_nodes, start.spec["num_ranks"]) == ([0, 1], num_left)
+    sized.attempt, sized.num_ranks = 2, num_left
+    sized.phase("rollout", HOUR_S)
+    assert sized.scheduler.job("a")["num_ranks"] == num_left
+    refused = sized.scheduler.request("a", "train", 4, attempt=2, rank=num_left)
+    assert f"the attempt has {num_left} ranks" in error_of(refused)
+
+
+def test_nodes_come_back_with_their_ranks_when_loans_end() -> None:
+    sized = Sized(ray={}, job={"num_ranks": 5, "launch": "per-rank"})
+    sized.iterate(4)
+    sized.scheduler.call(Exited, job="a", attempt=1, exit_status=0, client="ray")
+    sized.attempt, sized.num_ranks = 2, 3
+    phases = {"rollout": {"seconds": HOUR_S, "nodes": NUM_ASKED}, "train": {"seconds": 1.0}}
+    sized.submit("b", phases=phases, borrow={"run_id": "run-b"}, slo=1.01)
+    assert sized.scheduler.job("a")["serving_gpus"] == 0
+    assert only(Stop, sized.iterate(1, lent=0.0)).attempt == 2
+    start = only(Start, sized.scheduler.call(Exited, job="a", attempt=2, exit_status=0, client="ray"))
+    assert (len(start.rollout_nodes), start.spec["num_ranks"], start.first_iteration) == (4, 5, 5)
+
+
+def test_a_job_whose_ranks_can_not_follow_its_nodes_is_refused() -> None:
     sized = Sized()
     borrow = {"run_id": "run-b", "fewest_nodes": 2}
-    assert "num_ranks is 10" in error_of(sized.submit("b", borrow=borrow, num_ranks=10))
+    ranks = {"num_ranks": 10, "launch": "per-rank"}
+    assert "the 10 ranks of launch per-rank go on" in error_of(sized.submit("b", borrow=borrow, **ranks))
+    ranks |= {"num_ranks": 7, "launch": "per-node"}
+    assert "use a multiple of 5" in error_of(sized.submit("b", borrow=borrow, **ranks))
+    named = {"run_id": "run-c", "fewest_nodes": 2}
+    assert sized.submit("c", borrow=named, num_ranks=7, launch="once"), "torchrun's ranks stay where they are"
+
+
+def test_a_job_of_a_named_group_keeps_its_nodes() -> None:
+    sized = Sized()
+    borrow = {"run_id": "run-b", "fewest_nodes": 2}
     assert "group is main" in error_of(sized.submit("b", borrow=borrow, group="main"))
     named = {**borrow, "asked_nodes": 9}
     assert "asked_nodes is set by the scheduler" in error_of(sized.submit("b", borrow=named))

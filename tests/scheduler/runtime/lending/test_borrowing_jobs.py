@@ -1,90 +1,20 @@
 """Jobs whose rollouts borrow serving GPUs: `rose sched serve`, a router and jobs, each in its own process."""
 
-import asyncio
 import json
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from served_cluster import ServedCluster, kill, wait_until
 
-from rose.engine.http.leases import Leases
-from rose.node.processes import ServerProcess
-from rose.ports import free_port
 from rose.scheduler.runtime.channel.messages import Cancel
 from tests.commands import rose
-from tests.scheduler.rollout.scripted_worker import ScriptedWorker, expected_tokens
+from tests.scheduler.rollout.scripted_worker import expected_tokens
+from tests.scheduler.runtime.lending.lending_router import ADMIN_KEY, Router, lent_worker
 
-ADMIN_KEY = "the-admin"
 JOB = Path(__file__).parents[1] / "borrowing_job.py"
 BORROW = {"run_id": "run-math", "model": "scripted", "max_serving_gpus": 1}
-
-
-class Router:
-    """`rose router` at a fixed address, with a serving worker."""
-
-    def __init__(self, folder: Path, worker_url: str, *, keeps_state: bool) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        settings = folder / "router.yaml"
-        settings.write_text(f"state: {folder / 'router.json' if keeps_state else 'null'}\n")
-        command = [sys.executable, "-m", "rose.scheduler.rollout.http.command", str(settings)]
-        self._argv = [*command, "--port", str(port), "--worker", f"{worker_url},serving"]
-        self._log = folder / "router.log"
-        self.process = self._start()
-
-    def _start(self) -> ServerProcess:
-        return ServerProcess(self._argv, "router", self._log).start()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        wait_until(lambda: not self.process.is_alive(), "the router's death")
-
-    def start_again(self) -> None:
-        self.process.stop(0.0)
-        self.process = self._start()
-
-    def jobs(self) -> dict[str, dict[str, Any]]:
-        """The jobs that the router knows; nothing while it starts."""
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        try:
-            found: dict[str, Any] = httpx.get(f"{self.url}/admin/jobs", headers=headers).json()["jobs"]
-        except httpx.HTTPError:
-            return {}
-        return found
-
-    def knows(self, job: str) -> bool:
-        return self.jobs().get(job, {}).get("has_key") is True
-
-
-@contextmanager
-def lent_worker() -> Iterator[ScriptedWorker]:
-    """A serving GPU's worker that gets the weights of each run for which it is lent."""
-    worker = ScriptedWorker(leases=Leases(), version="base/7", follows_loans=True)
-    is_up, is_over = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with worker:
-            is_up.set()
-            while not is_over.is_set():
-                if worker.leases is not None and worker.leases.run is not None:
-                    worker.version = f"{worker.leases.run}/1"
-                await asyncio.sleep(0.02)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert is_up.wait(60)
-        yield worker
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @pytest.fixture(params=[True], ids=["keeps-state"])

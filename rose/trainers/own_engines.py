@@ -1,0 +1,46 @@
+"""A job's own rollout engines of ROSE, as the working set of its rollouts and as what moves their tails.
+
+    engines = OwnEngines([["http://10.0.0.1:8001"], ["http://10.0.0.2:8001"]])
+
+    @rose.phase("rollout", working_set=engines, move_tail=engines.move_tail)
+
+The engines run all the time, and are active only while the job holds their nodes. An inactive engine has
+given its weights and KV back. Turns of a router go on at the engines that are left, behind the tokens that
+they have.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rose.node.control import EngineControl
+from rose.scheduler.runtime.job.cache import HostCache
+from rose.scheduler.runtime.job.job import running_job
+
+
+class OwnEngines:
+    """``nodes``: the engines' addresses on each of the job's rollout nodes, in the order of
+    `Progress.rollout_nodes`. Engines with a key want it in ROSE_KEY here as well."""
+
+    def __init__(self, nodes: Sequence[Sequence[str]]) -> None:
+        self._nodes = [[EngineControl(url, "") for url in urls] for urls in nodes]
+
+    def load(self, cache: HostCache) -> None:
+        """Activates all engines. Raises: WorkerError if one can't be."""
+        _each(EngineControl.activate, [engine for node in self._nodes for engine in node])
+
+    def offload(self, cache: HostCache) -> None:
+        """Deactivates all engines, which frees their devices. Raises: WorkerError."""
+        _each(EngineControl.deactivate, [engine for node in self._nodes for engine in node])
+
+    def move_tail(self, keep: Sequence[int]) -> None:
+        """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError."""
+        job = running_job()
+        numbers = job.rollout_nodes if job is not None else range(len(self._nodes))
+        left = [node for number, node in zip(numbers, self._nodes, strict=True) if number not in keep]
+        _each(EngineControl.deactivate, [engine for node in left for engine in node])
+
+
+def _each(do: Callable[[EngineControl], object], engines: Sequence[EngineControl]) -> None:
+    """Does it with all at once: an engine reads its weights for seconds. Raises what the first one raised."""
+    with ThreadPoolExecutor(max(1, len(engines))) as threads:
+        list(threads.map(do, engines))
