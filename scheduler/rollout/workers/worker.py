@@ -89,6 +89,7 @@ class Worker(AnsweringWorker):
         self.num_turns = 0
         self.kv_usage = UsageWindow(config.kv_window_s)
         self._telemetry_max_age_s = config.telemetry_max_age_s
+        self._share_lasts_s = config.telemetry_max_age_s
         self._first_token_s = config.first_token_s
         self._status_at = 0.0
 
@@ -203,7 +204,7 @@ class Worker(AnsweringWorker):
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
             share=self._share,
-            share_until=float("inf") if self._is_dedicated else self._status_at + self._telemetry_max_age_s,
+            share_until=float("inf") if self._is_dedicated else self._status_at + self._share_lasts_s,
             speed=self.speed.speed(),
             pending_prefill_tokens=self.pending_prefill_tokens,
         )
@@ -286,6 +287,10 @@ class Worker(AnsweringWorker):
         return self.lease is not None and self.lease.others > 0
 
     # What heartbeats say --------------------------------------------------------------------------------
+
+    def is_asked_every(self, every_s: float) -> None:
+        """Notes the time between two heartbeats: a share counts as known for at least two of them."""
+        self._share_lasts_s = max(self._telemetry_max_age_s, 2 * every_s)
 
     def take_status(self, status: RoutingStatus, now: float) -> None:
         """Takes in what the worker reports at `now`."""
