@@ -82,8 +82,8 @@ class RouterJob(_Settings):
     )
     priority: int = Field(
         default=0,
-        ge=-1000,
-        le=1000,
+        ge=-(2**31),
+        le=2**31 - 1,
         description="while its turns wait for a worker, those of jobs of lower priority wait longer",
     )
     max_in_flight: int | None = Field(default=None, ge=1, description="the most turns that it runs at a time")
