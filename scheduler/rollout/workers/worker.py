@@ -288,13 +288,10 @@ class Worker(AnsweringWorker):
 
     # What heartbeats say --------------------------------------------------------------------------------
 
-    def is_asked_every(self, every_s: float) -> None:
-        """Notes the time between two heartbeats: a share counts as known for at least two of them."""
-        self._share_lasts_s = max(self._telemetry_max_age_s, 2 * every_s)
-
-    def take_status(self, status: RoutingStatus, now: float) -> None:
-        """Takes in what the worker reports at `now`."""
+    def take_status(self, status: RoutingStatus, now: float, every_s: float = 0.0) -> None:
+        """Takes in what the worker reports at `now`, as it does every `every_s` seconds."""
         self._change()
+        self._share_lasts_s = max(self._telemetry_max_age_s, 2 * every_s)
         for run in status.run_problems.keys() - self.refused_runs:
             if (found := status.run_problems[run]) != NOTHING_PUBLISHED:
                 text = "GPU goes back: worker=%s can't get weights of run=%s: %s"

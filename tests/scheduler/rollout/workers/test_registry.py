@@ -293,11 +293,10 @@ def test_a_heartbeat_that_ends_as_it_makes_room_is_counted_once(monkeypatch: pyt
 
 def test_the_share_of_a_gpu_in_a_large_fleet_is_known_until_its_second_next_heartbeat() -> None:
     one = worker()
-    one.is_asked_every(4.0)
-    one.take_status(status(serving_busy_s=0.0), 1.0)
+    one.take_status(status(serving_busy_s=0.0), 0.0, 4.0)
+    one.take_status(status(serving_busy_s=0.0), 1.0, 4.0)
     assert one.view().share_until == 9.0
-    one.is_asked_every(0.5)
-    one.take_status(status(serving_busy_s=0.0), 1.0)
+    one.take_status(status(serving_busy_s=0.0), 1.0, 0.5)
     assert one.view().share_until == 1.0 + CONFIG.telemetry_max_age_s
 
 
