@@ -211,7 +211,7 @@ def test_a_worker_that_became_a_stock_engine_has_no_lease() -> None:
 
 async def test_a_worker_whose_answers_fail_the_router_counts_as_lost() -> None:
     class Puzzling(Worker):
-        def take_status(self, status: RoutingStatus, now: float) -> None:
+        def take_status(self, status: RoutingStatus, now: float, every_s: float = 0.0) -> None:
             raise TypeError("scripted")
 
     config = RouterConfig(heartbeat_s=0.02, lost_after_s=0.2)
