@@ -6,6 +6,8 @@ any lost or doubled token shows.
 """
 
 import asyncio
+import base64
+import io
 import json
 import time
 from collections import deque
@@ -13,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from rose.engine.http.leases import Ask, Leases, begun
@@ -36,6 +39,15 @@ def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def experts_of(tokens: list[int], first: int = 0) -> str:
+    """The rows of all tokens from `first` on but the last, in two layers of one expert: what is processed and
+    at which place."""
+    rows = [[[token], [place]] for place, token in enumerate(tokens)][first:-1]
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(rows, dtype=np.uint16).reshape(len(rows), 2, 1))
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def rendered(messages: list[dict[str, Any]]) -> list[int]:
@@ -80,6 +92,8 @@ class ScriptedWorker:
     parses_chat: bool = False
     """Whether chats are answered as a reasoning parser would."""
     takes_chat_ids: bool = True
+    routes: bool = False
+    """Whether answers say which experts processed each token, as `experts_of` tells."""
     unfinished: frozenset[int] = frozenset()
     """Tokens that are part of a character, which is finished by the next other one."""
     follows_loans: bool = False
@@ -305,7 +319,7 @@ class ScriptedWorker:
         await asyncio.sleep(self.prefill_s)
         for position in range(total):
             is_due = fault is not None and position == fault.after_tokens
-            if is_due and not await self._fail(request, response, fault):
+            if is_due and not await self._fail(request, response, fault, body, tokens):
                 return response
             if position == self.hold_after:
                 self.num_held += 1
@@ -316,11 +330,14 @@ class ScriptedWorker:
             if position + 1 == self.stops_after:
                 finish = "stop"
             echo = prompt if NO_PROMPT_IDS_HEADER not in request.headers else None
-            await _send(response, self._chunk(body, echo, tokens[-1], position, finish))
+            chunk = self._chunk(body, echo, tokens[-1], position, finish)
+            if finish is not None:
+                self._add_experts(body, tokens, chunk)
+            await _send(response, chunk)
             if finish == "stop":
                 break
         if fault is not None and fault.after_tokens == self.stops_after:
-            await self._fail(request, response, fault)
+            await self._fail(request, response, fault, body, tokens)
             return response
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
         await _send(response, {"choices": [], "usage": usage, "model": body["model"]})
@@ -363,7 +380,19 @@ class ScriptedWorker:
             }
         return {"id": "cmpl-x", "object": "text_completion", "model": body["model"], "choices": [choice]}
 
-    async def _fail(self, request: web.Request, response: web.StreamResponse, fault: Fault | None) -> bool:
+    def _add_experts(self, body: dict[str, Any], tokens: list[int], event: dict[str, Any]) -> None:
+        if self.routes:
+            first = body.get("routed_experts_prompt_start", 0)
+            event["choices"][0]["routed_experts"] = experts_of(tokens, first)
+
+    async def _fail(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        fault: Fault | None,
+        body: dict[str, Any],
+        tokens: list[int],
+    ) -> bool:
         """True: carry on with the stream."""
         assert fault is not None
         if fault.kind == "hang":
@@ -382,7 +411,9 @@ class ScriptedWorker:
             choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": "abort"}
             choice |= {"text": "", "delta": {"content": ""}}
             choice["stop_reason"] = STOP_REASONS[fault.kind]
-            await _send(response, {"model": self.models[0], "choices": [choice]})
+            event = {"model": self.models[0], "choices": [choice]}
+            self._add_experts(body, tokens, event)
+            await _send(response, event)
         await response.write(b"data: [DONE]\n\n")
         return False
 
