@@ -7,7 +7,8 @@ import pytest
 
 from rose.scheduler.rollout.formats.routed import RoutedExperts
 from tests.scheduler.rollout.conftest import StartRouter
-from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens, experts_of
+from tests.scheduler.rollout.expert_rows import experts_of
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 8
@@ -70,8 +71,8 @@ async def test_a_turn_that_moves_has_the_rows_of_all_its_tokens(
     else:
         body |= {"token_ids": PROMPT, "sampling_params": {"max_tokens": NUM_TOKENS}}
     async with (
-        ScriptedWorker(routes=True) as one,
-        ScriptedWorker(routes=True) as other,
+        ScriptedWorker(tells_experts=True) as one,
+        ScriptedWorker(tells_experts=True) as other,
         start_router(one, other) as client,
     ):
         for worker in (one, other):
