@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 PROMPT_START = "routed_experts_prompt_start"
 """The field of a request that names the first token whose row is wanted."""
-_Rows = NDArray[np.integer]
+Rows = NDArray[np.integer]
+"""Token, layer, choice: the number of an expert."""
 
 
 class RoutedExperts:
@@ -36,13 +37,13 @@ class RoutedExperts:
         """The first token of the rows of the attempt that was begun last."""
         self._whole: str | None = None
         """These rows, once they have come."""
-        self._before: list[_Rows] = []
+        self._before: list[Rows] = []
         self._recomputed: list[tuple[int, int]] = []
 
     def resume(self, num_tokens: int) -> int:
         """Begins an attempt behind `num_tokens` of prompt and answer. Returns the first token whose row it
         has to return."""
-        rows, self._whole = _decoded(self._whole), None
+        rows, self._whole = decoded(self._whole), None
         if rows is not None:
             self._before.append(rows[: max(0, num_tokens - 1 - self._start)])
             self._start += len(self._before[-1])
@@ -58,7 +59,7 @@ class RoutedExperts:
         """Returns the rows of all of the turn's `num_tokens` but the last; None if some are missing."""
         if not self._before:
             return self._whole
-        pieces = [*self._before, last] if (last := _decoded(self._whole)) is not None else []
+        pieces = [*self._before, last] if (last := decoded(self._whole)) is not None else []
         if len({piece.shape[1:] for piece in pieces}) != 1:
             return None  # workers that serve different models under one name, or the last rows are missing
         joined = np.concatenate(pieces)
@@ -72,19 +73,19 @@ class RoutedExperts:
         return self._recomputed if self._whole is not None else []
 
 
-def _decoded(text: str | None) -> _Rows | None:
+def decoded(text: str | None) -> Rows | None:
     """Returns the rows; None if there are none, or they are malformed."""
     if text is None:
         return None
     try:
         stream = io.BytesIO(base64.b64decode(text))
-        rows: _Rows = np.lib.format.read_array(stream, allow_pickle=False)  # type: ignore[no-untyped-call]
+        rows: Rows = np.lib.format.read_array(stream, allow_pickle=False)  # type: ignore[no-untyped-call]
     except (ValueError, EOFError):
         return None
     return rows if rows.ndim == 3 else None
 
 
-def _encoded(rows: _Rows) -> str:
+def _encoded(rows: Rows) -> str:
     buffer = io.BytesIO()
     np.save(buffer, rows, allow_pickle=False)
     return base64.b64encode(buffer.getbuffer()).decode()
