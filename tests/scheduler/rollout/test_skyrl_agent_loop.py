@@ -72,12 +72,12 @@ async def test_trajectories_of_several_turns_keep_their_tokens_and_their_session
             disable_tqdm=True,
         )
         await client.teardown()
-        status = router.plane.status()
+        jobs: Any = router.plane.status()["jobs"]
     masks = output["loss_masks"]
     assert [sum(mask) for mask in masks] == [NUM_TURNS * TURN_TOKENS] * 2
     assert [len(ids) for ids in output["response_ids"]] == [len(mask) for mask in masks]
     assert [len(each) for each in output["rollout_logprobs"]] == [len(mask) for mask in masks]
     assert output["stop_reasons"] == ["length", "length"]
-    [job] = status["jobs"].values()
+    [job] = jobs.values()
     assert (job["turns"], job["next_turns"]["extended"]) == (2 * NUM_TURNS, 2 * (NUM_TURNS - 1))
     assert not len(router.plane.trajectories.sessions), "the loop says when a trajectory has ended"

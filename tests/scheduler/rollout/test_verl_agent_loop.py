@@ -21,7 +21,7 @@ TEMPLATE = (
 )
 
 
-@parsers.ToolParser.register("always")  # type: ignore[untyped-decorator]
+@parsers.ToolParser.register("always")
 class Always(parsers.ToolParser):  # type: ignore[misc]
     """Takes each answer for a call of the tool: the model is random."""
 
@@ -91,9 +91,10 @@ async def test_the_tool_loop_keeps_its_tokens_over_its_turns_in_one_session(engi
     function_tool("count")(count)
     async with running_router(engine.url) as router:
         output = await play(ToolAgentLoop, engine, router, tools=loops.ToolListWrap([TOOLS["count"]]))
-        [job] = router.plane.status()["jobs"].values()
+        jobs: Any = router.plane.status()["jobs"]
         num_sessions = len(router.plane.trajectories.sessions)
     assert sum(output.response_mask) == NUM_TURNS * TURN_TOKENS < len(output.response_mask)
     assert len(output.response_ids) == len(output.response_logprobs) == len(output.response_mask)
     assert output.num_turns == 2 * NUM_TURNS
+    [job] = jobs.values()
     assert (job["turns"], job["next_turns"]["extended"], num_sessions) == (NUM_TURNS, NUM_TURNS - 1, 1)
