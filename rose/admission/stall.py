@@ -1,8 +1,8 @@
 """Which rollout requests have stood still for too long.
 
 A request's clock runs while it has an engine slot, and either no step of the engine runs, because the gate
-refuses it, or memory refuses the request while others step. The caller reports the ids and the steps; nothing
-is aborted here. Source: ROSE §4.1, no progress for a fixed timeout.
+refuses it, or serving has the memory that the request needs while others step. The caller reports the ids
+and the steps; nothing is aborted here. Source: ROSE §4.1, no progress for a fixed timeout.
 """
 
 from collections.abc import Collection
@@ -12,8 +12,9 @@ class StallTracker:
     """Clocks of requests without progress, for one thread.
 
     Holding a slot while serving keeps the GPU or its memory does count: that is the stall. Waiting for a slot
-    does not count: the router bounds the queue. Nor does waiting behind other requests' prefill: on another
-    engine, or on this one again, the request would be the last in line once more. Time in which the engine is
+    does not count: the router bounds the queue. Nor does waiting behind other requests' prefill, or for
+    memory that they have: on another engine, or on this one again, the request would be the last in line once
+    more. Time in which the engine is
     deactivated does not count: the router knows about that.
     """
 
@@ -35,7 +36,7 @@ class StallTracker:
 
     def stepped(self, now: float, refused: Collection[str] = ()) -> None:
         """Restarts the clocks at the end of a step that computed tokens of any request, but not those of the
-        requests that memory refused: they were not in line for a step."""
+        requests whose memory serving has: they were not in line for a step."""
         at = self._active_s(now)
         for request_id in self._since.keys() - set(refused):
             self._since[request_id] = at

@@ -20,6 +20,7 @@ from rose.config import Settings
 from rose.errors import WorkerError
 from rose.http import JOB_HEADER, RETRY_S, RUN_HEADER, SO_FAR, WATCHED, Failures
 from rose.scheduler.rollout.formats.resume import has_state, must_restart
+from rose.scheduler.rollout.formats.routed import Rows, decoded
 from rose.tls import client_context
 from rose.trainers.router import routers_of
 
@@ -39,6 +40,9 @@ class TurnAnswer:
     finish_reason: str
     versions: tuple[int, ...]
     """The weight versions that made the tokens, in order; empty if no trainer publishes."""
+    routed_experts: Rows | None = None
+    """For each token of prompt and answer but the last, the experts of each layer that processed it; None
+    from engines without --enable-return-routed-experts."""
 
 
 class _Unanswered(WorkerError):
@@ -57,6 +61,7 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     finish_reason: str | None = None
+    routed_experts: str | None = None
 
     def take(self, choice: Mapping[str, Any]) -> None:
         """Takes a streamed part, or the whole answer."""
@@ -69,6 +74,7 @@ class _Answer:
             self.versions.append(version)
         finish = choice.get("finish_reason")
         self.finish_reason = finish if finish is not None else news.get("finish_reason")
+        self.routed_experts = choice.get("routed_experts")  # with the last event
 
     def take_whole(self, choice: Mapping[str, Any]) -> None:
         self.take(choice)
@@ -78,7 +84,11 @@ class _Answer:
     def turn(self, finish_reason: str) -> TurnAnswer:
         versions = tuple(int(version.rpartition("/")[2]) for version in self.versions)
         return TurnAnswer(
-            token_ids=self.token_ids, logprobs=self.logprobs, finish_reason=finish_reason, versions=versions
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=finish_reason,
+            versions=versions,
+            routed_experts=decoded(self.routed_experts),
         )
 
 

@@ -50,6 +50,7 @@ class RouterLLMClient(LLMServerClient):
         return TokenOutput(
             token_ids=turn.token_ids,
             log_probs=turn.logprobs if sampling_params.get("logprobs") else None,
+            routed_experts=turn.routed_experts,
             stop_reason="aborted" if turn.finish_reason == "abort" else "completed",
             extra_fields={
                 "global_steps": versions[-1],

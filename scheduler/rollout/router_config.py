@@ -5,6 +5,7 @@ Promises: settings are read-only once built. Every error names the file or flag,
 Never does: start anything.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from rose.messages import ConcurrencyProfile
 from rose.ports import check_exposure
 from rose.scheduler.rollout.placing.versions import VersionMode
 from rose.scheduler.rollout.placing.views import WorkerKind
+
+MAX_WORKERS = 10_000
+"""Each is then asked for its status every 4 s. An engine closes a connection that was idle for 5 s, and a new
+one for each heartbeat would take the router's CPU."""
 
 
 class _Settings(BaseModel):
@@ -77,8 +82,8 @@ class RouterJob(_Settings):
     )
     priority: int = Field(
         default=0,
-        ge=-1000,
-        le=1000,
+        ge=-(2**31),
+        le=2**31 - 1,
         description="while its turns wait for a worker, those of jobs of lower priority wait longer",
     )
     max_in_flight: int | None = Field(default=None, ge=1, description="the most turns that it runs at a time")
@@ -337,8 +342,10 @@ def build_config(fields: Mapping[str, Any], source: str, settings: Settings) -> 
             " (ROSE_ROUTER_ADMIN_KEY), the same at all of them"
         )
     ids = [worker.id for worker in config.workers]
-    if twice := sorted({i for i in ids if ids.count(i) > 1}):
+    if twice := sorted(worker_id for worker_id, count in Counter(ids).items() if count > 1):
         raise ConfigError(f"{source}: workers: {twice[0]} is given twice")
+    if len(ids) > MAX_WORKERS:
+        raise ConfigError(f"{source}: workers: {len(ids)} are given, and a router takes {MAX_WORKERS}")
     if (problem := contradiction(config.jobs, config.run_id)) is not None:
         raise ConfigError(f"{source}: {problem}")
     return config

@@ -48,6 +48,18 @@ async def test_verls_client_class_sends_a_trajectorys_turns_to_the_router(start_
     assert second.log_probs is None
 
 
+async def test_verl_gets_the_routed_experts_of_a_turn_that_was_cut(start_router: StartRouter) -> None:
+    from rose.trainers.verl import RouterLLMClient
+
+    async with ScriptedWorker(tells_experts=True) as worker:
+        worker.faults.append(Fault(kind="disconnect", after_tokens=1))
+        async with start_router(worker) as routed:
+            config = verl_config({"router_url": routed.router.url, "model": "scripted"})
+            output = await RouterLLMClient(config).generate("t", prompt_ids=[1, 2], sampling_params={})
+    processed = [1, 2, *expected_tokens([1, 2], 4)][:-1]
+    assert output.routed_experts[:, :, 0].tolist() == [[token, at] for at, token in enumerate(processed)]
+
+
 async def test_media_and_a_missing_router_are_refused_with_the_key() -> None:
     from rose.trainers.verl import RouterLLMClient
 

@@ -7,6 +7,8 @@ its text out then. Never does I/O.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from http import HTTPStatus
@@ -31,7 +33,7 @@ _ALWAYS = (
 )
 _IF_GIVEN = (
     *("seed", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("structured_outputs", "repetition_detection", "extra_args"),
+    *("structured_outputs", "repetition_detection", "extra_args", "routed_experts_prompt_start"),
 )
 """Stop strings and the other parameters of text are the front's own work."""
 _NEVER = (
@@ -159,7 +161,9 @@ class Outputs:
                 num_ready = 0
             if reason is not None:
                 self.is_finished = True
-                yield self._output(len(self._tokens), reason, choice.get("stop_reason"))
+                yield self._output(
+                    len(self._tokens), reason, choice.get("stop_reason"), choice.get("routed_experts")
+                )
             elif num_ready:
                 yield self._output(num_ready)
 
@@ -168,7 +172,11 @@ class Outputs:
         return len(self._tokens) - (bool(self._tokens) and self._tokens[-1] in self._stops)
 
     def _output(
-        self, count: int, reason: str | None = None, stop_reason: int | str | None = None
+        self,
+        count: int,
+        reason: str | None = None,
+        stop_reason: int | str | None = None,
+        experts: str | None = None,
     ) -> EngineCoreOutput:
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         rows, self._rows = self._rows[:count], self._rows[count:]
@@ -179,7 +187,12 @@ class Outputs:
             new_logprobs=_logprobs(rows, self._num_logprobs) if self._num_logprobs is not None else None,
             finish_reason=_FINISHES.get(reason, FinishReason.ERROR) if reason is not None else None,
             stop_reason=stop_reason,
+            routed_experts=_array(experts) if experts is not None else None,
         )
+
+
+def _array(text: str) -> Any:
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 def _logprobs(rows: Sequence[Json], num_alternatives: int) -> LogprobsLists:

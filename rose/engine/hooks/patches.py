@@ -5,9 +5,11 @@ target is gone. All other code uses vLLM's worker, scheduler, weight-transfer an
 """
 
 import functools
+import inspect
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 _MARK = "_rose_patched"
+_STREAM_PARAMETERS = ["request", "engine_inputs", "result_generator"]
 
 
 def configure_from_additional_config() -> None:
@@ -136,6 +139,57 @@ def continue_from_generated_tokens() -> None:
             state.prompt_token_ids, state.output_token_ids = tokens[:-count], tokens[-count:]
 
     _wrap(CachedRequestState, "__post_init__", before=before)
+
+
+def stream_routed_experts() -> None:
+    """Adds which experts processed a turn's tokens to the last event of a streamed completion.
+
+    Why: vLLM tells it with --enable-return-routed-experts, but streams it on /inference/v1/generate alone,
+    and routers stream completions. vLLM 0.32-0.33.
+    """
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    original = getattr(OpenAIServingCompletion, "completion_stream_generator", None)
+    if original is None or [*inspect.signature(original).parameters][1:4] != _STREAM_PARAMETERS:
+        raise ConfigError(
+            "vLLM has no OpenAIServingCompletion.completion_stream_generator"
+            f"({', '.join(_STREAM_PARAMETERS)}, ...): this version is not supported by rose"
+        )
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    async def stream(
+        self: Any, request: Any, inputs: Any, results: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        experts: dict[int, Any] = {}
+
+        async def noted() -> AsyncIterator[Any]:
+            async for prompt, result in results:
+                for output in result.outputs:
+                    if output.routed_experts is not None:
+                        experts[output.index + prompt * (request.n or 1)] = output.routed_experts
+                yield prompt, result
+
+        async for event in original(self, request, inputs, noted(), *args, **kwargs):
+            yield with_routed_experts(event, experts) if experts else event
+
+    setattr(stream, _MARK, True)
+    OpenAIServingCompletion.completion_stream_generator = stream
+
+
+def with_routed_experts(event: str, experts: dict[int, Any]) -> str:
+    """Returns the event of a stream with the routed experts of the choices that it ends, which are taken out
+    of `experts`."""
+    from vllm.utils.serial_utils import numpy2base64
+
+    if '"finish_reason":"' not in event:
+        return event
+    fields = json.loads(event.removeprefix("data: "))
+    for choice in fields["choices"]:
+        if choice.get("finish_reason") is not None and choice["index"] in experts:
+            choice["routed_experts"] = numpy2base64(experts.pop(choice["index"]))
+    return f"data: {json.dumps(fields)}\n\n"
 
 
 def report_chosen_cores(client: Any, report: Callable[[int, float], None]) -> None:

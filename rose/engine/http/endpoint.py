@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from rose.config import SHARE_FILES, Settings
 from rose.engine.adapter_copies import AdapterCopies
-from rose.engine.hooks.patches import ends_commands
+from rose.engine.hooks.patches import ends_commands, stream_routed_experts
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
@@ -296,6 +296,9 @@ class RoseEndpoint:
                     check_exposure("--host", args.host or "0.0.0.0", keys, is_insecure=settings.insecure)
             name, num_ranks = config.model_config.served_model_name, config.parallel_config.data_parallel_size
             control = ServedEngine(engine_client, settings, str(name), num_ranks)
+            outputs = getattr(config, "aux_output_config", None)  # vLLM has it from 0.32 on
+            if outputs is not None and outputs.enable_return_routed_experts:
+                stream_routed_experts()
             if config.parallel_config._api_process_count > 1:
                 control.leases = None  # each process would see a part of the turns
             # vLLM's LoRA layers for CPUs take a token of each request where it computes all of the prompt's.

@@ -162,6 +162,10 @@ class Tenant:
         num_used = int(self.pool.num_used.sum())
         return math.ceil((wanted + self._watermark * num_used) / (1 - self._watermark))
 
+    def fits_alone(self, request: Request) -> bool:
+        """Whether the engine's slabs hold a waiting request as soon as other requests have left them."""
+        return self.blocks_wanted((), [request]) < self.pool.num_gpu_blocks  # one of them is the null block
+
     def missing_slabs(self, num_blocks: int) -> int:
         """Returns how many slabs to add so that ``num_blocks`` fit without evicting prefix cache."""
         if num_blocks == 0:

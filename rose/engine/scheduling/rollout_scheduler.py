@@ -28,6 +28,7 @@ from rose.admission.gate import (
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.stall import StallTracker
 from rose.engine.memory.rollout_memory import RolloutMemory
+from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.continuation import count_as_output, take_over
 from rose.engine.scheduling.interrupt import StepInterrupt, install
 from rose.engine.scheduling.scheduler import RoseScheduler
@@ -54,7 +55,7 @@ class RolloutScheduler(RoseScheduler):
         super().__init__(*args, **kwargs)
         self._stalls = StallTracker(self.rose.stall_s)
         self._refused: list[str] = []
-        """The requests that memory kept out of the last step."""
+        """The requests that serving's memory kept out of the last step."""
         self._rl_step = 0
         self._memory: RolloutMemory | None = None
         if self.tenant is not None:
@@ -179,16 +180,19 @@ class RolloutScheduler(RoseScheduler):
         output = super().schedule(throttle_prefills)
         for data in output.scheduled_new_reqs:
             count_as_output(self.requests[data.req_id], data)
-        if self._memory is not None:
+        if self.tenant is not None:
             has_tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
-            self._refused = self._refused_by_memory(has_tokens_left)
+            self._refused = self._refused_by_serving(self.tenant, has_tokens_left)
         return output
 
-    def _refused_by_memory(self, has_tokens_left: bool) -> list[str]:
-        """Returns the waiting requests without memory: the preempted, and all others if a step with tokens
-        left did not take them. Without a pool they wait for other rollouts alone, and keep their places."""
+    def _refused_by_serving(self, tenant: Tenant, has_tokens_left: bool) -> list[str]:
+        """Returns the waiting requests without memory because serving has it: the preempted, and all others
+        if a step with tokens left did not take them. What fits into this engine's slabs, or has no pool,
+        waits for other rollouts alone, and keeps its place in line: a long prompt that was sent away would
+        find the memory with short ones again whenever it came back."""
         refused = {RequestStatus.PREEMPTED, *([RequestStatus.WAITING] if has_tokens_left else [])}
-        return [request.request_id for request in self.waiting_requests() if request.status in refused]
+        waiting = [request for request in self.waiting_requests() if request.status in refused]
+        return [request.request_id for request in waiting if not tenant.fits_alone(request)]
 
     def _ask_for_grant(self, side: RolloutSide) -> int:
         """Returns the token limit of a step that has a grant, or 0 without one. It sleeps while nothing else

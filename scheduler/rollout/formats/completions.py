@@ -15,6 +15,7 @@ from rose.http import SO_FAR
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated, known_prompt, text_offsets
+from rose.scheduler.rollout.formats.routed import PROMPT_START, RoutedExperts
 
 _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
@@ -98,7 +99,11 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> ClientCall:
     singles = []
     for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
         request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
-        generation = Accumulated(request=request, prompt_token_ids=known_prompt(request))
+        generation = Accumulated(
+            request=request,
+            prompt_token_ids=known_prompt(request),
+            routed_experts=RoutedExperts(request.get(PROMPT_START) or 0),
+        )
         if (given := body.get(SO_FAR)) is not None:
             generation.resume(_checked_so_far(given, body, generation, len(prompts) * n))
         singles.append(Single(index=index, prompt=prompt, generation=generation))
@@ -127,7 +132,7 @@ def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumula
 
 _MAX_SINGLES = 2**16
 """The most single requests of one call: each costs the router some KB, and n costs the client a few bytes."""
-_INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval")
+_INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval", PROMPT_START)
 _MAX_INTEGER = 2**63
 
 
@@ -197,7 +202,7 @@ def _choice(single: Single, returns_ids: bool) -> Json:
         "token_ids": generation.token_ids if returns_ids else None,
         "prompt_logprobs": None,
         "prompt_token_ids": generation.prompt_token_ids if returns_ids else None,
-        "routed_experts": None,
+        "routed_experts": generation.merged_experts(),
         "rose": generation.provenance(),
     }
 
@@ -235,6 +240,8 @@ class Completions:
         choice: Json = {"index": single.index, "text": "", "logprobs": None}
         choice |= {"finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
         choice["rose"] = generation.provenance()
+        if (experts := generation.merged_experts()) is not None:
+            choice["routed_experts"] = experts
         if call.body.get("return_token_ids"):
             choice["token_ids"] = []
         return {**_envelope(call, model), "choices": [choice]}

@@ -42,6 +42,7 @@ class _Choice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
 
 
 class Event(msgspec.Struct):
@@ -63,6 +64,8 @@ class Chunk:
     prompt_token_ids: TokenIds | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
+    """The rows of the attempt's tokens, with its last event (routed.py)."""
     role: str | None = None
     """The speaker of a chat, which its first event names."""
     is_parsed: bool = False
@@ -84,6 +87,7 @@ def chunk_of(event: Event, prompt_token_ids: TokenIds | None) -> Chunk:
         prompt_token_ids=prompt_token_ids,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        routed_experts=choice.routed_experts,
         role=delta.role if delta is not None else None,
         is_parsed=is_parsed,
     )

@@ -21,6 +21,7 @@ from rose.scheduler.rollout.formats.resume import (
     Span,
     has_grammar,
 )
+from rose.scheduler.rollout.formats.routed import PROMPT_START
 
 _SAMPLING = frozenset(
     (
@@ -38,6 +39,7 @@ _SAMPLING = frozenset(
         "presence_penalty",
         "repetition_detection",
         "repetition_penalty",
+        PROMPT_START,
         "seed",
         "skip_special_tokens",
         "spaces_between_special_tokens",
@@ -214,6 +216,7 @@ def _finish(generation: Accumulated) -> Json:
     return {
         "finish_reason": generation.finish_reason,
         "stop_reason": generation.stop_reason,
+        "routed_experts": generation.merged_experts(),
         "weight_versions": weight_versions(generation.spans),
         "rose": generation.provenance(),
     }

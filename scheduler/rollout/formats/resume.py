@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds
 from rose.scheduler.rollout.formats.events import COMPLETIONS_PATH, Chunk
+from rose.scheduler.rollout.formats.routed import PROMPT_START, RoutedExperts
 from rose.scheduler.rollout.formats.salt import salted
 from rose.types import WeightVersion
 
@@ -118,6 +119,7 @@ class Accumulated:
     """Whether the client wants text beside the ids. If not, a cut may come within a character."""
     extends_last_turn: bool | None = None
     """Whether the prompt begins with all tokens of the trajectory's last turn; None if that can't be told."""
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
     is_told_reasoning: bool = False
     """Whether only an engine that takes over state knows where the grammar begins."""
 
@@ -170,6 +172,7 @@ class Accumulated:
     def _forget(self) -> None:
         self.text, self.token_ids, self.logprobs, self.spans = "", [], None, []
         self.num_printed = 0
+        self.routed_experts.restart()
 
     def drop_last(self, count: int) -> None:
         """Drops the last `count` tokens, none of which has given text."""
@@ -190,6 +193,8 @@ class Accumulated:
         if epoch != self.epoch or self.finish_reason is not None:
             return False
         self._take_context(chunk)
+        if chunk.routed_experts is not None:
+            self.routed_experts.take(chunk.routed_experts)
         self.text += chunk.text
         self.token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
@@ -228,7 +233,10 @@ class Accumulated:
         body = salted(dict(self.request), version)
         if not self.token_ids:
             return body
-        body |= self._continued(self.so_far())
+        so_far = self.so_far()
+        body |= self._continued(so_far)
+        if start := self.routed_experts.resume(so_far.count()):
+            body[PROMPT_START] = start
         body["max_tokens"] = self.max_tokens - self.num_tokens
         if has_state(body):
             body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), _GENERATED: self.num_tokens}
@@ -258,10 +266,17 @@ class Accumulated:
 
     def provenance(self) -> Json:
         """Returns the `rose` field of a choice. Its cached_tokens are summed over all attempts."""
+        recomputed = self.routed_experts.recomputed
         return {
             "spans": [span.as_json() for span in self.spans],
             "resumes": self.num_resumes,
             "restarts": self.num_restarts,
             "cached_tokens": self.cached_tokens,
             "extends_last_turn": self.extends_last_turn,
+            **({"recomputed_experts": recomputed} if recomputed else {}),
         }
+
+    def merged_experts(self) -> str | None:
+        """Returns the routed experts of all of the turn's tokens but the last; None if some are missing."""
+        num_prompt = self.prompt_token_ids.count() if self.prompt_token_ids is not None else 0
+        return self.routed_experts.merged(num_prompt + self.num_tokens)

@@ -216,6 +216,7 @@ class Admin:
                 f"run {run_id} is unknown; known runs: {', '.join(sorted(newest.numbers)) or 'none'}"
             ) from error
         self._plane.dispatcher.pump()
+        await self._note("step", None, run_id)
         await self._note("forgotten", None, run_id)
         return web.json_response({"forgotten": run_id})
 
@@ -228,16 +229,19 @@ class Admin:
             version = parse_version(begun.version)
         except WorkerError as error:
             raise BadRequest(f"version: {error}") from error
+        kept, run_id = begun.model_dump(exclude_none=True), version.run_id if version is not None else ""
         if version is not None:
             try:
-                self._changes.announced(version, begun.signed)
+                is_news = self._changes.announced(version, kept)
             except RelayError as error:
                 raise BadRequest(f"version: {error}") from error
+            if not is_news:
+                kept, run_id = step.model_dump(), ""
         self._plane.dispatcher.lend(begins_anew=True)
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         sending = asyncio.gather(*(self._send_step(worker, step) for worker in workers))
         try:
-            await self._note("step", begun.model_dump())
+            await self._note("step", kept, run_id)
         finally:  # the engines need it even if the disk is slow, or full
             results = await sending
         answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}

@@ -221,11 +221,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _most_connections(config: RouterConfig) -> int:
     """Returns how many clients this process can have, after it has raised its limit of open files as far as
-    it may: a turn takes a second file, to its worker, and a chat two more, to its front and back."""
+    it may: a turn takes a second file, to its worker, and a chat two more, to its front and back; heartbeats
+    take one for each worker."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     wanted, num_files = config.max_connections, 4 if config.fronts.count else 2
-    bound = max(1, (limit - _SPARE_FILES) // num_files)
+    bound = max(1, (limit - _SPARE_FILES - len(config.workers)) // num_files)
     most = wanted if limit == resource.RLIM_INFINITY else min(wanted, bound)
     if most < wanted:
         logger.info("max_connections is %d instead of %d: %d files may be open", most, wanted, limit)

@@ -7,10 +7,11 @@ Never does: estimate speeds, shares or cached tokens (workers/speed.py, workers/
 compare all workers one by one (columns.py).
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from rose.scheduler.rollout.placing.columns import MIN_SHARE, PREFIX_WEIGHT
+from rose.scheduler.rollout.placing.columns import MIN_SHARE, rates
 from rose.scheduler.rollout.placing.fleet import Fleet
 from rose.scheduler.rollout.placing.policy import constraints, prefer_affine
 from rose.scheduler.rollout.placing.versions import VersionRule
@@ -24,12 +25,10 @@ def cost_s(turn: TurnView, worker: WorkerView, speed: Speed) -> float:
     share; each neighbour waits for this prefill and decodes in a batch that is larger by one.
     """
     assert worker.share is not None
-    neighbours = worker.in_flight
-    prefill_s = PREFIX_WEIGHT * speed.prefill_s_per_token * turn.missing_tokens(worker.id)
-    ahead_s = speed.prefill_s_per_token * worker.pending_prefill_tokens
-    decode_s = turn.expected_tokens * speed.decode_s(neighbours + 1)
-    imposed_s = neighbours * (prefill_s + turn.expected_tokens * speed.step_s_per_turn)
-    return (prefill_s + ahead_s + decode_s + imposed_s) / max(worker.share, MIN_SHARE)
+    share = max(worker.share, MIN_SHARE)
+    found = rates(speed, worker.in_flight, worker.pending_prefill_tokens, share)
+    missing_tokens = turn.missing_tokens(worker.id)
+    return missing_tokens * found.missing_s + turn.expected_tokens * found.expected_s + found.ahead_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +44,20 @@ class CostPolicy:
     def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
         cohorts, columns = self.versions.admits(turn, fleet.cohorts), fleet.columns
         numbers = [cohort.number for cohort in cohorts] if len(cohorts) < len(fleet.cohorts) else None
-        found = columns.usable(turn, numbers, now)
-        if not found.any():
-            return None
+        barred = columns.barred(turn, numbers, now)
         slowest = None
-        if not columns.are_scored(found, now):
+        if not columns.are_scored(barred, now):
             slowest = columns.slowest([cohort.number for cohort in of_model(turn.model, fleet.cohorts)])
-            if slowest is None or not columns.are_fresh(found, now):
+            if slowest is None or not columns.are_fresh(barred, now):
                 return prefer_affine(turn, cohorts, fleet, now)
-        costs_s = columns.costs_s(turn, slowest)
+        costs_s = columns.costs_s(turn, slowest, barred)
         for worker_id in turn.cached_tokens:
             view, column = fleet.find(worker_id), columns.column(worker_id)
-            if view is not None and column is not None and found[column]:
+            if view is not None and column is not None and costs_s[column] < math.inf:
                 speed = view.speed if view.speed is not None else slowest
                 assert speed is not None
                 costs_s[column] = cost_s(turn, view, speed)
-        return columns.first_of_least(costs_s, found)
+        return columns.first_of_least(costs_s)
 
     def likeness(self, turn: TurnView, now: float) -> Hashable:
         return constraints(turn, now)

@@ -3,12 +3,13 @@
 Owns: the queues, the deficits, Jain's index.
 Promises: the waiting jobs of the highest priority go first. Among jobs of one priority, each gets service in
 proportion to its weight, whatever the length of its queue and the size of its turns. A job that can't be
-placed holds up no other. Order within a job is kept.
+placed holds up no other. Order within a job is kept, also by items that come again.
 Never does: know what an item is, or place it; the caller says what can be placed.
 """
 
 import itertools
 import math
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ def jain(values: Iterable[float]) -> float:
 class _Found(Generic[Item, Kind, Place]):
     """An item that can be placed. It is not frozen, because one is made for each waiting turn."""
 
-    number: int
+    in_line: tuple[float, int]
     kind: Kind
     index: int
     item: Item
@@ -44,8 +45,9 @@ class _Found(Generic[Item, Kind, Place]):
 @dataclass(slots=True)
 class _Queue(Generic[Item, Kind]):
     deficit: float = 0.0
-    entries: dict[Kind, deque[tuple[int, Item, float]]] = field(default_factory=dict)
-    """Kind -> (number, item, cost). The lowest number of all kinds goes first."""
+    entries: dict[Kind, deque[tuple[float, int, Item, float]]] = field(default_factory=dict)
+    """Kind -> (since, number, item, cost). The earliest of all kinds goes first, and of equal ones the lowest
+    number."""
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -58,11 +60,11 @@ class _Queue(Generic[Item, Kind]):
         for kind, entries in self.entries.items():
             if not may_go(kind):
                 continue
-            for index, (number, item, cost) in enumerate(entries):
-                if first is not None and first.number < number:
+            for index, (since, number, item, cost) in enumerate(entries):
+                if first is not None and first.in_line < (since, number):
                     break
                 if (found := place(item)) is not None:
-                    first = _Found(number, kind, index, item, cost, found)
+                    first = _Found((since, number), kind, index, item, cost, found)
                     break
         return first
 
@@ -77,6 +79,10 @@ class _Candidate(Generic[Item, Kind, Place]):
     found: _Found[Item, Kind, Place]
     rounds: int
     position: int
+
+
+def _place_in_line(entry: tuple[float, int, object, float]) -> tuple[float, int]:
+    return entry[:2]
 
 
 def _anything(_kind: object) -> bool:
@@ -116,7 +122,7 @@ class FairQueue(Generic[Item, Kind]):
 
     def of_kind(self, kind: Kind) -> list[Item]:
         """Returns all jobs' items of one kind."""
-        return [item for queue in self._queues.values() for _, item, _ in queue.entries.get(kind, ())]
+        return [item for queue in self._queues.values() for _, _, item, _ in queue.entries.get(kind, ())]
 
     def push(
         self,
@@ -125,16 +131,13 @@ class FairQueue(Generic[Item, Kind]):
         *,
         kind: Kind,
         cost: float,
-        is_first: bool = False,
+        since: float = math.inf,
     ) -> None:
-        """Queues an item; `cost` is in tokens. `is_first`: ahead of the job's other items. `kind`: see
-        take()."""
+        """Queues an item; `cost` is in tokens. `since`: the time at which it first came, for one that comes
+        again: it goes ahead of the job's items that came later. `kind`: see take()."""
         queue = self._queues.setdefault(job, _Queue())
-        entries, number = queue.entries.setdefault(kind, deque()), next(self._numbers)
-        if is_first:
-            entries.appendleft((-number, item, cost))
-        else:
-            entries.append((number, item, cost))
+        entries = queue.entries.setdefault(kind, deque())
+        insort(entries, (since, next(self._numbers), item, cost), key=_place_in_line)
 
     def remove(self, job: str, item: Item) -> None:
         """Takes an item out, if it is still there."""
@@ -142,7 +145,7 @@ class FairQueue(Generic[Item, Kind]):
         if queue is None:
             return
         for kind, entries in list(queue.entries.items()):
-            queue.entries[kind] = deque(entry for entry in entries if entry[1] is not item)
+            queue.entries[kind] = deque(entry for entry in entries if entry[2] is not item)
             queue.drop_if_empty(kind)
         self._drop_if_empty(job)
 

@@ -70,9 +70,9 @@ class Dispatcher:
             QueueFull, DeadlineExceeded, NoWorkerError: as acquire() does.
         """
         turn, asked_at = self._trajectories.turn(journey, first_version), time.monotonic()
-        is_continuation = journey.num_attempts > 0
+        since = journey.began if journey.num_attempts else math.inf
         try:
-            place = await self.acquire(turn, journey.route.deadline, is_continuation=is_continuation)
+            place = await self.acquire(turn, journey.route.deadline, since)
         finally:
             journey.queued_s += time.monotonic() - asked_at
         journey.num_attempts += 1
@@ -93,10 +93,11 @@ class Dispatcher:
             for worker_id in [name for name, until in avoid_until.items() if until == math.inf]:
                 del avoid_until[worker_id]
 
-    async def acquire(self, turn: TurnView, deadline: float, *, is_continuation: bool = False) -> Place:
+    async def acquire(self, turn: TurnView, deadline: float, since: float = math.inf) -> Place:
         """Waits in the job's queue for a place on a worker.
 
-        A continuation, the first part of which is already generated, goes to the front and is never refused.
+        `since`: when the turn first came, if it had a place before. Such turns go ahead of all others, in the
+        order in which they came, and are never refused.
 
         Raises:
             QueueFull: the job's queue is at its bound.
@@ -105,14 +106,14 @@ class Dispatcher:
         """
         if not self._members:
             raise NoWorkerError("no worker is registered")
-        now = self._clock()
+        now, is_continuation = self._clock(), since < math.inf
         job, cost = self._jobs.get(turn.job, now), 0.0 if is_continuation else turn.expected_tokens
         if (place := self._places.place_now(turn, job, cost, now)) is not None:
             return place  # the common case needs no queue and no timer
         self._check_bound(job, is_continuation)
         placed: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         waiter = Waiter(turn, job, cost, lambda outcome: _resolve(placed, outcome))
-        self._places.enqueue(waiter, is_first=is_continuation)
+        self._places.enqueue(waiter, since=since)
         try:
             self.pump()
             if placed.done():

@@ -121,11 +121,11 @@ class Places:
         waiting = [other for kinds in self._queue.kinds().values() for other in kinds]
         return any(_are_alike(wants.model, o.model) and _are_alike(wants.run_id, o.run_id) for o in waiting)
 
-    def enqueue(self, waiter: Waiter, *, is_first: bool = False) -> None:
-        """Queues a turn; `is_first`: ahead of its job's other turns. Call pump() afterwards."""
+    def enqueue(self, waiter: Waiter, *, since: float = math.inf) -> None:
+        """Queues a turn. `since`: when it first came, if it comes again. Call pump() afterwards."""
         job, wants = waiter.job, waiter.turn.wants
         self._jobs.asked(job, waiter.turn)
-        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, is_first=is_first)
+        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, since=since)
 
     def set_policy(self, policy: PlacementPolicy) -> None:
         """Places turns by another policy from now on."""

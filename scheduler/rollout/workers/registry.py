@@ -4,8 +4,8 @@ Owns: membership at run time, the heartbeats, the models and the newest weights 
 Promises: a worker without a sign of life for `lost_after_s`, and for the time of two heartbeats, is dead, and
 whatever runs on it is told at once.
 A worker is asked for its models before it becomes alive. Heartbeats of a large fleet come less often, so that
-they leave the router's CPU to turns. Few are under way at a time, so that a busy router does not take its own
-delay for a worker's silence.
+they leave the router's CPU to turns; what they tell counts as known for as much longer. Few are under way at
+a time, so that a busy router does not take its own delay for a worker's silence.
 Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
 """
 
@@ -25,7 +25,7 @@ from rose.errors import NoWorkerError, WorkerError
 from rose.messages import RoutingStatus
 from rose.scheduler.rollout.formats.bodies import Json
 from rose.scheduler.rollout.placing.versions import NewestVersions
-from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
+from rose.scheduler.rollout.router_config import MAX_WORKERS, RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.models import (
     Catalogue,
@@ -56,7 +56,8 @@ _MAKES_ROOM_S = 0.5
 """A worker that has not answered for so long holds up no other's heartbeat. If this were much shorter, a busy
 router would begin more heartbeats than it can finish."""
 _MODELS_EVERY_S = 5.0
-"""Engines load adapters while they run, so the models are asked for this often."""
+"""Engines load adapters while they run, so the models are asked for this often, in a large fleet as much more
+seldom as heartbeats are."""
 
 
 class Registry:
@@ -105,10 +106,15 @@ class Registry:
         """Registers a worker and starts its heartbeat. It gets turns once it has answered one.
 
         Raises:
-            ValueError: a worker with this address is registered already.
+            ValueError: a worker with this address is registered already, or there are MAX_WORKERS.
         """
         if spec.id in self._workers:
             raise ValueError(f"worker {spec.id} is registered already")
+        if len(self._workers) >= MAX_WORKERS:
+            raise ValueError(
+                f"{len(self._workers)} workers are registered, which is a router's limit; remove {spec.id} or"
+                " others, or start another router for them"
+            )
         worker = Worker(spec, self._config)
         self._workers.add(worker)
         self.catalogue.take(worker.id, None)
@@ -124,6 +130,7 @@ class Registry:
         worker = self._workers.remove(worker_id)
         self._heartbeats.pop(worker_id).cancel()
         self.catalogue.forget(worker_id)
+        self._wire.forget(worker.url)
         worker.lost("removed")
         self._changed()
 
@@ -159,6 +166,10 @@ class Registry:
     def _every_s(self) -> float:
         """The time between two heartbeats of a worker."""
         return max(self._config.heartbeat_s, len(self._workers) / _MOST_PER_S)
+
+    @property
+    def _models_every_s(self) -> float:
+        return _MODELS_EVERY_S * self._every_s / self._config.heartbeat_s
 
     @contextlib.asynccontextmanager
     async def _begun(self) -> AsyncIterator[None]:
@@ -208,7 +219,7 @@ class Registry:
                 self.newest.heard(worker.weight_version, models, now=time.monotonic())
             for adapter in worker.adapters.values():
                 self.newest.heard_adapter(adapter, now=time.monotonic())
-            if time.monotonic() - worker.models_asked_at > _MODELS_EVERY_S:
+            if time.monotonic() - worker.models_asked_at > self._models_every_s:
                 await self._refresh(worker)
         except (aiohttp.ClientError, OSError, ValueError, WorkerError) as error:
             if isinstance(error, aiohttp.ClientConnectorError | NotConnected) or self._is_silent(worker):
@@ -227,7 +238,7 @@ class Registry:
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models
         could_get = (worker.follows_loans, worker.refused_runs, worker.base_for)
-        worker.take_status(status, time.monotonic())
+        worker.take_status(status, time.monotonic(), self._every_s)
         if worker.models is not models and self._workers.get(worker.id) is worker:
             self.catalogue.take(worker.id, worker.models)
         if lease is not None and worker.lease is not None and worker.lease.turns < lease.turns:

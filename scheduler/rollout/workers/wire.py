@@ -2,15 +2,16 @@
 
 Owns: kept-alive connections to each worker.
 Promises: the pieces of an answer are handed on as they arrive. A connection that was not read to its end is
-closed, so that vLLM drops the request; one that idled for too long is not used again.
-Never does: retries, redirects, cookies, compression. aiohttp's client does all of these, at more CPU per
-request and per chunk; everything else goes through it.
+closed, so that vLLM drops the request; no turn is sent on one that idled for so long that the worker may be
+closing it. A heartbeat that meets such a connection is sent again.
+Never does: redirects, cookies, compression, to send a turn twice. aiohttp's client does the first three, at
+more CPU per request and per chunk; everything else goes through it.
 """
 
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httptools
@@ -51,10 +52,14 @@ class WorkerConnection(asyncio.Protocol):
     # Called by a request ----------------------------------------------------------------------------------
 
     @property
-    def is_usable(self) -> bool:
-        """Whether another request may use the connection."""
-        is_open = self._failure is None and not self._transport.is_closing()
-        return is_open and time.monotonic() - self.idle_since < KEEPALIVE_S
+    def is_open(self) -> bool:
+        """Whether another request may use the connection, as far as is known."""
+        return self._failure is None and not self._transport.is_closing()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its server surely keeps it open."""
+        return self.is_open and time.monotonic() - self.idle_since < KEEPALIVE_S
 
     async def begin(self, head: bytes, body: Sequence[bytes], num_bytes: int) -> None:
         """Sends a request and waits for the status of its answer. Raises: ConnectionError."""
@@ -169,7 +174,8 @@ class Wire:
         Raises:
             OSError: there is no connection, or it broke off.
         """
-        connection = await self._connection(url)
+        connection = self._kept(url, lambda kept: kept.is_fresh)
+        connection = connection if connection is not None else await self._connect(url)
         num_bytes = sum(map(len, body))
         head = _HEAD % (url.raw_path.encode(), url.authority.encode(), headers, num_bytes)
         try:
@@ -185,21 +191,33 @@ class Wire:
         Raises:
             OSError: there is no connection (NotConnected), or it broke off.
         """
-        connection = await self._connection(url)
+        head = _GET % (target.encode(), url.authority.encode(), headers)
+        while (kept := self._kept(url, lambda kept: kept.is_open)) is not None:
+            try:
+                return await self._asked(url, kept, head)
+            except ConnectionError:
+                continue  # the worker has closed it in the meantime
+        return await self._asked(url, await self._connect(url), head)
+
+    async def _asked(self, url: URL, connection: WorkerConnection, head: bytes) -> tuple[int, bytes]:
         try:
-            await connection.begin(_GET % (target.encode(), url.authority.encode(), headers), (), 0)
+            await connection.begin(head, (), 0)
             return connection.status, b"".join([piece async for piece in connection.pieces()])
         finally:
             self.done(url, connection)
 
-    async def _connection(self, url: URL) -> WorkerConnection:
-        host, port = url.host, url.port
-        assert host is not None and port is not None, f"WorkerSpec lets no {url} pass"
-        idle = self._idle.get((host, port), [])
+    def _kept(self, url: URL, is_usable: Callable[[WorkerConnection], bool]) -> WorkerConnection | None:
+        """Takes out an idle connection; those that are not usable are closed."""
+        idle = self._idle.get((url.host, url.port), [])
         while idle:
-            if (connection := idle.pop()).is_usable:
+            if is_usable(connection := idle.pop()):
                 return connection
             connection.close()
+        return None
+
+    async def _connect(self, url: URL) -> WorkerConnection:
+        host, port = url.host, url.port
+        assert host is not None and port is not None, f"WorkerSpec lets no {url} pass"
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, made = await asyncio.get_running_loop().create_connection(
@@ -217,6 +235,11 @@ class Wire:
             connection.idle_since = time.monotonic()
             self._idle.setdefault((url.host, url.port), []).append(connection)
         else:
+            connection.close()
+
+    def forget(self, url: URL) -> None:
+        """Closes the idle connections to an address."""
+        for connection in self._idle.pop((url.host, url.port), ()):
             connection.close()
 
     def close(self) -> None:

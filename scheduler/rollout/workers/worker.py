@@ -89,6 +89,7 @@ class Worker(AnsweringWorker):
         self.num_turns = 0
         self.kv_usage = UsageWindow(config.kv_window_s)
         self._telemetry_max_age_s = config.telemetry_max_age_s
+        self._share_lasts_s = config.telemetry_max_age_s
         self._first_token_s = config.first_token_s
         self._status_at = 0.0
 
@@ -203,7 +204,7 @@ class Worker(AnsweringWorker):
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
             share=self._share,
-            share_until=float("inf") if self._is_dedicated else self._status_at + self._telemetry_max_age_s,
+            share_until=float("inf") if self._is_dedicated else self._status_at + self._share_lasts_s,
             speed=self.speed.speed(),
             pending_prefill_tokens=self.pending_prefill_tokens,
         )
@@ -287,9 +288,10 @@ class Worker(AnsweringWorker):
 
     # What heartbeats say --------------------------------------------------------------------------------
 
-    def take_status(self, status: RoutingStatus, now: float) -> None:
-        """Takes in what the worker reports at `now`."""
+    def take_status(self, status: RoutingStatus, now: float, every_s: float = 0.0) -> None:
+        """Takes in what the worker reports at `now`, as it does every `every_s` seconds."""
         self._change()
+        self._share_lasts_s = max(self._telemetry_max_age_s, 2 * every_s)
         for run in status.run_problems.keys() - self.refused_runs:
             if (found := status.run_problems[run]) != NOTHING_PUBLISHED:
                 text = "GPU goes back: worker=%s can't get weights of run=%s: %s"

@@ -29,7 +29,7 @@ RETRY_S = 0.5
 TIMEOUT_S = 10.0
 USED_TIMEOUT_S = 2.0
 """The time in which other routers than the one that is told must say how jobs have used serving GPUs."""
-_SAID = ("run_id", "model", "weight", "max_serving_gpus")
+_SAID = ("run_id", "model", "weight", "priority", "max_serving_gpus")
 """The fields of a loan that the router shows. It shows no keys."""
 
 _Jobs = Mapping[str, Mapping[str, Any]]

@@ -25,6 +25,8 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     model: str | None = None
     weight: float = 1.0
+    priority: int = 0
+    """The priority of the job in the queue, by which routers and engines choose between turns as well."""
     max_serving_gpus: int = 0
     is_over: bool = False
     """The router is to forget the job."""
@@ -140,10 +142,12 @@ class Loans:
                 run_id=borrow.run_id,
                 model=borrow.model,
                 weight=borrow.weight,
+                priority=spec.priority,
             )
             self._put(loan)
-        elif loan.submission != submission:  # schedulers of earlier versions noted none
-            loan = msgspec.structs.replace(loan, submission=submission)
+        elif (loan.submission, loan.priority) != (submission, spec.priority):
+            # Schedulers of earlier versions noted neither.
+            loan = msgspec.structs.replace(loan, submission=submission, priority=spec.priority)
             self._put(loan)
         return loan
 

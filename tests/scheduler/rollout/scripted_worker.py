@@ -17,6 +17,7 @@ from aiohttp import web
 
 from rose.engine.http.leases import Ask, Leases, begun
 from rose.http import LEASE_HEADER, NO_LEASE, NO_PROMPT_IDS_HEADER
+from tests.scheduler.rollout.expert_rows import experts_of
 
 VOCABULARY = 997
 STOP_REASONS = {
@@ -80,6 +81,7 @@ class ScriptedWorker:
     parses_chat: bool = False
     """Whether chats are answered as a reasoning parser would."""
     takes_chat_ids: bool = True
+    tells_experts: bool = False
     unfinished: frozenset[int] = frozenset()
     """Tokens that are part of a character, which is finished by the next other one."""
     follows_loans: bool = False
@@ -254,8 +256,8 @@ class ScriptedWorker:
             return await self._stream(request, {**body, "prompt": self._rendered(body)}, fault)
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": stop_reason}
+        usage = {"completion_tokens": body.get("max_tokens", 1)}
         if not body.get("stream"):
-            usage = {"completion_tokens": body.get("max_tokens", 1)}
             return web.json_response(
                 {"model": body.get("model"), "choices": [choice], "prompt_token_ids": [1], "usage": usage}
             )
@@ -267,7 +269,6 @@ class ScriptedWorker:
         if fault is not None and request.transport is not None:
             request.transport.abort()
         else:
-            usage = {"completion_tokens": body.get("max_tokens", 1)}
             last = json.dumps({"model": body.get("model"), "choices": [], "usage": usage}).encode()
             for piece in (b"data: " + last[:15], last[15:] + b"\n\n"):  # events come in any pieces
                 await response.write(piece)
@@ -305,7 +306,7 @@ class ScriptedWorker:
         await asyncio.sleep(self.prefill_s)
         for position in range(total):
             is_due = fault is not None and position == fault.after_tokens
-            if is_due and not await self._fail(request, response, fault):
+            if is_due and not await self._fail(request, response, fault, self._experts(body, tokens)):
                 return response
             if position == self.hold_after:
                 self.num_held += 1
@@ -316,11 +317,13 @@ class ScriptedWorker:
             if position + 1 == self.stops_after:
                 finish = "stop"
             echo = prompt if NO_PROMPT_IDS_HEADER not in request.headers else None
-            await _send(response, self._chunk(body, echo, tokens[-1], position, finish))
+            chunk = self._chunk(body, echo, tokens[-1], position, finish)
+            chunk["choices"][0] |= self._experts(body, tokens) if finish is not None else {}
+            await _send(response, chunk)
             if finish == "stop":
                 break
         if fault is not None and fault.after_tokens == self.stops_after:
-            await self._fail(request, response, fault)
+            await self._fail(request, response, fault, self._experts(body, tokens))
             return response
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 1}}
         await _send(response, {"choices": [], "usage": usage, "model": body["model"]})
@@ -344,8 +347,8 @@ class ScriptedWorker:
             "text": "" if token in self.unfinished else f"<{token}>",
             "token_ids": [token],
             "finish_reason": finish,
+            "stop_reason": None,
         }
-        choice["stop_reason"] = None
         if "messages" in body:
             choice["delta"] = {"content": choice.pop("text")}
             if body.get("logprobs"):
@@ -363,7 +366,13 @@ class ScriptedWorker:
             }
         return {"id": "cmpl-x", "object": "text_completion", "model": body["model"], "choices": [choice]}
 
-    async def _fail(self, request: web.Request, response: web.StreamResponse, fault: Fault | None) -> bool:
+    def _experts(self, body: dict[str, Any], tokens: list[int]) -> dict[str, str]:
+        first = body.get("routed_experts_prompt_start", 0)
+        return {"routed_experts": experts_of(tokens, first)} if self.tells_experts else {}
+
+    async def _fail(
+        self, request: web.Request, response: web.StreamResponse, fault: Fault | None, last: dict[str, str]
+    ) -> bool:
         """True: carry on with the stream."""
         assert fault is not None
         if fault.kind == "hang":
@@ -382,7 +391,7 @@ class ScriptedWorker:
             choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": "abort"}
             choice |= {"text": "", "delta": {"content": ""}}
             choice["stop_reason"] = STOP_REASONS[fault.kind]
-            await _send(response, {"model": self.models[0], "choices": [choice]})
+            await _send(response, {"model": self.models[0], "choices": [choice | last]})
         await response.write(b"data: [DONE]\n\n")
         return False
 

@@ -1,11 +1,16 @@
 """What a trainer announces to its routers: RL steps, and which weights it has published."""
 
 import asyncio
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rose.errors import WorkerError
+from rose.messages import parse_version
 from rose.ports import free_port
+from rose.scheduler.rollout.http.command import RunningRouter
 from rose.signature import Signer, make_signing_key
 from rose.trainers.router import router_announcer
 from rose.types import WeightVersion
@@ -13,6 +18,8 @@ from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.test_routers import SHORT, two_routers
 from tests.scheduler.rollout.waiting import until
+
+SIGNING_KEY = make_signing_key()
 
 
 async def test_a_step_is_announced_to_a_router_that_answers() -> None:
@@ -45,6 +52,44 @@ async def test_a_router_with_the_public_key_believes_only_announcements_that_the
         assert await announce(6, signing_key) == 7, "an older announcement that is sent again"
         assert await announce(8, signing_key) == 8
         assert worker.steps == [7, 6, 8]
+
+
+async def test_the_newest_signed_announcement_of_each_run_holds_after_a_restart(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"public_key": Signer(SIGNING_KEY).public_key, "state": tmp_path / "kept"}
+    async with ScriptedWorker() as worker:
+        async with running_router(worker.url, **settings) as router:
+            for version in ("run/7", "other/3", "run/6"):
+                await announce_signed(router, version)
+        async with running_router(worker.url, **settings) as router:
+            newest = router.plane.registry.newest
+            assert (newest.bound("run"), newest.bound("other")) == (7, 3)
+
+
+async def test_an_older_announcement_of_which_a_peer_was_told_later_is_replaced(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"public_key": Signer(SIGNING_KEY).public_key, **SHORT}
+    late = {**settings, "state": tmp_path / "late"}
+    async with running_router(**settings, state=tmp_path / "one") as one:
+        await announce_signed(one, "run/8")
+        async with running_router(**late) as other:
+            for version in ("run/6", "run/7"):  # the entry that was set most often would replace the other
+                await announce_signed(other, version)
+        async with running_router(**late, peers=(one.url,)) as other:
+            newest = [router.plane.registry.newest for router in (one, other)]
+            await until(lambda: [each.bound("run") for each in newest] == [8, 8])
+            await until(lambda: {kept_version(tmp_path / name) for name in ("one", "late")} == {"run/8"})
+
+
+async def announce_signed(router: RunningRouter, version: str) -> None:
+    published = parse_version(version)
+    assert published is not None
+    announce = router_announcer(router.url, None, lambda: published, SIGNING_KEY)
+    await asyncio.to_thread(announce, published.number)
+
+
+def kept_version(state: Path) -> str:
+    version = json.loads(state.read_text())["entries"]["step run"]["value"]["version"]
+    assert isinstance(version, str)
+    return version
 
 
 async def test_what_a_peer_says_was_announced_counts_only_if_it_is_signed() -> None:

@@ -35,6 +35,8 @@ class AdminChanges:
         self._verifier = Verifier(key) if key is not None else None
         in_settings = frozenset(f"worker {spec.id}" for spec in plane.config.workers)
         self.entries = Entries(plane.registry.name, plane.config.state, in_settings)
+        self._announced: dict[str, Value] = {}
+        """The entry of the newest announcement of each run that this process has heard."""
         self.noted: Callable[[], None] = lambda: None
         """Called when an admin has set something."""
         self._effects: Mapping[str, Callable[[str, Value], None]] = {
@@ -53,12 +55,13 @@ class AdminChanges:
         await self.entries.save()
         self.noted()
 
-    def announced(self, version: WeightVersion, signed: str | None) -> None:
-        """Bounds the workers' versions of a run by what its publisher has announced.
+    def announced(self, version: WeightVersion, step: dict[str, Any]) -> bool:
+        """Bounds the workers' versions of a run by what its publisher has announced with a step.
 
-        With a public key, only what the trainer has signed counts, and no announcement that is older than
-        another one: a publisher's versions only grow. Raises: RelayError if it is not signed.
+        Returns False, and changes nothing, if a public key is set and another announcement was newer: a
+        publisher's versions only grow. Raises: RelayError if it is not signed.
         """
+        signed = step.get("signed")
         newest = self._plane.registry.newest
         if self._verifier is not None:
             if not isinstance(signed, str | None):
@@ -68,8 +71,10 @@ class AdminChanges:
             if body_of(said).decode() != str(version):
                 raise RelayError(f"{version} was announced, but {body_of(said).decode()} is what was signed")
             if version.number < newest.bound(version.run_id):
-                return
+                return False
         newest.announced(version, time.monotonic())
+        self._announced[version.run_id] = step
+        return True
 
     def joined(self, kind: str, fields: dict[str, Any], name: str) -> dict[str, Any]:
         """Returns the given fields together with those that an admin has set of the same thing before."""
@@ -182,13 +187,16 @@ class AdminChanges:
         if isinstance(value, dict):
             self._plane.set_versions(VersionMode(value["mode"]), int(value["max_lag"]))
 
-    def _step(self, _: str, value: Value) -> None:
+    def _step(self, run_id: str, value: Value) -> None:
         version = parse_version(value.get("version")) if isinstance(value, dict) else None
-        if isinstance(value, dict) and version is not None:
-            self.announced(version, value.get("signed"))
-        self._plane.dispatcher.lend(begins_anew=True)
+        if isinstance(value, dict) and version is not None and not self.announced(version, value):
+            # A peer was told of an older version after this router was told of the newer one.
+            self.entries.put(f"step {run_id}", self._announced[run_id])
+        if isinstance(value, dict):
+            self._plane.dispatcher.lend(begins_anew=True)
 
     def _forgotten(self, name: str, value: Value) -> None:
         newest = self._plane.registry.newest
+        self._announced.pop(name, None)
         if name in newest.numbers:
             newest.forget(name)

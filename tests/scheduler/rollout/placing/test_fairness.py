@@ -1,6 +1,7 @@
 """The fair queue serves jobs by weight and cost, whatever the lengths of their queues."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_job_that_cannot_be_placed_holds_up_nobody_and_order_within_a_job_is_k
     queue: FairQueue[str, str] = FairQueue()
     for name in ("a1", "a2", "b1", "b2"):
         queue.push(name[0], name, kind="k", cost=10)
-    queue.push("b", "b0", kind="k", cost=10, is_first=True)
+    queue.push("b", "b0", kind="k", cost=10, since=1.0)
     taken = [queue.take(lambda item: "w" if item[0] == "b" else None) for _ in range(4)]
     assert [each[0] if each is not None else None for each in taken] == ["b0", "b1", "b2", None]
     assert queue.lengths() == {"a": 2}
@@ -78,11 +79,25 @@ def test_a_job_that_cannot_be_placed_holds_up_nobody_and_order_within_a_job_is_k
     assert len(queue) == 0
 
 
+def test_items_that_come_again_go_first_in_the_order_in_which_they_first_came() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    for name, since in (
+        ("new", math.inf),
+        ("third", 3.0),
+        ("first", 1.0),
+        ("newer", math.inf),
+        ("second", 2.0),
+    ):
+        queue.push("job", name, kind=name[0], cost=10, since=since)
+    taken = [queue.take(anywhere) for _ in range(5)]
+    assert [each[0] for each in taken if each] == ["first", "second", "third", "new", "newer"]
+
+
 def test_kinds_share_their_jobs_order_and_those_that_cannot_go_are_not_looked_at() -> None:
     queue: FairQueue[str, str] = FairQueue()
     for name in ("a1", "b1", "a2", "b2", "a3"):
         queue.push("job", name, cost=10, kind=name[0])
-    queue.push("job", "b0", cost=10, kind="b", is_first=True)
+    queue.push("job", "b0", cost=10, kind="b", since=1.0)
     assert queue.kinds() == {"job": ["a", "b"]}
     asked: list[str] = []
 

@@ -36,9 +36,9 @@ class Rig:
             registry.members(), PaperPolicy(), jobs, trajectories, max_queued_per_job=3
         )
 
-    def acquire(self, job: str = "a", *, is_continuation: bool = False) -> "asyncio.Task[Place]":
+    def acquire(self, job: str = "a", since: float = inf) -> "asyncio.Task[Place]":
         turn = TurnView(session="t", job=job, expected_tokens=10)
-        return asyncio.create_task(self.dispatcher.acquire(turn, inf, is_continuation=is_continuation))
+        return asyncio.create_task(self.dispatcher.acquire(turn, inf, since))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_continuation_goes_first_and_is_never_refused(rig: Rig) -> None:
     await settle()
     with pytest.raises(QueueFull):
         await rig.acquire()
-    continuation = rig.acquire(is_continuation=True)
+    continuation = rig.acquire(since=0.0)
     await settle()
     rig.dispatcher.release(running)
     assert (await continuation).worker is rig.worker

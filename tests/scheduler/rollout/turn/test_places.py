@@ -1,5 +1,7 @@
 """Which turn gets the next place, when turns of all sizes wait for one worker."""
 
+import math
+
 import pytest
 
 from rose.errors import NoWorkerError
@@ -36,13 +38,13 @@ class OneWorker:
             self.come_short()
         self._places.pump(self.now)
 
-    def come(self, turn: TurnView, *, is_first: bool = False) -> None:
+    def come(self, turn: TurnView, since: float = math.inf) -> None:
         def placed(outcome: Place | NoWorkerError) -> None:
             assert isinstance(outcome, Place)
             self._running.append(outcome)
 
         waiter = Waiter(turn, self._jobs.get(turn.job, self.now), turn.expected_tokens, placed)
-        self._places.enqueue(waiter, is_first=is_first)
+        self._places.enqueue(waiter, since=since)
 
     def come_short(self) -> None:
         self._num_short += 1
@@ -81,9 +83,7 @@ def test_a_long_prompt_waits_for_no_more_short_ones_than_came_before_it(policy: 
 @pytest.mark.parametrize("policy", [PaperPolicy(), CostPolicy()])
 def test_a_long_prompt_that_stalled_gets_the_first_place_after_its_pause(policy: PlacementPolicy) -> None:
     one = OneWorker(policy)
-    one.come(
-        TurnView(session="long", prompt_tokens=100_000, avoid_until={one.worker.id: 1.05}), is_first=True
-    )
+    one.come(TurnView(session="long", prompt_tokens=100_000, avoid_until={one.worker.id: 1.05}), since=0.0)
     while one.now < 1.05:
         assert "long" not in one.sessions
         one.step()

@@ -211,7 +211,7 @@ def test_a_worker_that_became_a_stock_engine_has_no_lease() -> None:
 
 async def test_a_worker_whose_answers_fail_the_router_counts_as_lost() -> None:
     class Puzzling(Worker):
-        def take_status(self, status: RoutingStatus, now: float) -> None:
+        def take_status(self, status: RoutingStatus, now: float, every_s: float = 0.0) -> None:
             raise TypeError("scripted")
 
     config = RouterConfig(heartbeat_s=0.02, lost_after_s=0.2)
@@ -289,6 +289,33 @@ def test_a_heartbeat_that_ends_as_it_makes_room_is_counted_once(monkeypatch: pyt
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the router's command runs
         assert runner.run(room_after_heartbeats()) == registry_module._MOST_AT_ONCE
+
+
+def test_the_share_of_a_gpu_in_a_large_fleet_is_known_until_its_second_next_heartbeat() -> None:
+    one = worker()
+    one.take_status(status(serving_busy_s=0.0), 0.0, 4.0)
+    one.take_status(status(serving_busy_s=0.0), 1.0, 4.0)
+    assert one.view().share_until == 9.0
+    one.take_status(status(serving_busy_s=0.0), 1.0, 0.5)
+    assert one.view().share_until == 1.0 + CONFIG.telemetry_max_age_s
+
+
+async def test_a_worker_too_many_is_refused_and_one_that_is_removed_has_no_connection_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry_module, "MAX_WORKERS", 1)
+    async with ScriptedWorker() as scripted, aiohttp.ClientSession() as http:
+        wire = Wire(ssl.create_default_context())
+        registry = Registry(RouterConfig(), http, wire, lambda: None)
+        one = registry.add(WorkerSpec(url=scripted.url))
+        with pytest.raises(ValueError, match=r"1 workers are registered, which is a router's limit"):
+            registry.add(WorkerSpec(url="http://127.0.0.1:1"))
+        await until(lambda: one.is_alive)
+        await registry.beat(one)
+        assert wire._idle
+        registry.remove(one.id)
+        assert not wire._idle
+        await registry.close()
 
 
 async def test_a_large_fleet_is_told_how_seldom_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, reply: Reply, closes: bool) -> None:
         self._reply = reply
-        self._closes = closes
+        self.closes = closes
         self.requests: list[bytes] = []
         self.num_connections = 0
         self.num_ended = 0
@@ -37,7 +37,7 @@ class Server:
                     writer.write(piece)
                     await writer.drain()
                     await asyncio.sleep(0)
-                if self._closes:
+                if self.closes:
                     break
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
@@ -129,6 +129,41 @@ async def test_a_question_has_no_body_and_gets_the_whole_answer() -> None:
         )
         assert answer == (200, b"hello world")
         assert server.requests[0].startswith(b"GET /rose/v1/status?a=b HTTP/1.1\r\n")
+
+
+async def test_a_question_is_sent_again_on_a_new_connection_if_the_server_has_closed_the_old_one() -> None:
+    gone: list[bytes] = []  # without an answer the server closes
+    replies = [[CHUNKED], gone, [CHUNKED]]
+    async with serving(lambda number: replies[number - 1]) as (server, wire, url):
+        assert await question(wire, url) == 200
+        server.closes = True
+        assert await question(wire, url) == 200
+        assert (len(server.requests), server.num_connections) == (3, 2)
+
+
+async def test_a_question_may_use_a_connection_that_idled_too_long_for_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire_module, "KEEPALIVE_S", 0.0)
+    async with serving(lambda _: [CHUNKED]) as (server, wire, url):
+        for _ in range(2):
+            assert await question(wire, url) == 200
+        assert server.num_connections == 1
+        assert (await ask(wire, url))[0] == 200
+        assert server.num_connections == 2
+
+
+async def test_the_connections_to_an_address_that_is_forgotten_are_closed() -> None:
+    async with serving(lambda _: [CHUNKED]) as (server, wire, url):
+        assert await question(wire, url) == 200
+        wire.forget(url)
+        while not server.num_ended:
+            await asyncio.sleep(0.01)
+
+
+async def question(wire: Wire, url: URL) -> int:
+    status, _ = await wire.get(url, "/rose/v1/status", b"Content-Length: 0\r\n")
+    return status
 
 
 async def test_an_address_that_takes_no_connection_differs_from_one_that_breaks_off() -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rose.config import Settings
+from rose.engine.http.leases import Leases
 from rose.ports import free_port
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.placing.views import WorkerKind
@@ -18,6 +19,7 @@ from rose.scheduler.runtime.lending.fleet_router import FleetRouter
 from rose.scheduler.runtime.lending.loans import Loan, Use
 from tests.scheduler.rollout.conftest import running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
+from tests.scheduler.rollout.waiting import until
 
 ADMIN_KEY = "the-admin"
 FIRST = Loan(job="math", key="first-key", submission=1, run_id="run", max_serving_gpus=1)
@@ -25,9 +27,9 @@ SECOND = Loan(job="math", key="second-key", submission=2, run_id="run", max_serv
 
 
 @asynccontextmanager
-async def lending_router(port: int = 0) -> AsyncIterator[RunningRouter]:
+async def lending_router(port: int = 0, leases: Leases | None = None) -> AsyncIterator[RunningRouter]:
     """A router that has forgotten everything, with a serving GPU of its own."""
-    async with ScriptedWorker() as worker:
+    async with ScriptedWorker(leases=leases) as worker:
         spec = WorkerSpec(url=worker.url, kind=WorkerKind.SERVING)
         async with running_router(spec, port=port, admin_key=ADMIN_KEY, heartbeat_s=0.05) as router:
             yield router
@@ -79,6 +81,17 @@ async def test_another_router_that_still_has_an_earlier_jobs_key_charges_no_late
         fleet = fleet_of(first, second)
         assert await tell(fleet, SECOND) == ()
         assert await tell(fleet, SECOND) == ()
+
+
+async def test_a_jobs_priority_reaches_the_router_and_the_engine_that_lends_its_gpu() -> None:
+    async with lending_router(leases=(leases := Leases())) as router:
+        fleet = fleet_of(router)
+        await tell(fleet, FIRST)
+        assert router.plane.jobs.spec("math").priority == 0
+        await tell(fleet, msgspec.structs.replace(FIRST, priority=5))
+        assert router.plane.jobs.spec("math").priority == 5
+        await run_turn(router, FIRST)
+        await until(lambda: [each.ask.priority for each in leases._holders.values() if each.ask] == [5])
 
 
 @pytest.mark.parametrize("num_schedulers", [1, 2])

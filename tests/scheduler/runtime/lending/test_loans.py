@@ -9,7 +9,7 @@ from lone_scheduler import Scheduler
 
 from rose.scheduler.runtime.channel.messages import Answer, Cancel, Exited, Hello, SchedulerMessage, Start
 from rose.scheduler.runtime.decide.records import BorrowedTime
-from rose.scheduler.runtime.lending.loans import Loan, RouterNews, Use
+from rose.scheduler.runtime.lending.loans import Loan, Loans, RouterNews, Use
 
 URL = "http://router:8100"
 
@@ -49,6 +49,19 @@ def test_a_job_that_starts_is_declared_and_gets_the_routers_address_and_its_key(
         "OPENAI_BASE_URL": f"{URL}/v1",
         "OPENAI_API_KEY": loan.key,
     }
+
+
+def test_a_jobs_priority_is_its_priority_at_the_router_also_after_an_earlier_version_noted_none() -> None:
+    scheduler = lending()
+    phases = {"rollout": {"seconds": 1.0}, "train": {"seconds": 1.0}}
+    scheduler.submit("math", phases=phases, borrow={"run_id": "run"}, group=None, priority=7)
+    loan = loans(scheduler)["math"]
+    assert loan.priority == 7
+    spec = scheduler.control._state.specs["math"]
+    older = Loans(scheduler.cluster, lambda: "another-key")
+    older.restore("math", msgspec.structs.replace(loan, priority=0))
+    assert older.variables(spec, loan.submission)["OPENAI_API_KEY"] == loan.key
+    assert older.wanted == (loan,)
 
 
 def test_jobs_borrow_within_the_fleet_and_their_own_limits_and_are_lent_anew_when_others_come() -> None:
