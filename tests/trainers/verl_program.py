@@ -11,6 +11,7 @@ from typing import Any
 
 RESOURCE = "verl_cpu"
 
+RUN = "verl"
 NUM_RANKS = 2
 NUM_STEPS = 3
 MAX_TOKENS = 6
@@ -25,7 +26,8 @@ def even_tokens(data_source: str, solution_str: str, ground_truth: str, extra_in
 
 
 def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: str) -> dict[str, Any]:
-    rose = f"{{router_url: '{router_url}', model: tiny, weights: {{relay_url: '{relay_url}', run_id: verl, num_workers: 1}}}}"
+    weights = f"{{relay_url: '{relay_url}', run_id: {RUN}, num_workers: 1}}"
+    rose = f"{{router_url: '{router_url}', model: tiny, weights: {weights}}}"
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
     return {
@@ -62,6 +64,8 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
         "trainer.v1.trainer_mode": mode,
         "trainer.total_training_steps": NUM_STEPS,
         "trainer.val_before_train": False,
+        "trainer.save_freq": NUM_STEPS,
+        f"{actor}.checkpoint.save_contents": "[hf_model]",
         "trainer.logger": "console",
         "trainer.rollout_data_dir": folder / "rollouts",
         "trainer.default_local_dir": folder / "checkpoints",

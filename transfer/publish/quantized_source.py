@@ -125,9 +125,7 @@ def _amax(matrix: Any, dtype: Any) -> Any:
     return low.abs().maximum(high.abs()).to(dtype if dtype is not None else matrix.dtype).float()
 
 
-def quantize(
-    scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: Any, amax: Any = None
-) -> None:
+def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: Any, amax: Any = None) -> None:
     """Writes the fp8 numbers and the scales of a matrix. dtype: cast to before; None: as it is. amax: the
     largest number of a whole tensor, of which the matrix is a part."""
     import torch

@@ -1,5 +1,6 @@
 """Relay URLs: ``embedded://HOST:PORT``, ``embedded+tls://HOST:PORT?ca=FILE`` and
-``mooncake://HOST:PORT?admin=PORT``, over RDMA cards with ``&protocol=rdma`` and ``&devices=mlx5_0:mlx5_1``."""
+``mooncake://HOST:PORT?admin=PORT``, the latter over RDMA cards with ``&protocol=rdma`` and, for some of them,
+``&devices=mlx5_0:mlx5_1``."""
 
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
