@@ -86,6 +86,8 @@ probe_system() {
     has_library libnl-3.so.200 || optional+=(libnl-3-200)
     has_library liburing.so.2 || optional+=(liburing2)
     command -v redis-server >/dev/null || optional+=(redis-server)
+    command -v aarch64-linux-gnu-g++ >/dev/null || optional+=(g++-aarch64-linux-gnu) # these two run the delta
+    command -v qemu-aarch64 >/dev/null || optional+=(qemu-user)                      # codec on ARM in its tests
     command -v chromium >/dev/null || optional+=(chromium)               # these two open the dashboard in its
     command -v chromedriver >/dev/null || optional+=(chromium-driver)    # tests
 }

@@ -90,7 +90,8 @@ def exchange(
     """
 
 def set_instructions(wanted: str) -> str:
-    """Chooses "avx512", "avx2" or "portable", or the next one that the processor has, for all threads.
+    """Chooses "avx512", "avx2", "neon" or "portable", or the next one that the processor has, for all
+    threads.
 
     Returns the choice. Raises: ValueError.
     """

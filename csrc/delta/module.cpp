@@ -335,12 +335,13 @@ bool exchange(const py::array& bits, const py::array& places, std::int64_t shift
 }
 
 std::string set_instructions(const std::string& wanted) {
-  if (wanted != "avx512" && wanted != "avx2" && wanted != "portable") {
-    throw py::value_error("instructions are avx512, avx2 or portable, not " + wanted);
+  if (wanted != "avx512" && wanted != "avx2" && wanted != "neon" && wanted != "portable") {
+    throw py::value_error("instructions are avx512, avx2, neon or portable, not " + wanted);
   }
   use_avx512 = wanted == "avx512" && cpu_has_avx512();
-  use_avx2 = wanted != "portable" && cpu_has_avx2();
-  return use_avx512 ? "avx512" : use_avx2 ? "avx2" : "portable";
+  use_avx2 = (wanted == "avx512" || wanted == "avx2") && cpu_has_avx2();
+  use_neon = wanted != "portable" && cpu_has_neon();
+  return use_avx512 ? "avx512" : use_avx2 ? "avx2" : use_neon ? "neon" : "portable";
 }
 
 }  // namespace

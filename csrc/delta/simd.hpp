@@ -1,6 +1,8 @@
 // Owns the choice of instructions when the process starts: AVX-512 where the processor has all that these
-// loops use (Intel since Ice Lake, AMD since Zen 4), else AVX2 with BMI, else portable C++, also for other
-// architectures. All give the same bytes and hashes; the choice changes only the speed.
+// loops use (Intel since Ice Lake, AMD since Zen 4), else AVX2 with BMI; on 64-bit ARM NEON; else portable
+// C++. All give the same bytes and hashes; the choice changes only the speed. NEON compares versions, which
+// is the pass over all weights. It has no products of 64 bits and no bits to gather by a mask, so hashes and
+// streams are portable there.
 #pragma once
 
 #include <atomic>
@@ -16,6 +18,9 @@
 #define ROSE_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,bmi,bmi2,popcnt,lzcnt")))
 #define ROSE_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define ROSE_NEON 1
 #endif
 
 namespace rose {
@@ -40,8 +45,17 @@ inline bool cpu_has_avx2() {
 #endif
 }
 
+inline bool cpu_has_neon() {
+#ifdef ROSE_NEON
+  return true;  // the architecture demands it
+#else
+  return false;
+#endif
+}
+
 inline std::atomic<bool> use_avx512{cpu_has_avx512()};
 inline std::atomic<bool> use_avx2{cpu_has_avx2()};
+inline std::atomic<bool> use_neon{cpu_has_neon()};
 
 // Asks for a cache line, so that memory stays busy while other work is done. The line comes to the second
 // level of the cache: more of them may be on their way than to the first, and that bounds passes over

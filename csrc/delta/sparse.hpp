@@ -138,13 +138,15 @@ std::size_t scan_portable(const T* before, const T* after, std::size_t n, std::s
   return scan_some(before, after, i, n, first, count, places, values);
 }
 
-#ifdef ROSE_X86
+#if defined(ROSE_X86) || defined(ROSE_NEON)
 
 // Both versions are prefetched this far ahead of the comparison: the processor's own prefetch stops at every
 // 4 KB page, and so memory stays busy while a block's changes are hashed.
 constexpr std::size_t kScanAheadBytes = 4096;
 
-// Return the mask of those of 32 elements that are equal.
+// equal32() returns the mask of those of 32 elements that are equal.
+#ifdef ROSE_X86
+#define ROSE_MARKS ROSE_AVX2
 ROSE_AVX2 inline __m256i load32(const void* data) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(data));
 }
@@ -166,12 +168,42 @@ ROSE_AVX2 inline std::uint32_t equal32(const std::uint32_t* a, const std::uint32
   }
   return equal;
 }
+#else
+#define ROSE_MARKS
+inline std::uint32_t bits_of(uint8x16_t low, uint8x16_t high) {
+  alignas(16) static const std::uint8_t weights[16] = {1, 2, 4, 8, 16, 32, 64, 128,
+                                                       1, 2, 4, 8, 16, 32, 64, 128};
+  const uint8x16_t bits = vld1q_u8(weights);
+  uint8x16_t sums = vpaddq_u8(vandq_u8(low, bits), vandq_u8(high, bits));
+  sums = vpaddq_u8(sums, sums);
+  return vgetq_lane_u32(vreinterpretq_u32_u8(vpaddq_u8(sums, sums)), 0);
+}
+inline uint8x16_t equal16(const std::uint8_t* a, const std::uint8_t* b) {
+  return vceqq_u8(vld1q_u8(a), vld1q_u8(b));
+}
+inline uint16x8_t equal8(const std::uint16_t* a, const std::uint16_t* b) {
+  return vceqq_u16(vld1q_u16(a), vld1q_u16(b));
+}
+inline uint16x8_t equal8(const std::uint32_t* a, const std::uint32_t* b) {
+  const uint32x4_t low = vceqq_u32(vld1q_u32(a), vld1q_u32(b));
+  const uint32x4_t high = vceqq_u32(vld1q_u32(a + 4), vld1q_u32(b + 4));
+  return vuzp1q_u16(vreinterpretq_u16_u32(low), vreinterpretq_u16_u32(high));
+}
+template <typename T>
+uint8x16_t equal16(const T* a, const T* b) {
+  return vuzp1q_u8(vreinterpretq_u8_u16(equal8(a, b)), vreinterpretq_u8_u16(equal8(a + 8, b + 8)));
+}
+template <typename T>
+std::uint32_t equal32(const T* a, const T* b) {
+  return bits_of(equal16(a, b), equal16(a + 16, b + 16));
+}
+#endif
 
 // Marks the changed elements of 64 groups first, which waits for memory only, and then collects them from the
 // cache. Most groups with a change have one, so that the inner loop's end is predictable.
 template <typename T>
-ROSE_AVX2 std::size_t scan_avx2(const T* before, const T* after, std::size_t n, std::size_t first,
-                                std::size_t count, std::uint16_t* places, Values<T>& values) {
+ROSE_MARKS std::size_t scan_marked(const T* before, const T* after, std::size_t n, std::size_t first,
+                                   std::size_t count, std::uint16_t* places, Values<T>& values) {
   constexpr std::size_t step = 64 * kLanes;
   std::uint32_t changed[step / kLanes];
   std::size_t begins[step / kLanes];
@@ -203,6 +235,10 @@ ROSE_AVX2 std::size_t scan_avx2(const T* before, const T* after, std::size_t n, 
   }
   return scan_some(before, after, whole, n, first, count, places, values);
 }
+
+#endif  // ROSE_X86 or ROSE_NEON
+
+#ifdef ROSE_X86
 
 ROSE_AVX512 inline __m512i iota16() {
   alignas(64) static const std::uint16_t lanes[kLanes] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
@@ -318,7 +354,11 @@ SparseDelta<T> scan(const T* before, const std::vector<Piece<T>>& after, std::si
       if (use_avx512) {
         count = scan_avx512(old, piece.data, piece.size, first, count, places, values);
       } else if (use_avx2) {
-        count = scan_avx2(old, piece.data, piece.size, first, count, places, values);
+        count = scan_marked(old, piece.data, piece.size, first, count, places, values);
+      } else
+#elif defined(ROSE_NEON)
+      if (use_neon) {
+        count = scan_marked(old, piece.data, piece.size, first, count, places, values);
       } else
 #endif
       {

@@ -16,6 +16,7 @@ from rose.errors import ConfigError, PoolError, install_hint
 from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.pool_memory import PoolSize
 from rose.node.node_config import EngineConfig
+from rose.transfer.relay.url import require_reachable
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,16 @@ def installed_vllm() -> tuple[str, str] | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def check_relay(engine: EngineConfig) -> None:
+    """Raises: ConfigError if its subscriber could not go to the engine's relay, as over an RDMA card that is
+    not here."""
+    if engine.relay is not None:
+        try:
+            require_reachable(engine.relay)
+        except ConfigError as error:
+            raise ConfigError(f"{engine.name}: relay: {error}") from error
 
 
 def check_adapters(engine: EngineConfig) -> None:

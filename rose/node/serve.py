@@ -70,6 +70,7 @@ def check_engine(engine: EngineConfig) -> None:
     ports.check_port_free(engine.host, engine.port)
     launch.check_cpus(engine)
     launch.check_engine_exposure(engine)
+    checks.check_relay(engine)
     checks.check_adapters(engine)
     checks.check_model(engine.model)
 

@@ -58,6 +58,8 @@ class ProcessActor:
         host = config["host"] if config["host"] is not None else self._host
         argv = ["-m", "rose.transfer.relay.server", "--kind", config["kind"], "--host", host]
         argv += ["--port", str(config["port"]), "--capacity-bytes", str(config["capacity_bytes"])]
+        argv += ["--protocol", config["protocol"]]
+        argv += ["--devices", ",".join(config["devices"])] if config["devices"] else []
         self._run(argv)
         return self._wait_told("relay's URL", _relay_url)
 

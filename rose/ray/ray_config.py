@@ -67,6 +67,10 @@ class RelayConfig(Section):
     """The port to listen on; 0 takes any free port."""
     capacity_bytes: Annotated[int, Field(gt=0)] = DEFAULT_CAPACITY_BYTES
     """Memory for objects."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """How a Mooncake store's frames travel."""
+    devices: tuple[str, ...] = ()
+    """RDMA cards of the relay's node for `rdma`; none: all."""
 
 
 class RelayService(ServiceBundle):

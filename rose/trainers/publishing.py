@@ -1,4 +1,4 @@
-"""A callback that publishes a trainer's weights after optimizer steps: for transformers' and TRL's trainers.
+"""Publishing a trainer's weights after optimizer steps: a callback for transformers' and TRL's trainers.
 
 Needs only transformers.
 """
@@ -13,6 +13,25 @@ from rose.transfer.publish.publisher import SyncReport, WeightPublisher
 
 ACK_TIMEOUT_S = 60.0
 _ACK_POLL_S = 0.05
+
+
+def publish_and_wait(publisher: WeightPublisher, num_workers: int, ack_timeout_s: float) -> SyncReport:
+    """Publishes a version, and returns when so many workers run it, whichever they are. Raises: RelayError;
+    WorkerError if they don't in time."""
+    report = publisher.publish()
+    number = report.version.number
+    deadline_s = time.monotonic() + ack_timeout_s
+    while (num_acked := _num_acked(publisher, number) if num_workers else 0) < num_workers:
+        if time.monotonic() >= deadline_s:
+            raise WorkerError(
+                f"version {number}: {num_acked} of {num_workers} workers run it after {ack_timeout_s:g} s"
+            )
+        time.sleep(_ACK_POLL_S)
+    return report
+
+
+def _num_acked(publisher: WeightPublisher, number: int) -> int:
+    return sum(acked >= number for acked in publisher.acked().values())
 
 
 class PublishWeights(TrainerCallback):
@@ -64,16 +83,4 @@ class PublishWeights(TrainerCallback):
 
     def _publish(self) -> None:
         self._is_behind, self._due_s = False, time.monotonic() + self._every_s
-        self.report = self._publisher.publish()
-        number = self.report.version.number
-        deadline_s = time.monotonic() + self._ack_timeout_s
-        while self._num_acked(number) < self._num_workers:
-            if time.monotonic() >= deadline_s:
-                raise WorkerError(
-                    f"version {number}: {self._num_acked(number)} of {self._num_workers} workers run it "
-                    f"after {self._ack_timeout_s:g} s"
-                )
-            time.sleep(_ACK_POLL_S)
-
-    def _num_acked(self, number: int) -> int:
-        return sum(acked >= number for acked in self._publisher.acked().values()) if self._num_workers else 0
+        self.report = publish_and_wait(self._publisher, self._num_workers, self._ack_timeout_s)

@@ -1,23 +1,44 @@
-"""verl's rollouts on a ROSE router.
+"""verl's turns on a ROSE router, and its weights over a ROSE relay.
 
-This module has a client class for verl's LLMServerManager, and the agent loop manager that makes verl use it.
-verl's agent loops stay as they are, and a trajectory keeps its name over its turns. verl's own servers are
-not used.
+This module has what verl's trainers load in place of their own: an agent loop manager, whose loops ask the
+router, and a rollout named ``rose``, which starts no servers and publishes the weights that verl hands it
+after each step. verl's agent loops and trainers stay as they are, and a trajectory keeps its name over its
+turns. It serves the trainer modes ``sync`` and ``colocate_async``; ``separate_async`` wants GPUs of its own
+for its rollouts.
 
+In the environment of all of verl's processes: ``VERL_USE_EXTERNAL_MODULES=rose.trainers.verl``.
 In verl's configuration:
-``actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose.trainers.verl.RouterAgentLoopManager`` and
-``+actor_rollout_ref.rollout.custom.rose={router_url: http://router:8100, model: policy}``.
+``actor_rollout_ref.rollout.name=rose``, ``actor_rollout_ref.rollout.tensor_model_parallel_size=1``,
+``+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose.trainers.verl.RouterAgentLoopManager`` and
+``+actor_rollout_ref.rollout.custom.rose={router_url: "http://router:8100", model: policy, weights:
+{relay_url: "embedded://relay:8400", run_id: policy}}``.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from verl.experimental.agent_loop import AgentLoopManager
+import torch
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from rose.trainers.publishing import ACK_TIMEOUT_S, publish_and_wait
 from rose.trainers.turns import RouterTurns
+from rose.transfer.publish.publisher import WeightPublisher
 
+_KEY = "actor_rollout_ref.rollout.custom.rose"
 _MEDIA = ("image_data", "video_data", "audio_data")
+
+
+def _settings(rollout: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the settings of turns and of weights. Raises: ValueError if there are none."""
+    custom = rollout.custom if rollout.custom is not None else {}
+    if "rose" not in custom:
+        raise ValueError(f"{_KEY}: missing; give router_url and model")
+    given = dict(custom["rose"])
+    weights = dict(given.pop("weights", {}))
+    return {name: str(value) for name, value in given.items()}, weights
 
 
 class RouterLLMClient(LLMServerClient):
@@ -28,11 +49,7 @@ class RouterLLMClient(LLMServerClient):
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
-        rollout = config.actor_rollout_ref.rollout
-        custom = rollout.custom if rollout.custom is not None else {}
-        if "rose" not in custom:
-            raise ValueError("actor_rollout_ref.rollout.custom.rose: missing; give router_url and model")
-        self._router: dict[str, Any] = {name: str(value) for name, value in custom["rose"].items()}
+        self._router, _ = _settings(config.actor_rollout_ref.rollout)
         self._turns: RouterTurns | None = None
 
     async def generate(
@@ -71,8 +88,81 @@ class RouterLLMClient(LLMServerClient):
         return sampling
 
 
-class RouterAgentLoopManager(AgentLoopManager):
+class RouterAgentLoopManager(AgentLoopManagerTQ):
     """verl's manager of agent loops, whose loops ask the router."""
 
     def __init__(self, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, RouterLLMClient(config=config), *args, **kwargs)
+
+
+class RouterReplica(RolloutReplica):
+    """What verl takes for one of its inference servers. It is none: sleeping, waking and aborting do nothing,
+    because the router's workers go on with the turns of before."""
+
+    async def launch_servers(self) -> None:
+        self._server_address = f"rose-{self.replica_rank}"
+
+
+class RelayRollout(BaseRollout):
+    """Each training process's end of the rollouts: it publishes the weights.
+
+    verl gathers every tensor on every rank; a rank keeps and publishes each n-th one, so that the ranks share
+    the work and the host memory of one copy. Versions count from 0, as verl's steps do unless it resumes.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        _, given = _settings(self.config)
+        if "relay_url" not in given:
+            raise ValueError(f"{_KEY}.weights.relay_url: missing; give the relay that the engines follow")
+        self._num_workers = int(given.pop("num_workers", 0))
+        self._ack_timeout_s = float(given.pop("ack_timeout_s", ACK_TIMEOUT_S))
+        self._relay = given
+        self._kept: dict[str, torch.Tensor] = {}
+        self._publisher: WeightPublisher | None = None
+
+    async def resume(self, tags: list[str]) -> None:
+        """Does nothing: the engines gave up nothing."""
+
+    async def release(self) -> None:
+        """Does nothing: the engines keep what they have."""
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        wire_format: str = "named_tensors",
+        peft_config: Any = None,
+        global_steps: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Publishes a version. All ranks call it together. Raises: RelayError, WorkerError, ValueError."""
+        if peft_config is not None:
+            raise ValueError("an adapter alone: set actor_rollout_ref.model.lora.merge=True to publish it")
+        if global_steps is None:
+            return  # verl wakes servers that slept; the weights are those of before
+        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        is_tied = self.model_config.share_embeddings_and_output_weights
+        for index, (name, tensor) in enumerate(weights):  # to the end: each tensor is gathered by all ranks
+            if index % num_ranks == rank and not (is_tied and name == "lm_head.weight"):
+                self._keep(name, tensor)
+        if self._publisher is None:
+            self._publisher = WeightPublisher(
+                self._kept, rank=rank, num_ranks=num_ranks, **self._of_one_run(self._relay)
+            )
+        publish_and_wait(self._publisher, self._num_workers, self._ack_timeout_s)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._kept:
+            dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+            self._kept[name] = torch.empty(tensor.shape, dtype=dtype)
+        self._kept[name].copy_(tensor.detach())
+
+    def _of_one_run(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the publisher's settings, with a run id that all ranks have in common."""
+        named = [given.get("run_id") or f"verl-{torch.seed():016x}"]
+        torch.distributed.broadcast_object_list(named)
+        return {**given, "run_id": named[0]}
+
+
+RolloutReplicaRegistry.register("rose", lambda: RouterReplica)
+_ROLLOUT_REGISTRY["rose", "async"] = f"{__name__}.{RelayRollout.__name__}"

@@ -95,7 +95,12 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "float32": (lambda: dense(True), {"dtype": "float32"}),
     "biases": (biased, {}),
     "experts": (experts, {}),
+    "experts in one tensor": (experts, {"has_stacked_experts": True}),
     "expert parallel": (experts, {"enable_expert_parallel": True}),
+    "expert parallel, experts in one tensor": (
+        experts,
+        {"enable_expert_parallel": True, "has_stacked_experts": True},
+    ),
     "latent": (latent, {}),
     "state space": (state_space, {}),
     "int8": (int8, {}),
@@ -118,11 +123,19 @@ def without_weights(folder: Path, **arguments: Any) -> Any:
 class Checkpoint:
     """A checkpoint of random bits and the configuration of an engine that loads it.
 
-    is_finite: as in after_a_step().
+    is_finite: as in after_a_step(). has_stacked_experts: whether the tensors are those of transformers'
+    modules, which keep a layer's experts in one, and not those of its files, which have one for each.
     """
 
     def __init__(
-        self, folder: Path, config: Any, dtype: str = "auto", *, is_finite: bool = False, **arguments: Any
+        self,
+        folder: Path,
+        config: Any,
+        dtype: str = "auto",
+        *,
+        is_finite: bool = False,
+        has_stacked_experts: bool = False,
+        **arguments: Any,
     ) -> None:
         import inspecting  # noqa: F401
         import safetensors.torch
@@ -134,6 +147,9 @@ class Checkpoint:
         model.save_pretrained(folder)
         (file,) = folder.glob("*.safetensors")
         tensors = safetensors.torch.load_file(file)
+        if has_stacked_experts:
+            tensors = dict(model.state_dict())
+            assert any(each.ndim == 3 for each in tensors.values())
         if getattr(config, "num_nextn_predict_layers", 0):
             model.config.architectures = MTP_CONFIG["architectures"]
             model.config.save_pretrained(folder)

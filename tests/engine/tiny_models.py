@@ -53,6 +53,13 @@ FP8_CONFIG = {
     },
 }
 """The same in fp8, which vLLM also computes with on a CPU without AMX."""
+FP8_BLOCK_CONFIG = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+"""The same with a scale for each block, with which vLLM computes on AMX or a GPU."""
 
 
 def make_serving_model(folder: Path) -> Path:
@@ -149,7 +156,25 @@ def quantize_to_fp8(folder: Path) -> Path:
     return _quantize(folder, FP8_CONFIG, quantized)
 
 
-def _quantize(folder: Path, quantization: dict[str, Any], quantized: Callable[[Any], Any]) -> Path:
+def quantize_to_fp8_blocks(folder: Path) -> Path:
+    """Gives the linear layers of a checkpoint fp8 weights with a scale for each block, in place."""
+    import torch
+    from torch.nn.functional import pad
+
+    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = weight.shape
+        padded = pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+        blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / torch.tensor(448.0)
+        numbers = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).view(padded.shape)
+        return numbers[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
+
+    return _quantize(folder, FP8_BLOCK_CONFIG, quantized, "_scale_inv")
+
+
+def _quantize(
+    folder: Path, quantization: dict[str, Any], quantized: Callable[[Any], Any], suffix: str = "_scale"
+) -> Path:
     """Puts the numbers and scales that `quantized` makes in the place of a checkpoint's linear weights."""
     import json
 
@@ -158,7 +183,7 @@ def _quantize(folder: Path, quantization: dict[str, Any], quantized: Callable[[A
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in [each for each in tensors if each.endswith("proj.weight")]:
-        tensors[name], tensors[f"{name}_scale"] = quantized(tensors[name])
+        tensors[name], tensors[f"{name}{suffix}"] = quantized(tensors[name])
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))

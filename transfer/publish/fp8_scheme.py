@@ -102,6 +102,10 @@ class Fp8Checkpoint:
         if not any(spec.dtype == FP8 for spec in self._specs.values()):
             raise ValueError(f"{folder}: none of {len(self._specs)} tensors is {FP8}")
 
+    @property
+    def quantized_names(self) -> tuple[str, ...]:
+        return tuple(sorted(name for name, spec in self._specs.items() if spec.dtype == FP8))
+
     def scales_of(self, name: str, shape: tuple[int, ...]) -> TensorSpec | None:
         """Returns the scales of a trainer's tensor; None if it is not quantized. Raises: ValueError where the
         checkpoint has no such tensor, or not its scales.

@@ -34,6 +34,7 @@ from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
+from rose.transfer.publish.file_names import as_in_files
 from rose.transfer.publish.kept_copy import open_kept_copy
 from rose.transfer.publish.quantized_source import source_of
 from rose.transfer.publish.run_lease import RunLease
@@ -98,7 +99,8 @@ def _num_encode_threads(wanted: int | None, num_ranks: int) -> int:
 class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
-    weights: a torch module, or a mapping or pairs of (Hugging Face name, tensor), read at each publish().
+    weights: a torch module, or a mapping or pairs of (Hugging Face name, tensor), read at each publish(). A
+    transformers model's are published under the names that its files have.
     codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
     relay.
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
@@ -143,7 +145,7 @@ class WeightPublisher:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         _check_pace(link_gbps, snapshot_every)
         num_threads = _num_encode_threads(encode_threads, num_ranks)
-        self._source = source_of(weights, dtype, quantized_like)
+        self._source = source_of(as_in_files(weights), dtype, quantized_like, num_ranks)
         self._full_wait_s = full_wait_s
         self._number, self._is_followed = -1, False
         settings = Settings.from_environment()

@@ -29,33 +29,42 @@ class QuantizedSource(TorchSource):
     """What a trainer publishes for engines with a checkpoint in fp8.
 
     checkpoint: tells by name which tensors are quantized, and how. dtype: floats are cast to it before they
-    are quantized. A shard has to hold whole groups of elements that have a scale in common. Raises:
-    ValueError where the tensors are not the checkpoint's.
+    are quantized. A shard has to hold whole groups of elements that have a scale in common. Only where a
+    whole tensor has one scale, and all of torch's ranks publish (num_ranks is the size of its world), the
+    ranks find that scale together, in prepare(). Raises: ValueError where the tensors are not the
+    checkpoint's.
     """
 
-    def __init__(self, weights: Any, dtype: str | None, checkpoint: Path) -> None:
+    def __init__(self, weights: Any, dtype: str | None, checkpoint: Path, num_ranks: int = 1) -> None:
         import torch
 
         found = Fp8Checkpoint(checkpoint)
         self._scheme = found.scheme
         self._trained = TorchSource(weights, dtype)
-        self._quantized: list[tuple[Any, Any, Any]] = []
-        """Matrices of the trainer, with their fp8 numbers and their scales."""
+        self._shared = found.quantized_names if _is_of_torch_ranks(num_ranks, found.scheme) else ()
+        """The tensors whose scales the ranks find together, in the order of all ranks."""
+        self._quantized: list[tuple[str, Any, Any, Any]] = []
+        """Names and matrices of the trainer, with their fp8 numbers and their scales."""
         pairs: list[tuple[str, TensorShard]] = []
+        with_scale: set[str] = set()
         for name, shard in self._trained.named_shards():
             spec = found.scales_of(name, shard.shape)
             if spec is None:
                 pairs.append((name, shard))
                 continue
-            _require_whole_groups(name, shard, self._scheme)
+            if not self._shared:
+                _require_whole_groups(name, shard, self._scheme)
             matrix = shard.tensor
             numbers = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
             num_scales = self._scheme.scales_of(tuple(matrix.shape))
             scales = torch.empty(num_scales, dtype=torch.float32, device=matrix.device)
-            self._quantized.append((matrix, numbers, scales))
+            self._quantized.append((name, matrix, numbers, scales))
             group = self._scheme.group_of(shard.shape)
             start = tuple(at // size for at, size in zip(shard.start, group, strict=True))
             pairs.append((name, TensorShard(tensor=numbers, shape=shard.shape, start=shard.start)))
+            if self._shared and name in with_scale:
+                continue  # another part of the tensor has brought it
+            with_scale.add(name)
             if len(spec.shape) < 2:
                 scales, start = scales.view(spec.shape), (0,) * len(spec.shape)
             pairs.append(
@@ -69,32 +78,63 @@ class QuantizedSource(TorchSource):
     def prepare(self) -> None:
         """Quantizes the present weights, as the calling thread's streams leave them."""
         with self._torch.no_grad():
-            for matrix, numbers, scales in self._quantized:
-                quantize(self._scheme, matrix.detach(), self._cast, numbers, scales)
+            shared = self._shared_amaxes() if self._shared else {}
+            for name, matrix, numbers, scales in self._quantized:
+                quantize(self._scheme, matrix.detach(), self._cast, numbers, scales, shared.get(name))
         super().prepare()
+
+    def _shared_amaxes(self) -> dict[str, Any]:
+        """Returns the largest number of each tensor over all ranks, which all have to call it."""
+        from torch import distributed
+
+        amaxes = self._torch.zeros(len(self._shared), device=self._trained.device())
+        places = {name: place for place, name in enumerate(self._shared)}
+        for name, matrix, _, _ in self._quantized:
+            own = amaxes[places[name]]
+            own.copy_(own.maximum(_amax(matrix, self._cast)))
+        distributed.all_reduce(amaxes, op=distributed.ReduceOp.MAX)
+        return {name: amaxes[place] for name, place in places.items()}
 
     def load(self, planes: WeightPlanes) -> None:
         """Raises: ValueError always, because what was published is less exact than the trainer's weights."""
         raise ValueError("what was published is quantized: load the trainer's own checkpoint instead")
 
 
-def source_of(weights: Any, dtype: str | None, quantized_like: str | Path | None) -> TorchSource:
+def source_of(
+    weights: Any, dtype: str | None, quantized_like: str | Path | None, num_ranks: int = 1
+) -> TorchSource:
     """Returns what a trainer publishes, quantized if there is a checkpoint that says how."""
     if quantized_like is None:
         return TorchSource(weights, dtype)
-    return QuantizedSource(weights, dtype, Path(quantized_like))
+    return QuantizedSource(weights, dtype, Path(quantized_like), num_ranks)
 
 
-def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: Any) -> None:
-    """Writes the fp8 numbers and the scales of a matrix. dtype: cast to before; None: as it is."""
+def _is_of_torch_ranks(num_ranks: int, scheme: Fp8Scheme) -> bool:
+    """Whether all of torch's ranks publish, several of them, and a tensor has one scale."""
+    from torch import distributed
+
+    if scheme.kind != "tensor" or num_ranks == 1:
+        return False
+    has_world = distributed.is_available() and distributed.is_initialized()
+    return has_world and distributed.get_world_size() == num_ranks
+
+
+def _amax(matrix: Any, dtype: Any) -> Any:
+    """Returns the largest absolute number of a matrix, which is cast to dtype unless that is None."""
+    low, high = matrix.detach().aminmax()
+    return low.abs().maximum(high.abs()).to(dtype if dtype is not None else matrix.dtype).float()
+
+
+def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: Any, amax: Any = None) -> None:
+    """Writes the fp8 numbers and the scales of a matrix. dtype: cast to before; None: as it is. amax: the
+    largest number of a whole tensor, of which the matrix is a part."""
     import torch
 
     dtype = dtype if dtype is not None else matrix.dtype
     # A tensor on the device: torch multiplies by the inverse of a Python number on CUDA.
     largest = torch.tensor(_LARGEST, device=matrix.device)
     if scheme.kind == "tensor":
-        low, high = matrix.aminmax()
-        amax = low.abs().maximum(high.abs()).to(dtype).float()
+        amax = amax if amax is not None else _amax(matrix, dtype)
         scales.copy_((amax / largest).clamp_min(torch.finfo(torch.float32).tiny))
     rows, _ = scheme.group if scheme.group[0] else (1, 0)
     most = _CHUNK_ELEMENTS if matrix.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS

@@ -250,7 +250,7 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
     kept: dict[str, list[TensorShard]] = {}
     seen: set[tuple[Any, ...]] = set()
     for name, value in pairs:
-        shard = _shard_of(value)
+        shard = shard_of(value)
         tensor = shard.tensor
         if tensor.numel() == 0 and shard.shape != tuple(tensor.shape):
             continue  # there are more ranks than rows, and other ranks have the rows
@@ -262,7 +262,7 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
     return kept
 
 
-def _shard_of(value: Any) -> TensorShard:
+def shard_of(value: Any) -> TensorShard:
     """Returns this rank's part; of a DTensor (FSDP2, torch's tensor parallelism) the local part and its
     place.
     """

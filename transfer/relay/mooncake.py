@@ -38,10 +38,19 @@ class MooncakeRelay(Relay):
     """The client of a Mooncake master; see rose.transfer.relay.protocol.Relay.
 
     segment_bytes: the memory that this process lends to the store; 0 for trainers and subscribers.
-    admin_port: the master's metrics port, which also lists keys.
+    admin_port: the master's metrics port, which also lists keys. protocol: tcp or rdma, the same for all who
+    use a store; cards: this host's RDMA cards that it goes over.
     """
 
-    def __init__(self, host: str, port: int, admin_port: int, segment_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        admin_port: int,
+        protocol: str = "tcp",
+        cards: Sequence[str] = (),
+        segment_bytes: int = 0,
+    ) -> None:
         default_variable("GLOG_minloglevel", "2")  # its INFO log prints on every connection
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -59,12 +68,15 @@ class MooncakeRelay(Relay):
             "P2PHANDSHAKE",
             segment_bytes,
             CLIENT_BUFFER_BYTES,
-            "tcp",
-            "",
+            protocol,
+            ",".join(cards),
             self._master,
         )
         if code != 0:
-            raise RelayError(f"mooncake master {self._master}: the client's set-up failed with code {code}")
+            over = " ".join((protocol, *cards))
+            raise RelayError(
+                f"mooncake master {self._master}: the client's set-up over {over} failed with code {code}"
+            )
 
     def put(self, key: str, data: bytes) -> None:
         if self._exists(key):

@@ -28,16 +28,23 @@ from rose.transfer.relay.mooncake import MooncakeRelay, start_mooncake_master
 from rose.transfer.relay.nearby_copies import NearbyCopies
 from rose.transfer.relay.object_store import ObjectStore
 from rose.transfer.relay.opening import open_relay
-from rose.transfer.relay.url import add_beside, require_mooncake
+from rose.transfer.relay.url import PROTOCOLS, add_beside, rdma_cards, require_mooncake
 
 _CHECK_MASTER_S = 0.5
 
 
-def serve_mooncake(host: str, port: int, capacity_bytes: int, beside: str | None) -> None:
+def serve_mooncake(
+    host: str,
+    port: int,
+    capacity_bytes: int,
+    beside: str | None,
+    protocol: str = "tcp",
+    cards: Sequence[str] = (),
+) -> None:
     """Runs a master and a segment until a stop signal.
 
-    beside: the URL of a store nearby whose frames this one copies. Raises: RelayError, also when the master
-    dies.
+    beside: the URL of a store nearby whose frames this one copies. protocol, cards: as MooncakeRelay's.
+    Raises: RelayError, also when the master dies.
     """
     stop_signals = {signal.SIGTERM, signal.SIGINT}
     # The signals are blocked before Mooncake starts its threads, so that only the wait below sees them.
@@ -45,10 +52,10 @@ def serve_mooncake(host: str, port: int, capacity_bytes: int, beside: str | None
     # Clients look for the metrics port beside a chosen port, so the URL survives a restart.
     master = start_mooncake_master(host, port, admin_port=port + 1 if port != 0 else 0)
     try:
-        segment = MooncakeRelay(host, master.port, master.admin_port, segment_bytes=capacity_bytes)
+        segment = MooncakeRelay(host, master.port, master.admin_port, protocol, cards, capacity_bytes)
         try:
             with ExitStack() as stack:
-                url = master.url
+                url = master.url if protocol == "tcp" else f"{master.url}&protocol={protocol}"
                 if beside is not None:
                     source = stack.enter_context(closing(open_relay(beside)))
                     stack.enter_context(NearbyCopies(source, segment))
@@ -89,12 +96,17 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--tls-certificate and --tls-ca are for --kind embedded: a Mooncake store has no TLS")
     if args.beside is not None and args.kind != "mooncake":
         parser.error("--beside is for --kind mooncake: embedded relays hand objects on themselves")
+    if args.kind != "mooncake" and (args.protocol != "tcp" or args.devices):
+        parser.error("--protocol and --devices are for --kind mooncake: embedded relays speak HTTP")
+    if args.devices and args.protocol != "rdma":
+        parser.error(f"--devices {','.join(args.devices)}: needs --protocol rdma")
+    cards = rdma_cards(args.devices) if args.protocol == "rdma" else ()
     settings = Settings.from_environment()
     protects = {"ROSE_KEY": settings.key} if args.kind == "embedded" else {}
     check_exposure("--host", args.host, protects, is_insecure=args.insecure)
     try:
         if args.kind == "mooncake":
-            serve_mooncake(args.host, args.port, args.capacity_bytes, args.beside)
+            serve_mooncake(args.host, args.port, args.capacity_bytes, args.beside, args.protocol, cards)
         else:
             _serve_embedded(args, settings)
     except OSError as error:
@@ -131,6 +143,19 @@ def _parser() -> CommandParser:
         "--beside",
         metavar="URL",
         help="a Mooncake store whose frames this relay copies, so that the trainer sends them only once",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=PROTOCOLS,
+        default=PROTOCOLS[0],
+        help="how a Mooncake store's frames travel (default %(default)s)",
+    )
+    parser.add_argument(
+        "--devices",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="CARD,...",
+        help="RDMA cards of this host for --protocol rdma (default: all)",
     )
     parser.add_argument(
         "--tls-certificate", type=Path, metavar="FILE", help="serve TLS with this certificate, in PEM"

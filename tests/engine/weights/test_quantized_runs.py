@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from probes import PROBE_TOKENS, probes
 from real_engine import RealEngine, until
 from relay_process import RelayProcess
 from safetensors.torch import load_file, save_file
-from tiny_models import make_rollout_model, quantize_to_fp8
+from tiny_models import make_heavy_model, make_rollout_model, quantize_to_fp8, quantize_to_fp8_blocks
 from weight_probes import Probed
 
 from rose.transfer.publish.publisher import WeightPublisher
@@ -25,11 +26,28 @@ def answers(engine: RealEngine) -> Probed:
     return [(answer.tokens, answer.logprobs) for answer in found]
 
 
+def make_tied_model(folder: Path, *, version: int = 0) -> Path:
+    return make_rollout_model(folder, version=version, is_tied=True)
+
+
+NEEDS_AMX = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM computes with fp8 in blocks on AMX or a GPU alone"
+)
+
+
+@pytest.mark.parametrize(
+    "make, quantize",
+    [
+        pytest.param(make_tied_model, quantize_to_fp8, id="rows"),
+        # AMX's kernel wants whole blocks.
+        pytest.param(make_heavy_model, quantize_to_fp8_blocks, id="blocks", marks=NEEDS_AMX),
+    ],
+)
 def test_an_engine_in_fp8_answers_as_one_whose_checkpoint_was_quantized_from_the_trainers_weights(
-    engines_dir: Path, tmp_path: Path
+    engines_dir: Path, tmp_path: Path, make: Callable[..., Path], quantize: Callable[[Path], Path]
 ) -> None:
-    model = quantize_to_fp8(make_rollout_model(tmp_path / "engine", is_tied=True))
-    trained = make_rollout_model(tmp_path / "trained", version=1, is_tied=True)
+    model = quantize(make(tmp_path / "engine"))
+    trained = make(tmp_path / "trained", version=1)
     weights = load_file(trained / "model.safetensors")
     relay = RelayProcess("embedded")
     engine = RealEngine(model, Role.ROLLOUT, engines_dir)
@@ -59,7 +77,7 @@ def test_an_engine_in_fp8_answers_as_one_whose_checkpoint_was_quantized_from_the
         subscriber.wait()
         relay.stop()
     save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
-    fresh = RealEngine(quantize_to_fp8(trained), Role.ROLLOUT, engines_dir)
+    fresh = RealEngine(quantize(trained), Role.ROLLOUT, engines_dir)
     try:
         assert answers(fresh.wait_ready()) == found
     finally:

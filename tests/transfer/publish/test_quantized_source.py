@@ -1,9 +1,15 @@
 """A trainer's weights arrive as a checkpoint in fp8 has them, and only changed numbers and scales cross."""
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fp8_ranks
 import pytest
 import safetensors.torch
 import torch
@@ -31,6 +37,7 @@ from rose.transfer.rollback import roll_back
 
 Publish = Callable[..., WeightPublisher]
 ROW_BLOCK = 128
+PATIENCE_S = 600.0
 
 
 def as_vllm_quantizes(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,6 +190,29 @@ def test_one_scale_for_a_tensor_needs_the_whole_tensor(tmp_path: Path) -> None:
     half = TensorShard(tensor=weights[QUANTIZED[0]][:225], shape=(450, 200), start=(0, 0))
     with pytest.raises(ValueError, match="450 rows by 200 columns have a scale in common"):
         QuantizedSource({QUANTIZED[0]: half}, "bfloat16", like)
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_parts_of_a_tensor_with_one_scale_make_the_same_bits(
+    embedded_url: str, relay: Relay, tmp_path: Path
+) -> None:
+    """One of three ranks has the tensor's largest number; one tensor is on rank 0 alone."""
+    like = write_checkpoint(tmp_path / "fp8", TENSOR, model_tensors())
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = ["3", str(tmp_path / "rendezvous"), embedded_url, str(like)]
+    ranks = subprocess.Popen(
+        [sys.executable, fp8_ranks.__file__, *arguments], env=environment, start_new_session=True
+    )
+    try:
+        assert ranks.wait(PATIENCE_S) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    follower = Follower(relay, "run", WeightMirror())
+    assert follower.advance() and str(follower.mirror.version) == "run/1"
+    expected = whole("tensor", fp8_ranks.weights_at(1))
+    assert bits(held_by(follower.mirror, expected)) == bits(expected)
 
 
 def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The processor as a platform of verl, which has none: FSDP2 over gloo, and a made-up resource of Ray's.
+
+verl imports it in all its processes (``VERL_USE_EXTERNAL_MODULES``) and takes it by ``VERL_PLATFORM=cpu``.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+RESOURCE = "verl_cpu"
+"""What Ray counts for each training process."""
+
+
+class _Device(ModuleType):
+    """torch.cpu with what verl asks of an accelerator's module: its memory, of which it says nothing."""
+
+    is_available = staticmethod(lambda: False)
+    synchronize = staticmethod(torch.cpu.synchronize)
+    mem_get_info = staticmethod(lambda *_: (0, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: 0
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    """The processor."""
+
+    device_name = "cpu"
+    vendor_name = "none"
+    device_module = _Device("cpu")
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None: ...
+
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "VERL_CPU_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return RESOURCE
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        return None
