@@ -34,6 +34,7 @@ from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import GateMode, Role
 
 NUM_DRAFTS = 3
+MANY_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +140,20 @@ def draft_beside_another(
         for prompt in prompts:
             if role is Role.ROLLOUT:
                 begin_rl_step(driver, next(rl_steps))
-            names = driver.ask([prompt], max_tokens)
-            _wait_for_tokens(driver, names)
+            (name,) = driver.ask([prompt], max_tokens)
+            driver.step_until(lambda name=name: _has_begun(driver, name), "a few tokens, or its end")
             if burst is not None:
                 burst.set()
-            answers += driver.wait(names)
+            answers += driver.wait([name])
         replies.append(answers)
     stop.set()
     return _drafted(llm, driver, Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before))
+
+
+def _has_begun(driver: Driver, name: str) -> bool:
+    """An earlier burst may end it at once."""
+    reply = driver.replies.get(name)
+    return reply is not None and (len(reply.tokens) > MANY_TOKENS or reply.finish_reason is not None)
 
 
 def stock_answers(**given: Any) -> list[list[int]]:
