@@ -138,7 +138,10 @@ def draft_beside_another(
     for _ in range(num_rounds):
         answers: list[Reply] = []
         for prompt in prompts:
-            if role is Role.ROLLOUT:
+            if role is Role.ROLLOUT:  # a cut freezes the budget until then
+                driver.step_until(
+                    lambda: ledger.serving_reserve_slabs == 0, "serving's recent peak has passed"
+                )
                 begin_rl_step(driver, next(rl_steps))
             (name,) = driver.ask([prompt], max_tokens)
             driver.step_until(lambda name=name: _has_begun(driver, name), "a few tokens, or its end")
