@@ -148,6 +148,7 @@ def _gated(
     prompts: Prompts,
     max_tokens: int,
     mode: GateMode = GateMode.DUAL,
+    tpot_target_ms: float | None = None,
     **args: Any,
 ) -> Driver:
     """Returns an engine that has learned how long its steps take, and then shuts its gate."""
@@ -156,7 +157,7 @@ def _gated(
         driver.answer(prompts[: len(prompts) - round_number], max_tokens)
     scheduler = driver.scheduler
     assert scheduler.recorder.is_profiled
-    scheduler.set_gate(scheduler.rose.gate_settings(mode))
+    scheduler.set_gate(scheduler.rose.gate_settings(mode, tpot_target_ms))
     return driver
 
 
