@@ -65,12 +65,12 @@ def answer_over_cuts_on_ranks(
     most = 0
     bound = RoseScheduler._bound_in_flight
 
-    def noting(scheduler: RoseScheduler) -> None:
+    def noting(scheduler: Any) -> None:
         nonlocal most
         most = max(most, len(scheduler._in_flight))
         bound(scheduler)
 
-    RoseScheduler._bound_in_flight = noting  # type: ignore[method-assign]
+    RoseScheduler._bound_in_flight = noting  # type: ignore[method-assign,assignment]
     moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
     return LateMoves(moves=moves, most_in_flight=most, num_waits=0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -144,7 +145,7 @@ def draft_beside_another(
                 )
                 begin_rl_step(driver, next(rl_steps))
             (name,) = driver.ask([prompt], max_tokens)
-            driver.step_until(lambda name=name: _has_begun(driver, name), "a few tokens, or its end")
+            driver.step_until(partial(_has_begun, driver, name), "a few tokens, or its end")
             if burst is not None:
                 burst.set()
             answers += driver.wait([name])
