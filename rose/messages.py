@@ -194,6 +194,9 @@ class RoutingStatus(BaseModel):
     has_subscriber: bool = False
     """Whether a subscriber gives it the weights of runs, even one that has not been heard yet or has gone.
     Its base weights then say nothing of what a run has published."""
+    awaits_weights: bool = False
+    """Whether it has base weights, and its subscriber has not said that its run has published nothing. A
+    dedicated engine then runs no turns of jobs with a run."""
     run_problems: dict[str, str] = {}
     """The runs whose weights the engine could not get lately, with the reasons."""
 

@@ -88,8 +88,7 @@ class Worker(AnsweringWorker):
         self.models_asked_at = -math.inf
         self.num_turns = 0
         self.kv_usage = UsageWindow(config.kv_window_s)
-        self._telemetry_max_age_s = config.telemetry_max_age_s
-        self._share_lasts_s = config.telemetry_max_age_s
+        self._telemetry_max_age_s = self._share_lasts_s = config.telemetry_max_age_s
         self._first_token_s = config.first_token_s
         self._status_at = 0.0
 
@@ -201,6 +200,7 @@ class Worker(AnsweringWorker):
             models=self.models,
             weight_version=self.weight_version,
             adapters=self.adapters,
+            awaits_weights=self._is_dedicated and self.status is not None and self.status.awaits_weights,
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
             share=self._share,
