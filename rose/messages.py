@@ -141,6 +141,8 @@ class Lease(BaseModel):
     """The turns that it may have here."""
     others: int = 0
     """The turns that other routers have here."""
+    other_users: int = 0
+    """How many other routers have turns here, among which the GPU's time is divided."""
     lent_to: str | None = None
     """The job to which this GPU is lent; empty while the loan changes hands, None if no router lends it."""
     is_wanted: bool = False

@@ -232,7 +232,7 @@ class Places:
         lendables = [_lendable(w, now) for w in serving]
         held = {w.id: w.holder or NOBODY for w in serving}
         busy = {w.id for w in serving if w.tenants[w.owner or NOBODY]}
-        used = {w.id for w in serving if w.is_used_by_others}
+        used = {w.id for w in serving if w.num_routers > 1}
         lent = lend_idle(waiting, lendables, self._entitled, held, busy | used)
         # A job that finds no idle GPU asks for one that another router uses, and gets it after that one.
         lent = lend_idle(waiting, lendables, self._entitled, lent, busy)

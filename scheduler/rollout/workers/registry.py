@@ -238,7 +238,9 @@ class Registry:
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models
         could_get = (worker.follows_loans, worker.refused_runs, worker.base_for)
-        worker.take_status(status, time.monotonic(), self._every_s)
+        worker.take_status(status, now := time.monotonic(), self._every_s)
+        for divide in worker.dividing:
+            divide(worker.id, worker.num_routers, now)
         if worker.models is not models and self._workers.get(worker.id) is worker:
             self.catalogue.take(worker.id, worker.models)
         if lease is not None and worker.lease is not None and worker.lease.turns < lease.turns:

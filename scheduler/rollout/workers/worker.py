@@ -282,9 +282,10 @@ class Worker(AnsweringWorker):
         return self.lease.lent_to if self.lease is not None and self.lease.lent_to else self.owner
 
     @property
-    def is_used_by_others(self) -> bool:
-        """Whether other routers have turns on it."""
-        return self.lease is not None and self.lease.others > 0
+    def num_routers(self) -> int:
+        """The routers with turns on it, this one included; engines of earlier versions tell the turns alone."""
+        lease = self.lease
+        return 1 + max(lease.other_users, lease.others > 0) if lease is not None else 1
 
     # What heartbeats say --------------------------------------------------------------------------------
 
