@@ -245,9 +245,8 @@ class Worker(AnsweringWorker):
     @property
     def is_contested(self) -> bool:
         """Whether this router would lend the GPU to another job, or for another run, than it is lent to."""
-        if self.lease is None or not self.owner:
-            return False
-        return (self.owner, self.lent_run) != (self.lease.lent_to, self.lease.run)
+        lease, ours = self.lease, (self.owner, self.lent_run)
+        return lease is not None and bool(self.owner) and ours != (lease.lent_to, lease.run)
 
     @property
     def follows_loans(self) -> bool:
@@ -283,9 +282,9 @@ class Worker(AnsweringWorker):
 
     @property
     def num_routers(self) -> int:
-        """The routers with turns on it, this one included; engines of earlier versions tell the turns alone."""
-        lease = self.lease
-        return 1 + max(lease.other_users, lease.others > 0) if lease is not None else 1
+        """The routers with turns on it, this one included."""
+        others = (self.lease.other_users, self.lease.others > 0) if self.lease is not None else (0,)
+        return 1 + max(others)  # engines of earlier versions tell the turns alone
 
     # What heartbeats say --------------------------------------------------------------------------------
 
