@@ -158,10 +158,7 @@ class Registry:
                     worker.lost(f"{type(error).__name__}: {error}")
             every_s = self._every_s / (_CONTESTED_RATE if worker.is_contested else 1)
             every_s = min(every_s, _UPDATING_S if worker.is_hurried else math.inf)
-            every_s, phase = (
-                phase * every_s,
-                1.0,
-            )  # workers that come together are not asked together for ever
+            every_s, phase = phase * every_s, 1.0  # or workers that came together would always be asked so
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, every_s - (time.monotonic() - started))):
                     await worker.is_due.wait()
