@@ -36,7 +36,6 @@ from lib.harness import median_figure, run_benchmark
 from lib.load.phases import FULL_GROUPS, LIGHT_GROUPS, PlayedPhase, play_phase
 from lib.load.turns import RouterClient, random_prompt, until_so
 
-from rose.engine.hooks.priority import GUEST_NICE
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.measure.rig import Rig, pin_tree
@@ -100,7 +99,7 @@ def _slowed(rig: Rig) -> Iterator[None]:
     pin_tree(rig.pid("a"), cpus[:1])
     pin_tree(rig.pid("b"), cpus[1:])
     rig.others = tuple(cpus[1:])
-    busy = rig.run(["-c", "while True: pass"], "busy", nice=GUEST_NICE)  # as a rollout engine's threads
+    busy = rig.run(["-c", "while True: pass"], "busy")
     pin_tree(busy.pid, cpus[:1])
     os.sched_setaffinity(0, cpus[1:])
     try:
