@@ -274,11 +274,17 @@ def _are_alike(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other
 
 
+def _weights_of(worker: WorkerView, model: str | None) -> str:
+    version = version_for(model, worker.weight_version, worker.adapters)
+    if version is not None:
+        return str(version)
+    return "base weights, and waits for its run's" if worker.awaits_weights else "base weights"
+
+
 def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float, reasons: Sequence[str]) -> str:
     """Returns the error for a turn whose weights no worker has."""
     able = of_model(wants.model, workers)
-    found = [(w.id, version_for(wants.model, w.weight_version, w.adapters)) for w in able]
-    held = [f"{name} {version if version is not None else 'base weights'}" for name, version in found]
+    held = [f"{worker.id} {_weights_of(worker, wants.model)}" for worker in able]
     more = f" and {len(held) - _SHOWN_WORKERS} more" if len(held) > _SHOWN_WORKERS else ""
     shown = f"{', '.join(held[:_SHOWN_WORKERS])}{more}" if held else "none"
     model = f" of model {wants.model}" if wants.model is not None else ""
