@@ -3,12 +3,14 @@
 verl imports it in all its processes (``VERL_USE_EXTERNAL_MODULES``) and takes it by ``VERL_PLATFORM=cpu``.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -62,6 +64,10 @@ class CpuPlatform(PlatformBase):
         return None, None
 
     def communication_backend_name(self) -> str:
+        """Begins the process group, ahead of verl: it would name a backend for "cpu" twice, which torch
+        refuses."""
+        if "RANK" in os.environ and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
