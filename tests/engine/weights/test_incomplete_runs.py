@@ -38,7 +38,7 @@ def test_a_run_without_a_tensor_leaves_the_old_weights(kind: str, mirrored: Mirr
         later = after_a_step(checkpoint.tensors, 0.5, seed=1, is_finite=True)
         update = mirrored.put({name: each for name, each in later.items() if name != missing})
         said = (
-            rf"no tensors for 1 of the parameters.*, first {parameter}; it lacks 1 tensors, first {missing};"
+            rf"the run lacks: 1, first \['{missing}'\]; .* keep old bits: 1, first {parameter}; weights kept"
         )
         with pytest.raises(FrameError, match=said):
             engine.receive_weights(StagedUpdate(update.path, update.state_hash))
