@@ -82,6 +82,7 @@ class Trained:
                 "PYTHONPATH": os.pathsep.join(paths),
                 "VERL_USE_EXTERNAL_MODULES": "verl_cpu,rose.trainers.verl",
                 "VERL_PLATFORM": "cpu",
+                "VERL_ENGINE_DEVICE": "cuda",  # the engines of that name run on any device of torch
                 "GLOO_SOCKET_IFNAME": "lo",
             }
             command = [sys.executable, str(HERE / "verl_program.py"), *arguments]
