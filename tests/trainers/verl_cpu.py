@@ -1,4 +1,4 @@
-"""The processor as a platform of verl, which has none: FSDP2 over gloo, and a made-up resource of Ray's.
+"""The processor as a platform of verl, which has none: FSDP2 over gloo, and GPUs that only Ray believes in.
 
 verl imports it in all its processes (``VERL_USE_EXTERNAL_MODULES``) and takes it by ``VERL_PLATFORM=cpu``.
 """
@@ -13,9 +13,6 @@ import torch
 import torch.distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
-
-RESOURCE = "verl_cpu"
-"""What Ray counts for each training process."""
 
 
 class _Device(ModuleType):
@@ -71,7 +68,7 @@ class CpuPlatform(PlatformBase):
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        return "VERL_CPU_VISIBLE_DEVICES"
+        return "CUDA_VISIBLE_DEVICES"
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
@@ -82,7 +79,8 @@ class CpuPlatform(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return RESOURCE
+        """What Ray counts for each training process. verl looks for GPUs and NPUs alone."""
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []

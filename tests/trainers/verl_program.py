@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-RESOURCE = "verl_cpu"
-
 RUN = "verl"
 NUM_RANKS = 2
 NUM_STEPS = 3
@@ -70,7 +68,7 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
         "trainer.rollout_data_dir": folder / "rollouts",
         "trainer.default_local_dir": folder / "checkpoints",
         "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.resources": f"{{{RESOURCE}: {NUM_RANKS}}}",
+        "+ray_kwargs.ray_init.num_gpus": NUM_RANKS,
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init.object_store_memory": 256 << 20,
     }
