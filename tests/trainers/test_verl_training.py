@@ -42,7 +42,7 @@ def engine_python() -> str:
 
 
 def write_prompts(path: Path) -> None:
-    import pandas
+    from datasets import Dataset
 
     rows = [
         {
@@ -53,7 +53,7 @@ def write_prompts(path: Path) -> None:
         }
         for number in range(5, 5 + BATCH * NUM_STEPS)
     ]
-    pandas.DataFrame(rows).to_parquet(path)
+    Dataset.from_list(rows).to_parquet(path)
 
 
 class Trained:

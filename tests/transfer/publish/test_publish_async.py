@@ -15,6 +15,7 @@ from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish import bucket_encoder
+from rose.transfer.publish.codec_choice import pack_for_link
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
@@ -74,11 +75,11 @@ def test_the_next_steps_may_change_the_weights_while_versions_are_sent(
 def test_the_weights_are_free_before_anything_is_packed(
     embedded_url: str, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_pack, pack = threading.Event(), bucket_encoder.pack_for_link
+    may_pack = threading.Event()
 
     def pack_later(*arguments: Any) -> Any:
         may_pack.wait()
-        return pack(*arguments)
+        return pack_for_link(*arguments)
 
     monkeypatch.setattr(bucket_encoder, "pack_for_link", pack_later)
     publisher = WeightPublisher(weights, embedded_url, "run", bucket_bytes=1 << 18)
