@@ -21,6 +21,7 @@ class _Device(ModuleType):
     is_available = staticmethod(lambda: False)
     synchronize = staticmethod(torch.cpu.synchronize)
     mem_get_info = staticmethod(lambda *_: (0, 0))
+    get_device_name = staticmethod(lambda *_: "CPU")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -37,6 +37,7 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
         "data.max_response_length": MAX_TOKENS,
         "data.dataloader_num_workers": 0,
         "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.tokenizer_path": folder / "tokenizer",
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.model.use_remove_padding": False,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
