@@ -130,7 +130,7 @@ def test_each_turn_of_every_step_is_answered_by_the_router(trained: Trained) -> 
 
 
 def test_turns_are_answered_by_the_weights_of_the_step_before(trained: Trained) -> None:
-    """So the versions say that turns carry, and so do the engine's logprobs, which verl compares with its own.
+    """So the versions of the turns say, and the engine's logprobs, which verl compares with its own.
 
     The asynchronous trainer asks for turns while it trains, so they may be older.
     """
