@@ -68,6 +68,7 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
         "trainer.logger": "console",
         "trainer.rollout_data_dir": folder / "rollouts",
         "trainer.default_local_dir": folder / "checkpoints",
+        "+ray_kwargs.ray_init.address": "local",  # not a cluster that another program has here
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.num_gpus": NUM_RANKS,
         "+ray_kwargs.ray_init.include_dashboard": False,
