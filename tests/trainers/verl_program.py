@@ -29,6 +29,7 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
     return {
+        "hydra.run.dir": folder / "hydra",
         "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
