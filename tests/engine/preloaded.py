@@ -1,4 +1,7 @@
-"""The process with vLLM loaded, from which the tests fork theirs: an import of vLLM takes 20 s of CPU."""
+"""The process with vLLM loaded, from which the tests fork theirs: an import of vLLM takes 20 s of CPU.
+
+Trainers are forked from it as well.
+"""
 
 import os
 import sys
@@ -18,7 +21,10 @@ MODULES = (
     *("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.api_server.app_state"),
     *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
     *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
-    *("vllm.v1.core.sched.async_scheduler", "async_on_cpu", "inspecting"),
+    *("vllm.v1.core.sched.async_scheduler", "async_on_cpu", "inspecting", "compressed_tensors.quantization"),
+    # What trainers import. TRL itself looks at its import for distributions that only some tests have.
+    *("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "accelerate", "datasets", "peft"),
+    *("torch._dynamo", "torch.distributed.fsdp", "rose.trainers.fine_tune.callback"),
 )
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([*MODULES, LAST])
