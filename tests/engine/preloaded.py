@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -22,9 +23,9 @@ MODULES = (
     *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.core.sched.scheduler"),
     *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen3"),
     *("vllm.v1.core.sched.async_scheduler", "async_on_cpu", "inspecting", "compressed_tensors.quantization"),
+    *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"),
     # What trainers import. TRL itself looks at its import for distributions that only some tests have.
-    *("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "accelerate", "datasets", "peft"),
-    *("torch._dynamo", "torch.distributed.fsdp", "rose.trainers.fine_tune.callback"),
+    *(name for name in ("transformers.trainer", "accelerate", "datasets") if find_spec(name.split(".")[0])),
 )
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([*MODULES, LAST])
