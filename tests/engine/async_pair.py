@@ -50,6 +50,8 @@ class Part:
     most_in_flight: int
     num_overruns: int
     """Times that serving waited no longer for a rollout step."""
+    num_grants: int
+    """Grants that serving has offered."""
     num_moves: int
     asked: list[Asked]
 
@@ -165,6 +167,7 @@ class _Run:
             steps=list(self._device.steps),
             most_in_flight=self._device.most_in_flight,
             num_overruns=self._words.load(BoardWord.S_OVERRUNS),
+            num_grants=self._words.load(BoardWord.S_YIELDS),
             num_moves=num_changes(tenant) - self._moves_before,
             asked=self._asked,
         )

@@ -142,8 +142,8 @@ class Driver:
         self.scheduler = self.core.scheduler
         self._num_asked = 0
         self.replies: dict[str, Reply] = {}
+        self.core.input_queue = queue.Queue()  # an engine core in its caller's thread has none
         if bind := getattr(self.scheduler, "bind_core", None):
-            self.core.input_queue = queue.Queue()  # an engine core in its caller's thread has none
             bind(self.core)  # starts the thread that notices leases and cuts in an idle engine
 
     def ask(
@@ -169,6 +169,8 @@ class Driver:
         return names
 
     def step(self) -> None:
+        while not self.core.input_queue.empty():  # wake-ups: as long as one is there, no grant is offered
+            self.core.input_queue.get_nowait()
         for output in self._engine.step():
             completion = output.outputs[0]
             self.replies[output.request_id] = Reply(

@@ -129,6 +129,7 @@ def test_two_engines_with_async_scheduling_take_turns_at_steps_edges(
     asker, worker = asking.result(), working.result()
     assert worker.most_in_flight == (2 if busy is Role.SERVING else 1)
     assert len(asker.asked) == NUM_ASKS
+    assert (worker.num_grants > 0) == (busy is Role.SERVING)
     # Serving doesn't wait for ever for a rollout step that runs past its predicted end, on a busy machine.
     assert async_pair.num_overlaps(worker.steps, asker.steps) == 0 or worker.num_overruns > 0
     for replies in worker.replies:
