@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +31,11 @@ def test_no_rank_is_in_a_phase_beside_another_job_whoever_dies(
     phases = {"rollout": {"seconds": 0.2}, "train": {"seconds": 0.2}}
     with OnRay(tmp_path, rig.address, cluster={"policy": "lifetime-static", "lease_s": 3.0}) as served:
         for name in JOBS:
-            fields = {"command": command, "phases": phases, "iterations": NUM_ITERATIONS, "max_restarts": 99}
+            fields: dict[str, Any] = {"command": command, "phases": phases, "iterations": NUM_ITERATIONS}
+            fields |= {
+                "max_restarts": 99,
+                "hung_s": 15.0,
+            }  # a stopped rank may have no lease
             assert served.submit(name, placement="spread", **fields).error is None
         assert len({served.job(name)["group"] for name in JOBS}) == 1, "they share the nodes"
         for fault in rng.sample(FAULTS, len(FAULTS)):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import ray
+from lending.lending_router import ADMIN_KEY
+from lending.sizing import NUM_ASKED, POOLS, lending, lines, submit, wait_nodes
 from lib.cluster.ray_rig import RayRig
 from served_cluster import PATIENCE_S, wait_until
 
@@ -17,8 +19,6 @@ from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Cancel
 from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
 from tests.jobs.on_ray.ray_rig import JOB, OnRay, ray_nodes
-from tests.scheduler.runtime.lending.lending_router import ADMIN_KEY
-from tests.scheduler.runtime.lending.sizing import NUM_ASKED, POOLS, lending, lines, submit, wait_nodes
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lending.lending_router import Router, lent_worker, served
 from served_cluster import ServedCluster, wait_until
 
 from rose.scheduler.runtime.channel.messages import Submit
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
-from tests.scheduler.runtime.lending.lending_router import Router, lent_worker, served
 
 JOB = Path(__file__).with_name("sized_job.py")
 ROLLOUT_S = 3.0

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lending.lending_router import ADMIN_KEY, Router, lent_worker
 from served_cluster import ServedCluster, kill, wait_until
 
 from rose.scheduler.runtime.channel.messages import Cancel
 from tests.commands import rose
 from tests.scheduler.rollout.scripted_worker import expected_tokens
-from tests.scheduler.runtime.lending.lending_router import ADMIN_KEY, Router, lent_worker
 
 JOB = Path(__file__).parents[1] / "borrowing_job.py"
 BORROW = {"run_id": "run-math", "model": "scripted", "max_serving_gpus": 1}

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
+from lending.lending_router import ADMIN_KEY
+from lending.sizing import NUM_ASKED, POOLS, lending, lines, submit, wait_nodes
 from served_cluster import ServedCluster, wait_until
-
-from tests.scheduler.runtime.lending.lending_router import ADMIN_KEY
-from tests.scheduler.runtime.lending.sizing import NUM_ASKED, POOLS, lending, lines, submit, wait_nodes
 
 pytestmark = pytest.mark.slow
 
