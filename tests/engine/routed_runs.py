@@ -29,12 +29,16 @@ class RoutedDriver(Driver):
 
         self._engine.step = noting
 
-    def run(self, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-        names = self.ask([prompt], max_tokens, **more)
-        return self.told(names[0], self.wait(names)[0].tokens)
+    def run(self, prompts: list[list[int]], max_tokens: int, **more: Any) -> list[dict[str, Any]]:
+        names = self.ask(prompts, max_tokens, **more)
+        return self.told(names)
 
-    def told(self, name: str, tokens: list[int]) -> dict[str, Any]:
-        return {"tokens": tokens, "rows": self.rows.get(name)}
+    def told(self, names: list[str]) -> list[dict[str, Any]]:
+        replies = zip(names, self.wait(names), strict=True)
+        return [
+            {"tokens": reply.tokens, "rows": self.rows.get(name), "stop_reason": reply.stop_reason}
+            for name, reply in replies
+        ]
 
 
 def main(arguments: Path, answers: Path) -> None:
@@ -45,21 +49,20 @@ def main(arguments: Path, answers: Path) -> None:
     settings = {"role": "rollout", "pool": given["pool"], "stall_s": 600.0}
     driver = RoutedDriver(make_engine(Path(given["model"]), settings, enable_return_routed_experts=True))
     assert driver.core.model_executor.driver_worker.worker.use_v2_model_runner
-    prompt, max_tokens = given["prompt"], given["max_tokens"]
-    found = {"whole": driver.run(prompt, max_tokens)}
-    (name,) = names = driver.ask([[*prompt[1:], 5]], max_tokens)
-    found["other"] = driver.told(name, driver.wait(names)[0].tokens)
-    (name,) = names = driver.ask([[*prompt[1:], 5]], max_tokens)
+    prompts, max_tokens = given["prompts"], given["max_tokens"]
+    whole = driver.run(prompts, max_tokens)
+    names = driver.ask(prompts, max_tokens)
     _wait_for_tokens(driver, names)
-    _cut(driver, 1)
-    (reply,) = driver.wait(names)
-    found["cut"] = {**driver.told(name, reply.tokens), "stop_reason": reply.stop_reason}
+    _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
+    cut = driver.told(names)
     _cut(driver, given["num_slabs"])
-    so_far = [*prompt[1:], 5, *reply.tokens]
-    start = len(so_far) - 1
-    found["rest"] = driver.run(so_far, max_tokens - len(reply.tokens), routed_experts_prompt_start=start)
+    rest = []
+    for prompt, reply in zip(prompts, cut, strict=True):
+        so_far, left = [*prompt, *reply["tokens"]], max_tokens - len(reply["tokens"])
+        more = {"routed_experts_prompt_start": len(so_far) - 1}
+        rest += driver.run([so_far], left, **more) if left else [{"tokens": [], "rows": []}]
     tenant_of(driver).pool.check_integrity()
-    answers.write_text(json.dumps(found))
+    answers.write_text(json.dumps({"whole": whole, "cut": cut, "rest": rest}))
 
 
 if __name__ == "__main__":
