@@ -81,9 +81,12 @@ class Trained:
             *("--port", str(port), "--relay", self.relay.url, "--run", RUN, "--served-model-name", "tiny"),
             *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"),
         ]
-        self.engine = ServerProcess(argv, "engine", folder / "engine.log").start()
-        self.engine.wait_ready(f"{self.engine_url}/health", READY_S)
-        self.turns = asyncio.run(self._train(mode))
+        self.engine = ServerProcess(argv, "engine", folder / "engine.log")
+        self.turns: Any = None
+
+    def run(self) -> None:
+        self.engine.start().wait_ready(f"{self.engine_url}/health", READY_S)
+        self.turns = asyncio.run(self._train(self.mode))
 
     async def _train(self, mode: str) -> Any:
         async with running_router(self.engine_url) as router:
@@ -119,8 +122,11 @@ class Trained:
 @pytest.fixture(scope="module", params=MODES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     made = Trained(request.param, tmp_path_factory.mktemp(request.param))
-    yield made
-    made.close()
+    try:
+        made.run()
+        yield made
+    finally:
+        made.close()
 
 
 def test_each_turn_of_every_step_is_answered_by_the_router(trained: Trained) -> None:
