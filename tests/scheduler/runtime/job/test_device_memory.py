@@ -88,7 +88,8 @@ def test_a_child_of_the_jobs_program_without_its_environment_is_the_jobs_own(
 ) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(msgspec.json.encode(job_file(tmp_path, "a")))
-    program = f"import subprocess; print(subprocess.Popen({['sleep', '600']}, env={{}}).pid, flush=True); input()"
+    begins = f"subprocess.Popen({['sleep', '600']}, env={{}})"
+    program = f"import subprocess; print({begins}.pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, "ROSE_JOB": str(path)},
