@@ -48,9 +48,9 @@ class ControlClient:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._is_up = True
-        """Whether calls are sent by who makes them. After a call that could not be sent, or a lost connection,
-        the reading thread first sends those that wait, so that the scheduler never gets a later call before
-        an earlier one."""
+        """Whether calls are sent by who makes them. After a lost connection, or a call that could not be
+        sent, the reading thread first sends those that wait, so that the scheduler never gets a later call
+        before an earlier one."""
         self._last_seq = 0
         self._closed = threading.Event()
         self._connect(connect_timeout_s)
