@@ -10,7 +10,9 @@ without (where the router knows a trajectory by how its prompt begins).
 Beside it, the ideal and how many turns ran on another engine than the one before.
 
   cost_over_paper_real[alike]   the time of a rollout phase under policy `paper` / that under `cost`, by pairs
-  cost_over_paper_real[unlike]  the same with one engine slower: it shares its core with all but the other
+  cost_over_paper_real[unlike]  the same with one engine at half its speed: a process that always computes
+                                shares its core, as serving shares a GPU
+  cost_over_paper_real[light]   the same with half as many trajectories, so that turns find a choice of places
 
 A phase is over when the last of its trajectories is. Their turns, answers and pauses vary
 (lib/load/phases.py). Each phase has a router of its own, which knows nothing of the engines at first. The
@@ -31,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.harness import median_figure, run_benchmark
-from lib.load.phases import PlayedPhase, play_phase
+from lib.load.phases import FULL_GROUPS, LIGHT_GROUPS, PlayedPhase, play_phase
 from lib.load.turns import RouterClient, random_prompt, until_so
 
 from rose.errors import WorkerError
@@ -46,8 +48,8 @@ MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 24, 64
 MIN_TOOL_TOKENS, MAX_TOOL_TOKENS = 20, 60
 MIN_TOOL_S, MAX_TOOL_S = 0.05, 0.5
 POLICIES = ("paper", "cost")
-CASES = ("prefix", "alike", "unlike")
-NUM_PAIRS = {True: 2, False: 4}
+CASES = ("prefix", "alike", "unlike", "light")
+NUM_PAIRS = {True: 2, False: 6}
 """The pairs of phases by --quick."""
 BLOCK_TOKENS = 128
 """vLLM's block on the CPU: the prefix cache comes in whole ones."""
@@ -74,31 +76,36 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     if "prefix" in cases:
         with Rig() as rig:
             figures += _prefixes(rig, _start_engines(rig), args)
-    if "alike" in cases or "unlike" in cases:
+    if {"alike", "unlike", "light"} & set(cases):
         with Rig() as rig:
             workers = _start_engines(rig, rig.model(Role.SERVING))
             if "alike" in cases:
                 figures.append(_phases(rig, "alike", workers, args))
-            if "unlike" in cases:
+            if {"unlike", "light"} & set(cases):
                 with _slowed(rig):
-                    figures.append(_phases(rig, "unlike", workers, args))
+                    for case, num_groups in (("light", LIGHT_GROUPS), ("unlike", FULL_GROUPS)):
+                        if case in cases:
+                            figures.append(_phases(rig, case, workers, args, num_groups))
     return figures
 
 
 @contextmanager
 def _slowed(rig: Rig) -> Iterator[None]:
-    """Gives one engine the first CPU, and all other processes the rest. Raises: WorkerError without a second
-    one."""
+    """Gives one engine half of the first CPU, and all other processes the rest. Raises: WorkerError without a
+    second one."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
-        raise WorkerError("the case `unlike` needs two CPUs")
+        raise WorkerError("the cases `unlike` and `light` need two CPUs")
     pin_tree(rig.pid("a"), cpus[:1])
     pin_tree(rig.pid("b"), cpus[1:])
     rig.others = tuple(cpus[1:])
+    busy = rig.run(["-c", "while True: pass"], "busy")
+    pin_tree(busy.pid, cpus[:1])
     os.sched_setaffinity(0, cpus[1:])
     try:
         yield
     finally:
+        busy.stop()
         os.sched_setaffinity(0, cpus)
 
 
@@ -120,14 +127,16 @@ def _prefixes(rig: Rig, workers: Sequence[str], args: argparse.Namespace) -> lis
     return figures
 
 
-def _phases(rig: Rig, case: str, workers: Sequence[str], args: argparse.Namespace) -> Figure:
+def _phases(
+    rig: Rig, case: str, workers: Sequence[str], args: argparse.Namespace, num_groups: int = FULL_GROUPS
+) -> Figure:
     """Plays pairs of phases, each pair with the same lengths under both policies. The first one warms up."""
     phases: dict[str, list[PlayedPhase]] = {policy: [] for policy in POLICIES}
     for number in range(NUM_PAIRS[args.quick] + 1):
         for policy in POLICIES if number % 2 else POLICIES[::-1]:
             name = f"{case}-{policy}-{args.seed}-{number}"
             router, url = rig.run_router(workers, "--policy", policy, name=f"router-{name}")
-            phases[policy].append(asyncio.run(play_phase(url, name, f"{args.seed}-{number}")))
+            phases[policy].append(asyncio.run(play_phase(url, name, f"{args.seed}-{number}", num_groups)))
             router.stop()
             print(f"{name}: {phases[policy][-1]}", file=sys.stderr)
     paper, cost = (phases[policy][1:] for policy in POLICIES)

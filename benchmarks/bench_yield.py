@@ -6,6 +6,9 @@ round. The value is the time from the end of the step that ran when the request 
 had the claim on the GPU: P99 and, beside it, P50. The target is one step (the one that may be queued behind)
 and 2 ms. Beside it: the length of a step, and until the first step of the request began on the device.
 
+Serving's TPOT target is so high that there is always slack, and its load prefills seldom: how long the gate
+waits for slack or for prefills (docs/gate.md) is another question.
+
 Both engines are real, in processes of their own, with vLLM's async scheduling, on devices that imitate a
 GPU's lateness (tests/engine). `wait_ms` counts from the request on.
 
@@ -29,9 +32,11 @@ from rose.types import GateMode, Role
 
 ENGINES = Path(__file__).resolve().parents[1] / "tests" / "engine"
 NUM_ASKS, QUICK_ASKS = 200, 40
-NUM_PROMPTS = 8
-MAX_TOKENS = 40
-NUM_SLABS, HEADROOM_SLABS, SLAB_BYTES = 32, 6, 512 << 10
+NUM_PROMPTS = 6
+MAX_TOKENS = 250
+TPOT_TARGET_MS = 1800.0
+"""So high that there is always slack for a rollout step, and serving waits for none to gather."""
+NUM_SLABS, HEADROOM_SLABS, SLAB_BYTES = 48, 6, 512 << 10
 SPARE_S = 0.002
 
 
@@ -95,6 +100,7 @@ class _Pair:
         folder = self._folder / giver.value
         self._folder.mkdir(exist_ok=True)
         given = {"model": self._model, "pool": pool, "mode": GateMode.DUAL, **events}
+        given |= {"tpot_target_ms": TPOT_TARGET_MS}
         given |= {"prompts": self._prompts, "max_tokens": MAX_TOKENS}
         with (
             self._tests["forked_engines"].forks(folder) as run,

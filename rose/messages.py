@@ -141,6 +141,8 @@ class Lease(BaseModel):
     """The turns that it may have here."""
     others: int = 0
     """The turns that other routers have here."""
+    other_users: int = 0
+    """How many other routers have turns here, among which the GPU's time is divided."""
     lent_to: str | None = None
     """The job to which this GPU is lent; empty while the loan changes hands, None if no router lends it."""
     is_wanted: bool = False
@@ -194,6 +196,9 @@ class RoutingStatus(BaseModel):
     has_subscriber: bool = False
     """Whether a subscriber gives it the weights of runs, even one that has not been heard yet or has gone.
     Its base weights then say nothing of what a run has published."""
+    awaits_weights: bool = False
+    """Whether it has base weights, and its subscriber has not said that its run has published nothing. A
+    dedicated engine then runs no turns of jobs with a run."""
     run_problems: dict[str, str] = {}
     """The runs whose weights the engine could not get lately, with the reasons."""
 

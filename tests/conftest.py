@@ -1,5 +1,6 @@
 """What every test shares: marks that skip where their machine is missing, and a private runtime."""
 
+import gc
 import logging
 import os
 import shutil
@@ -37,6 +38,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Every engine would compile a few small functions of vLLM's sampler, which takes longer than a test's tokens.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 # Tests judge no speed, and every run tries the same: a machine that stalls, or a rare draw, must not decide
 # whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New
@@ -80,6 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reasons[mark] = _missing(mark)
             if reasons[mark] is not None:
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collectors do not look at the tests themselves, nor at the modules that they import."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

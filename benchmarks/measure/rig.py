@@ -18,7 +18,7 @@ from typing import Any, Self, TypedDict
 import psutil
 
 from rose.config import Settings
-from rose.errors import WorkerError
+from rose.errors import RelayError, WorkerError
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.node import launch
@@ -26,6 +26,7 @@ from rose.node.control import EngineControl
 from rose.node.node_config import EngineConfig
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.ports import free_port
+from rose.transfer.relay.mooncake import mooncake_available
 from rose.types import Role
 
 ENGINE_ENV = {
@@ -297,6 +298,17 @@ class Rig:
             for daemon in self._daemons.values():
                 daemon.stop()
             self._stack.close()
+
+
+def relay_kind(wanted: str) -> str:
+    """Returns "mooncake" where its libraries are or ``wanted`` is that, else "embedded".
+
+    Raises: RelayError where Mooncake is wanted and can't be loaded.
+    """
+    has_mooncake, reason = mooncake_available()
+    if wanted == "mooncake" and not has_mooncake:
+        raise RelayError(f"--relay mooncake: {reason}")
+    return "mooncake" if has_mooncake and wanted != "embedded" else "embedded"
 
 
 def _threads(leader_pid: int) -> Iterable[int]:

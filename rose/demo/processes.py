@@ -10,11 +10,9 @@ even from another CPU they would slow it down, through the caches and the memory
 import itertools
 import json
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -23,10 +21,10 @@ from rose.admission.board import BoardWord
 from rose.admission.claim import has_work
 from rose.demo.plan import DemoPlan
 from rose.demo.records import TrainingStep
-from rose.errors import RelayError, WorkerError
-from rose.measure.rig import Rig, give_way
+from rose.errors import WorkerError
+from rose.measure.rig import Rig, give_way, relay_kind
+from rose.measure.stopping import stopping
 from rose.node.control import EngineControl
-from rose.transfer.relay.mooncake import mooncake_available
 from rose.types import Role
 
 RUN_ID = "demo"
@@ -59,7 +57,7 @@ class Machine:
         self._rig = rig
         rig.others = plan.cpus.others
         self.pool = rig.pool(plan.pool_name, **plan.pool)
-        self.relay_kind = _relay_kind(plan.options.relay)
+        self.relay_kind = relay_kind(plan.options.relay)
         _, self.relay_url = rig.start_relay("relay", kind=self.relay_kind, capacity_bytes=RELAY_BYTES)
         shared: dict[str, Any] = {"pool": plan.pool_name, "compute_cpus": plan.cpus.compute}
         followed: dict[str, Any] = {"relay": self.relay_url, "run": RUN_ID}
@@ -85,7 +83,7 @@ class Machine:
         give_way(subscriber_pid)
         groups = frozenset({-trainer.pid, -subscriber_pid, -self._rig.pid(DEDICATED)})
         board = self.pool.board_words
-        with _stopping(LOOK_S, lambda: groups if has_work(board.load(BoardWord.CLAIM)) else frozenset()):
+        with stopping(LOOK_S, lambda: groups if has_work(board.load(BoardWord.CLAIM)) else frozenset()):
             yield
 
     def share_equally(self) -> None:
@@ -109,7 +107,7 @@ class Machine:
             for thread in rollout.threads():
                 os.sched_setaffinity(thread.id, {int(self._compute)})
         turns = itertools.cycle((frozenset({serving.pid}), frozenset({rollout.pid})))
-        with _stopping(SLICE_S, lambda: next(turns)):
+        with stopping(SLICE_S, lambda: next(turns)):
             yield
 
     def _core(self, name: str) -> psutil.Process:
@@ -171,41 +169,3 @@ class TrainingRun:
 
     def _fail(self) -> None:
         raise WorkerError(f"trainer ended with {self._process.exit_status}:\n{self._process.log_tail()}")
-
-
-@contextmanager
-def _stopping(pause_s: float, choose: Callable[[], frozenset[int]]) -> Iterator[None]:
-    """Keeps stopped what ``choose`` returns after each pause: processes, and with a minus sign groups."""
-    ended = threading.Event()
-
-    def run() -> None:
-        stopped: frozenset[int] = frozenset()
-        try:
-            while not ended.wait(pause_s):
-                before, stopped = stopped, choose()
-                _signal(stopped - before, signal.SIGSTOP)
-                _signal(before - stopped, signal.SIGCONT)
-        finally:
-            _signal(stopped, signal.SIGCONT)
-
-    thread = threading.Thread(target=run, name="stopping", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _signal(ids: Iterable[int], number: int) -> None:
-    for each in ids:
-        with suppress(ProcessLookupError):  # the trainer may end by itself
-            os.kill(each, number)
-
-
-def _relay_kind(wanted: str) -> str:
-    """Returns "mooncake" where its libraries are or the user asked for it, else "embedded"."""
-    has_mooncake, reason = mooncake_available()
-    if wanted == "mooncake" and not has_mooncake:
-        raise RelayError(f"--relay mooncake: {reason}")
-    return "mooncake" if has_mooncake and wanted != "embedded" else "embedded"

@@ -31,7 +31,7 @@ _KEY = "actor_rollout_ref.rollout.custom.rose"
 _MEDIA = ("image_data", "video_data", "audio_data")
 
 
-def _settings(rollout: Any) -> tuple[dict[str, str], dict[str, Any]]:
+def _settings(rollout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the settings of turns and of weights. Raises: ValueError if there are none."""
     custom = rollout.custom if rollout.custom is not None else {}
     if "rose" not in custom:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rose.scheduler.group.model import Group
 
 HOST_BYTES = 2 * 10**12
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class Pool:
 
     name: str
     dollars_per_gpu_hour: float
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
     host_bytes: int = HOST_BYTES
     num_nodes: int | None = None
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rose.config import Section
 from rose.errors import ConfigError
-from rose.scheduler.cluster.pools import H20, H800, HOST_BYTES, Pool, Pools
+from rose.scheduler.cluster.pools import GPUS_PER_NODE, H20, H800, HOST_BYTES, Pool, Pools
 from rose.scheduler.group.model import Job, Phase, SloKind
 
 CLUSTER_EXAMPLE = """\
@@ -244,30 +244,30 @@ class PoolSpec(Section):
     """The name of the kind, such as h20."""
     dollars_per_gpu_hour: Annotated[float, Field(ge=0)]
     """The price of a GPU of these nodes."""
-    gpus_per_node: Annotated[int, Field(ge=1)] = 8
-    """The GPUs of a node, for its price and for how many serving GPUs a job may borrow."""
+    gpus_per_node: Annotated[int | None, Field(ge=1)] = None
+    """The GPUs of a node, for its price and for how many serving GPUs a job may borrow.
+
+    None: those that the node takes of a Ray node, or 8.
+    """
     host_gb: Annotated[float, Field(gt=0)] = HOST_BYTES / _GB
     """The host memory of a node for suspended phases."""
     num_nodes: Annotated[int | None, Field(ge=1)] = None
     """The most nodes that all groups may have. None: no limit."""
 
-    def to_pool(self) -> Pool:
+    def to_pool(self, num_gpus: float | None = None) -> Pool:
+        """num_gpus: what a node takes of a Ray node; None: not known."""
+        given = self.gpus_per_node if self.gpus_per_node is not None else num_gpus
         return Pool(
             name=self.name,
             dollars_per_gpu_hour=self.dollars_per_gpu_hour,
-            gpus_per_node=self.gpus_per_node,
+            gpus_per_node=int(given) if given else GPUS_PER_NODE,
             host_bytes=round(self.host_gb * _GB),
             num_nodes=self.num_nodes,
         )
 
 
 def _spec_of(pool: Pool) -> PoolSpec:
-    return PoolSpec(
-        name=pool.name,
-        dollars_per_gpu_hour=pool.dollars_per_gpu_hour,
-        gpus_per_node=pool.gpus_per_node,
-        num_nodes=pool.num_nodes,
-    )
+    return PoolSpec(name=pool.name, dollars_per_gpu_hour=pool.dollars_per_gpu_hour, num_nodes=pool.num_nodes)
 
 
 class PoolsSpec(Section):
@@ -289,10 +289,12 @@ class PoolsSpec(Section):
             raise ValueError(f"both pools are named {self.rollout.name}; name them apart")
         return self
 
-    def to_pools(self) -> Pools:
+    def to_pools(self, num_gpus: Mapping[str, float] | None = None) -> Pools:
+        """num_gpus: what a node of each kind takes of a Ray node, as far as it is known."""
+        known = num_gpus if num_gpus is not None else {}
         return Pools(
-            rollout=self.rollout.to_pool(),
-            train=self.train.to_pool(),
+            rollout=self.rollout.to_pool(known.get(Phase.ROLLOUT)),
+            train=self.train.to_pool(known.get(Phase.TRAIN)),
             num_serving_gpus=self.serving_gpus,
             serving_dollars_per_gpu_hour=self.serving_dollars_per_gpu_hour,
             max_residents=self.max_residents,

@@ -103,7 +103,7 @@ class SchedulerReplay:
             spec = cluster.model_dump()
         spec |= {"policy": policy, "lease_s": NO_LEASE_S}
         cluster = parse_config(spec, ServeSpec, "a scheduler for the trace")
-        self._pools: Pools = cluster.pools.to_pools()
+        self._pools: Pools = cluster.to_pools()
         self._pause_s = cluster.move_pause_s
         self._keeps_ends = keeps_ends
         self._progress = progress

@@ -1,22 +1,22 @@
 """The demo itself: in miniature from end to end, and stopped half-way."""
 
-import os
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from forked_server import forking
+from forked_server import ForkedServer, forking
+from real_engine import until
 
 from rose.demo import processes
 from rose.demo.plan import SERVING_LOAD, DemoOptions, DemoPlan, Durations
+from rose.demo.processes import DEDICATED, ROLLOUT, SERVING
 from rose.demo.records import UNDER_ROSE, PhaseName
 from rose.demo.run import run_demo
 from rose.measure import rig, windows
+from rose.node.processes import ServerProcess
 
 MINIATURE = Durations(rollout_alone_s=2, window_s=5, training_windows=1)
 """Training goes on to the end of its first step, however long that takes."""
@@ -24,6 +24,7 @@ FORKED = (
     *("vllm.entrypoints.openai.api_server", "rose.engine.stock", "rose.demo.trainer"),
     *("rose.measure.replay", "rose.measure.rollout_load"),
 )
+STARTED_S = 900.0
 LEAD_S = 1.0
 """Forked clients import nothing before their window. One that is late begins at once."""
 LIGHT = replace(SERVING_LOAD, rate_rps=0.8, max_prompt_tokens=128, max_output_tokens=24, drain_s=600)
@@ -68,35 +69,14 @@ def test_the_whole_loop_runs_and_leaves_nothing_behind(
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "rose.demo.run", "--quick", "--relay", "embedded", "--out", str(tmp_path)]
-    demo = subprocess.Popen(argv, start_new_session=True)
-    try:
-        started = wait_for_engines(demo.pid)
-        os.kill(demo.pid, signal.SIGINT)
-        assert demo.wait(timeout=600) == 130
-    finally:
-        demo.kill()
-        demo.wait()
-    gone, alive = psutil.wait_procs(started, timeout=300)
-    assert not alive, alive
-    assert gone
-
-
-def wait_for_engines(pid: int, timeout_s: float = 900.0) -> list[psutil.Process]:
-    """The demo's processes once its pool and engines are on their way."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        commands = {each: command_of(each) for each in psutil.Process(pid).children(recursive=True)}
-        if sum("api_server" in command for command in commands.values()) >= 3:
-            return [process for process, command in commands.items() if command]
-        time.sleep(0.5)
-    raise AssertionError(f"no engines after {timeout_s} s")
-
-
-def command_of(process: psutil.Process) -> str:
-    """Its command line; empty once it has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # a zombie too
-        return ""
+    logs = [tmp_path / "logs" / f"{name}.log" for name in (SERVING, ROLLOUT, DEDICATED)]
+    with forking(*FORKED):
+        before = descendants()
+        with ForkedServer(ServerProcess(argv, "demo", tmp_path / "demo.out"), *FORKED) as demo:
+            demo.wait_until(lambda: all(log.exists() for log in logs), "engines on their way", STARTED_S)
+            demo.send_signal(signal.SIGINT)
+            assert demo.wait(STARTED_S) == 130, demo.log_tail()
+        until(lambda: descendants() <= before, "the end of all that it has started")

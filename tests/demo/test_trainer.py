@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from forked_server import ForkedServer
 
-from rose.config import child_environment
 from rose.demo.frozenlake import STARTS, WORDS
 from rose.errors import WorkerError
 from rose.measure import models
 from rose.measure.completions import SESSION_HEADER
+from rose.node.processes import ServerProcess
 from rose.trainers.turns import RouterTurns
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
@@ -177,15 +178,12 @@ def test_sigterm_ends_the_process_in_the_middle_of_a_rollout(
 ) -> None:
     server.hangs.set()
     command = trainer_command(server.url, relay_url, model_dir, tmp_path / "training.jsonl")
-    environment = child_environment({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    process = subprocess.Popen([sys.executable, "-m", "rose.demo.trainer", *command], env=environment)
-    try:
-        assert server.saw_request.wait(900)
+    argv = [sys.executable, "-m", "rose.demo.trainer", *command]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with ForkedServer(ServerProcess(argv, "trainer", tmp_path / "trainer.log", environment)) as process:
+        assert server.saw_request.wait(900), process.log_tail()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 0
-    finally:
-        process.kill()
-        process.wait()
+        assert process.wait(300) == 0, process.log_tail()
     assert server.rl_steps == [1]
     assert not (tmp_path / "training.jsonl").exists()
 

@@ -61,12 +61,13 @@ def work_on(
     prompts: Prompts,
     max_tokens: int,
     mode: GateMode,
+    tpot_target_ms: float | None,
     ready: Event,
     begin: Event,
     stop: Event,
 ) -> Part:
     """Answers all prompts at once, over and over, from ``begin`` until told to stop."""
-    run = _Run(model, pool, role, prompts, max_tokens, mode)
+    run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
     ready.set()
     run.driver.step_until(begin.is_set, "the other engine", 1200.0)
     run.begin()
@@ -82,6 +83,7 @@ def ask_now_and_then(
     prompts: Prompts,
     max_tokens: int,
     mode: GateMode,
+    tpot_target_ms: float | None,
     num_asks: int,
     seed: int,
     ready: Event,
@@ -92,7 +94,7 @@ def ask_now_and_then(
     then tells it to stop."""
     try:
         ready.wait()
-        run = _Run(model, pool, role, prompts, max_tokens, mode)
+        run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
         run.begin()
         begin.set()
         rng = random.Random(seed)
@@ -106,10 +108,18 @@ def ask_now_and_then(
 
 class _Run:
     def __init__(
-        self, model: Path, pool: str, role: Role, prompts: Prompts, max_tokens: int, mode: GateMode
+        self,
+        model: Path,
+        pool: str,
+        role: Role,
+        prompts: Prompts,
+        max_tokens: int,
+        mode: GateMode,
+        tpot_target_ms: float | None,
     ) -> None:
         self._device = use_late_device()
-        self.driver = _gated(model, role, pool, prompts, max_tokens, mode=mode)
+        how: dict[str, Any] = {"mode": mode, "tpot_target_ms": tpot_target_ms}
+        self.driver = _gated(model, role, pool, prompts, max_tokens, **how)
         self._role = role
         self._words = tenant_of(self.driver).client.board_words
         self._granted_s = 0.0

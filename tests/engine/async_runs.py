@@ -65,12 +65,12 @@ def answer_over_cuts_on_ranks(
     most = 0
     bound = RoseScheduler._bound_in_flight
 
-    def noting(scheduler: RoseScheduler) -> None:
+    def noting(scheduler: Any) -> None:
         nonlocal most
         most = max(most, len(scheduler._in_flight))
         bound(scheduler)
 
-    RoseScheduler._bound_in_flight = noting  # type: ignore[method-assign]
+    RoseScheduler._bound_in_flight = noting  # type: ignore[method-assign,assignment]
     moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
     return LateMoves(moves=moves, most_in_flight=most, num_waits=0)
 
@@ -148,6 +148,7 @@ def _gated(
     prompts: Prompts,
     max_tokens: int,
     mode: GateMode = GateMode.DUAL,
+    tpot_target_ms: float | None = None,
     **args: Any,
 ) -> Driver:
     """Returns an engine that has learned how long its steps take, and then shuts its gate."""
@@ -156,7 +157,7 @@ def _gated(
         driver.answer(prompts[: len(prompts) - round_number], max_tokens)
     scheduler = driver.scheduler
     assert scheduler.recorder.is_profiled
-    scheduler.set_gate(scheduler.rose.gate_settings(mode))
+    scheduler.set_gate(scheduler.rose.gate_settings(mode, tpot_target_ms))
     return driver
 
 

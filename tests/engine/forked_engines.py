@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from preloaded import FORKS
+from preloaded import FORKS, start_fork
 from real_engine import MAX_SEQS, runtime_dir
 from tiny_models import MAX_MODEL_LEN
 
@@ -33,10 +33,7 @@ class Fork:
         """``folder`` gets the log; it holds the runtime directory of its pools."""
         self._log = folder / f"{function.__name__}-{time.monotonic_ns()}.log"
         self._source, sink = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(
-            target=_run, args=(sink, folder, self._log, function, arguments), daemon=True
-        )
-        self._process.start()
+        self._process = start_fork(_run, sink, folder, self._log, function, arguments, daemon=True)
         sink.close()
 
     def result(self) -> Any:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from preloaded import FORKS
+from preloaded import FORKS, ensure_running, start_fork
 
 from rose.node.processes import ServerProcess
 
@@ -63,10 +63,7 @@ class ForkedServer(ServerProcess):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
         started, sink = FORKS.Pipe(duplex=False)
         program = _Program.of(self.argv)
-        process = FORKS.Process(
-            target=_run, args=(sink, self.log_path, dict(self._env), program, self._modules)
-        )
-        process.start()
+        process = start_fork(_run, sink, self.log_path, dict(self._env), program, self._modules)
         sink.close()
         # Watcher and signals go to the session.
         assert started.poll(START_S), f"{self.name} was not forked within {START_S:.0f} s"
@@ -78,7 +75,7 @@ class ForkedServer(ServerProcess):
 def forking(*modules: str) -> Iterator[None]:
     """Meanwhile servers of these modules that this process starts are forked. The process that has vLLM
     loaded is there before, and stays."""
-    _forkserver.ensure_running()
+    ensure_running()
     resource_tracker.ensure_running()
     with _forked(modules):
         yield
@@ -141,9 +138,7 @@ class _ForkedWithInput:
     def __init__(self, argv: list[str], environment: dict[str, str]) -> None:
         source, self.stdin = FORKS.Pipe(duplex=False)
         self._started, sink = FORKS.Pipe(duplex=False)
-        arguments = (sink, None, dict(environment), _Program.of(argv), (), source)
-        self._process = FORKS.Process(target=_run, args=arguments)
-        self._process.start()
+        self._process = start_fork(_run, sink, None, dict(environment), _Program.of(argv), (), source)
         sink.close()
         source.close()
         self.kill = self._process.kill

@@ -159,6 +159,7 @@ class Checkpoint:
             model.config.save_pretrained(folder)
             is_fp8 = quantization == FP8_CONFIG
             tensors = _quantized(tensors, torch.float8_e4m3fn if is_fp8 else torch.int8)
+            safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
         self.tensors = after_a_step(tensors, 1.0, seed=0, is_finite=is_finite)
         self.specs = TorchSource(self.tensors, dtype=None).specs()
         engine = EngineArgs(

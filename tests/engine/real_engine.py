@@ -45,11 +45,11 @@ class RealEngine:
         role: Role,
         folder: Path,
         *vllm_args: str,
-        variables: Mapping[str, str] | None = None,
+        variables: Any = None,
         **rose: Any,
     ) -> None:
         """Starts it; ``folder`` gets its log, runtime and cache. ``rose``: its settings beside the role.
-        ``variables``: more of its environment."""
+        ``variables``: more of its environment, a mapping."""
         self.role = role
         config = EngineConfig(
             model=str(model),

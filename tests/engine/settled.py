@@ -4,6 +4,11 @@ These are three quarters of a million objects, and vLLM collects several times w
 """
 
 import gc
+import sys
 
+from preloaded import MODULES
+
+MISSING = sorted({*MODULES} - {*sys.modules})
+assert not MISSING, f"{MISSING} can't be loaded"  # Python skips a module that it can't import
 gc.collect()
 gc.freeze()

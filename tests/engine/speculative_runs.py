@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -34,6 +35,7 @@ from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import GateMode, Role
 
 NUM_DRAFTS = 3
+MANY_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +139,25 @@ def draft_beside_another(
     for _ in range(num_rounds):
         answers: list[Reply] = []
         for prompt in prompts:
-            if role is Role.ROLLOUT:
+            if role is Role.ROLLOUT:  # a cut freezes the budget until then
+                driver.step_until(
+                    lambda: ledger.serving_reserve_slabs == 0, "serving's recent peak has passed"
+                )
                 begin_rl_step(driver, next(rl_steps))
-            names = driver.ask([prompt], max_tokens)
-            _wait_for_tokens(driver, names)
+            (name,) = driver.ask([prompt], max_tokens)
+            driver.step_until(partial(_has_begun, driver, name), "a few tokens, or its end")
             if burst is not None:
                 burst.set()
-            answers += driver.wait(names)
+            answers += driver.wait([name])
         replies.append(answers)
     stop.set()
     return _drafted(llm, driver, Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before))
+
+
+def _has_begun(driver: Driver, name: str) -> bool:
+    """An earlier burst may end it at once."""
+    reply = driver.replies.get(name)
+    return reply is not None and (len(reply.tokens) > MANY_TOKENS or reply.finish_reason is not None)
 
 
 def stock_answers(**given: Any) -> list[list[int]]:

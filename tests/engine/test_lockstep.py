@@ -3,6 +3,7 @@ that it shares with rollouts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import engine_runs
@@ -14,6 +15,7 @@ from references import ModelDirs, StockAnswers
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS, BoardLog
 from tiny_models import SLAB_BYTES, make_moe_model
 
+from rose._shm import Words
 from rose.admission.board import BoardWord
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
@@ -36,8 +38,14 @@ class Experts:
         runtime = runtime_dir(folder)
         try:
             for name in POOLS:
-                size = {"num_slabs": NUM_SLABS, "slab_bytes": SLAB_BYTES, "headroom_slabs": HEADROOM_SLABS}
-                self._undo.callback(start_daemon(name, runtime_dir=runtime, **size).stop)
+                daemon = start_daemon(
+                    name,
+                    num_slabs=NUM_SLABS,
+                    slab_bytes=SLAB_BYTES,
+                    headroom_slabs=HEADROOM_SLABS,
+                    runtime_dir=runtime,
+                )
+                self._undo.callback(daemon.stop)
             self.pools = [
                 self._undo.enter_context(PoolClient.observe(name, runtime_dir=runtime)) for name in POOLS
             ]
@@ -58,6 +66,10 @@ class Experts:
 
     def close(self) -> None:
         self._undo.close()
+
+
+def is_unclaimed(words: Words) -> bool:
+    return words.load(BoardWord.S_STARTED) == 0
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +114,7 @@ def test_ranks_in_lockstep_claim_their_gpus_for_each_others_steps_and_give_them_
         assert log.has_grown(BoardWord.R_STEPS), "rollouts step while no rank serves"
         assert log.num_overlaps == 0 or log.has_grown(BoardWord.S_OVERRUNS)
         assert words.load(BoardWord.S_BUSY) > 0, "a rank without requests claims its GPU too"
-        until(lambda words=words: words.load(BoardWord.S_STARTED) == 0, "the claim ends with the wave")
+        until(partial(is_unclaimed, words), "the claim ends with the wave")
         pool.ledger.check_integrity()
 
 

@@ -33,7 +33,9 @@ PATIENCE_S = 300.0
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a cluster that has one CPU on each of three nodes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROSE_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))  # Ray's workers inherit it
+        # Ray's workers inherit it. Their engine compiles what vLLM compiles, which other tests turn off.
+        patch.setenv("ROSE_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        patch.delenv("TORCHDYNAMO_DISABLE")
         nodes: Any = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
         local = Cluster()
         try:

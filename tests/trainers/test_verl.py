@@ -1,6 +1,7 @@
 """verl's real client and manager classes, with ROSE's in their place."""
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,3 +80,26 @@ def test_verls_manager_gives_its_loops_the_routers_client() -> None:
     manager = RouterAgentLoopManager(config, llm_client=None)
     assert isinstance(manager, AgentLoopManager)
     assert isinstance(manager.llm_client, RouterLLMClient)
+
+
+def verl_rollout(**weights: Any) -> Any:
+    from rose.trainers.verl import RelayRollout
+
+    config = SimpleNamespace(custom={"rose": {"router_url": "http://127.0.0.1:1", "weights": weights}})
+    return RelayRollout(config, SimpleNamespace(share_embeddings_and_output_weights=False), None)
+
+
+async def test_an_adapter_alone_and_a_missing_relay_are_refused_with_the_key() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.custom\.rose\.weights\.relay_url: missing"):
+        verl_rollout()
+    rollout = verl_rollout(relay_url="embedded://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"set actor_rollout_ref\.model\.lora\.merge=True"):
+        await rollout.update_weights(iter(()), peft_config=object(), global_steps=1)
+
+
+async def test_nothing_is_published_when_verl_wakes_its_servers() -> None:
+    """The relay is not there, so a publish would fail."""
+    rollout = verl_rollout(relay_url="embedded://127.0.0.1:1")
+    await rollout.resume(["weights"])
+    await rollout.update_weights(iter(()), global_steps=None)
+    await rollout.release()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -42,7 +43,7 @@ def engine_python() -> str:
 
 
 def write_prompts(path: Path) -> None:
-    import pandas
+    from datasets import Dataset
 
     rows = [
         {
@@ -53,16 +54,26 @@ def write_prompts(path: Path) -> None:
         }
         for number in range(5, 5 + BATCH * NUM_STEPS)
     ]
-    pandas.DataFrame(rows).to_parquet(path)
+    Dataset.from_list(rows).to_parquet(path)
+
+
+def write_tokenizer(model: Path, folder: Path) -> None:
+    """The model's, with two tokens that verl looks for in a Qwen's, and that no turn here has."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["\n", "<|im_end|>"])
+    tokenizer.save_pretrained(folder)
 
 
 class Trained:
     """What is left when verl has trained: the relay, the engine, and what the router has counted."""
 
     def __init__(self, mode: str, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.mode = folder, mode
         self.model = make_tiny_qwen3(folder / "model")
         write_prompts(folder / "train.parquet")
+        write_tokenizer(self.model, folder / "tokenizer")
         self.relay = RelayProcess("embedded")
         self.engine_url = f"http://127.0.0.1:{(port := free_port())}"
         argv = [
@@ -82,6 +93,7 @@ class Trained:
                 "PYTHONPATH": os.pathsep.join(paths),
                 "VERL_USE_EXTERNAL_MODULES": "verl_cpu,rose.trainers.verl",
                 "VERL_PLATFORM": "cpu",
+                "VERL_ENGINE_DEVICE": "cuda",  # the engines of that name run on any device of torch
                 "GLOO_SOCKET_IFNAME": "lo",
             }
             command = [sys.executable, str(HERE / "verl_program.py"), *arguments]
@@ -93,6 +105,11 @@ class Trained:
     def rollouts(self, step: int) -> list[Any]:
         lines = (self.folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+    def logged(self, metric: str) -> list[float]:
+        """What verl says of each step; its numbers may be numpy's."""
+        number = rf"{metric}:(?:np\.\w+\()?([-+.e\d]+)"
+        return [float(each) for each in re.findall(number, (self.folder / "verl.log").read_text())]
 
     def close(self) -> None:
         self.engine.stop()
@@ -110,6 +127,21 @@ def test_each_turn_of_every_step_is_answered_by_the_router(trained: Trained) -> 
     assert trained.turns["turns"]["finished"] >= BATCH * SAMPLES * NUM_STEPS
     for step in range(1, NUM_STEPS + 1):
         assert len(trained.rollouts(step)) == BATCH * SAMPLES
+
+
+def test_turns_are_answered_by_the_weights_of_the_step_before(trained: Trained) -> None:
+    """So the versions of the turns say, and the engine's logprobs, which verl compares with its own.
+
+    The asynchronous trainer asks for turns while it trains, so they may be older.
+    """
+    lags = trained.logged("trajectory_staleness_worst/max")
+    differences = trained.logged("rollout_probs_diff_mean")
+    assert len(lags) == len(differences) == NUM_STEPS
+    if trained.mode == "sync":
+        assert lags == [0.0] * NUM_STEPS
+        assert max(differences) < 0.005
+    else:
+        assert all(0 <= lag <= NUM_STEPS for lag in lags)
 
 
 def test_the_engine_runs_what_verl_has_trained(trained: Trained) -> None:

@@ -1,19 +1,18 @@
-"""The processor as a platform of verl, which has none: FSDP2 over gloo, and a made-up resource of Ray's.
+"""The processor as a platform of verl, which has none: FSDP2 over gloo, and GPUs that only Ray believes in.
 
 verl imports it in all its processes (``VERL_USE_EXTERNAL_MODULES``) and takes it by ``VERL_PLATFORM=cpu``.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
-
-RESOURCE = "verl_cpu"
-"""What Ray counts for each training process."""
 
 
 class _Device(ModuleType):
@@ -22,6 +21,7 @@ class _Device(ModuleType):
     is_available = staticmethod(lambda: False)
     synchronize = staticmethod(torch.cpu.synchronize)
     mem_get_info = staticmethod(lambda *_: (0, 0))
+    get_device_name = staticmethod(lambda *_: "CPU")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -62,10 +62,14 @@ class CpuPlatform(PlatformBase):
         return None, None
 
     def communication_backend_name(self) -> str:
+        """Begins the process group, ahead of verl: it would name a backend for "cpu" twice, which torch
+        refuses."""
+        if "RANK" in os.environ and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        return "VERL_CPU_VISIBLE_DEVICES"
+        return "CUDA_VISIBLE_DEVICES"
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
@@ -76,7 +80,8 @@ class CpuPlatform(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return RESOURCE
+        """What Ray counts for each training process. verl looks for GPUs and NPUs alone."""
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-RESOURCE = "verl_cpu"
-
 RUN = "verl"
 NUM_RANKS = 2
 NUM_STEPS = 3
@@ -31,6 +29,7 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
     return {
+        "hydra.run.dir": folder / "hydra",
         "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
@@ -39,6 +38,7 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
         "data.max_response_length": MAX_TOKENS,
         "data.dataloader_num_workers": 0,
         "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.tokenizer_path": folder / "tokenizer",
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.model.use_remove_padding": False,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
@@ -69,8 +69,9 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path, mode: s
         "trainer.logger": "console",
         "trainer.rollout_data_dir": folder / "rollouts",
         "trainer.default_local_dir": folder / "checkpoints",
+        "+ray_kwargs.ray_init.address": "local",  # not a cluster that another program has here
         "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.resources": f"{{{RESOURCE}: {NUM_RANKS}}}",
+        "+ray_kwargs.ray_init.num_gpus": NUM_RANKS,
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init.object_store_memory": 256 << 20,
     }

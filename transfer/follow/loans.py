@@ -204,7 +204,8 @@ class FollowedLoans:
         return self._lent[run].subscriber if run in self._lent else self._home
 
     def _point(self, name: str, run: str | None) -> str | None:
-        """Has a worker get the weights of one run alone. Returns why it can't get them, where it is lent."""
+        """Has a worker get the weights of one run alone. Returns why it can't get them; of home, only that
+        its run has published nothing."""
         with self._changing:
             if self._is_ending.is_set():
                 return None
@@ -219,7 +220,8 @@ class FollowedLoans:
                 if each is not target:
                     each.want(name, is_wanted=False)
             target.want(name, is_wanted=True)
-        return target.problem(name) if run is not None else None
+        problem = target.problem(name)
+        return problem if run is not None or problem == NOTHING_PUBLISHED else None
 
     def _open(self, run: str) -> None:
         """Raises: RoseError, ValueError, OSError where the run can't be followed now."""

@@ -7,9 +7,10 @@ GIL, so each thread may use a core. Never talks to a relay. One caller at a time
 """
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from rose.transfer.format.codec import Codec, Encoded, SparsePatch, pack_followed
 from rose.transfer.format.layout import Bucket
@@ -29,6 +30,16 @@ class EncodedBucket:
     @property
     def after(self) -> StateHash:
         return self.before + self.encoded.change
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """What a bucket's comparison found, and the hash of its bits before."""
+
+    bucket: Bucket
+    before: StateHash
+    patch: SparsePatch
+    change: StateHash
 
 
 class BucketEncoder:
@@ -53,14 +64,25 @@ class BucketEncoder:
         self._ahead: list[tuple[Bucket, SparsePatch, StateHash]] = []
         """What the kept copy has of the version in progress, with the hashes before."""
 
-    def encode(self, buckets: Sequence[Bucket]) -> Generator[EncodedBucket, None, None]:
+    def encode(
+        self, buckets: Sequence[Bucket], has_read: Callable[[], None] | None = None
+    ) -> Generator[EncodedBucket, None, None]:
         """Yields the buckets as they are now. The caller closes the generator before it uses the encoder
         again.
+
+        has_read: called as soon as all weights were read, which is ahead of any packing: the weights are free
+        in about half of the time. None: a bucket is packed when it was read, so the first ones come sooner.
         """
+        steps: Iterable[Callable[[], EncodedBucket]]
+        if has_read is None:
+            steps = (partial(self._encode, bucket) for bucket in buckets)
+        else:
+            steps = [partial(self._pack, followed) for followed in self._follow_all(buckets)]
+            has_read()
         pending: deque[Future[EncodedBucket]] = deque()
         try:
-            for bucket in buckets:
-                pending.append(self._executor.submit(self._encode, bucket))
+            for step in steps:
+                pending.append(self._executor.submit(step))
                 if len(pending) > self._num_threads:
                     yield pending.popleft().result()
             while pending:
@@ -83,13 +105,25 @@ class BucketEncoder:
         self._executor.shutdown()
 
     def _encode(self, bucket: Bucket) -> EncodedBucket:
-        planes = self._kept.planes
-        before, kept = planes.bucket_hash(bucket), planes.bits(bucket)
+        return self._pack(self._follow(bucket))
+
+    def _follow_all(self, buckets: Sequence[Bucket]) -> list[_Followed]:
+        futures = [self._executor.submit(self._follow, bucket) for bucket in buckets]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def _follow(self, bucket: Bucket) -> _Followed:
+        before = self._kept.planes.bucket_hash(bucket)
         patch, change = self._kept.follow(bucket)
         self._ahead.append((bucket, patch, before))
+        return _Followed(bucket, before, patch, change)
+
+    def _pack(self, followed: _Followed) -> EncodedBucket:
+        bucket, patch = followed.bucket, followed.patch
+        kept = self._kept.planes.bits(bucket)
         if self._codec is not None:
             codec, payload = self._codec, pack_followed(self._codec, patch, kept, bucket.dtype)
         else:
             codec, payload = pack_for_link(patch, kept, bucket.dtype, self._link_bytes_per_s)
-        encoded = Encoded(codec=codec, payload=payload, patch=patch, change=change)
-        return EncodedBucket(bucket=bucket, before=before, encoded=encoded)
+        encoded = Encoded(codec=codec, payload=payload, patch=patch, change=followed.change)
+        return EncodedBucket(bucket=bucket, before=followed.before, encoded=encoded)

@@ -210,11 +210,11 @@ class WeightPublisher:
         change them while the rest is sent. The future's result() is what publish() returns or raises.
 
         The next publish begins when this one has ended. If this one failed, the next one sends its changes,
-        too. Frames beyond 256 MB wait for the link, and the trainer with them. Raises: ValueError, as
+        too. The first publish of a run keeps the trainer until all was read. Raises: ValueError, as
         publish() does.
         """
         self._begin()
-        return self._behind.run(self._publish)
+        return self._behind.run(partial(self._publish, self._behind.has_read))
 
     def _begin(self) -> None:
         """Runs in the trainer's thread, whose streams may still write the weights."""
@@ -223,7 +223,7 @@ class WeightPublisher:
         self._source.require_same()
         self._source.prepare()
 
-    def _publish(self) -> SyncReport:
+    def _publish(self, has_read: Callable[[], None] | None = None) -> SyncReport:
         if self._ranks.is_leader:
             base = self._number if self._number >= 0 else None
             coming = keys.version_prefix(self.run_id, self._number + 1, base)
@@ -232,7 +232,8 @@ class WeightPublisher:
         if self._number < 0:
             writer = self._write(0, None, self._put_first)
         else:
-            writer = self._write(self._number + 1, self._number, self._put_delta)
+            put = partial(self._put_delta, has_read=has_read)
+            writer = self._write(self._number + 1, self._number, put)
         snapshot_bytes = 0
         if self._is_followed:
             snapshot_bytes = self._write(self._number, None, self._put_snapshot).wire_bytes
@@ -325,17 +326,16 @@ class WeightPublisher:
         self._is_under_way = True
         self._move_to(self._put_snapshot(writer))
 
-    def _put_delta(self, writer: VersionWriter) -> None:
+    def _put_delta(self, writer: VersionWriter, has_read: Callable[[], None] | None) -> None:
         if self._ranks.is_leader:
             writer.run_beside(partial(self._chain.announce_coming, writer.version))
         self._is_under_way = True
-        with closing(self._encoder.encode(self._buckets)) as steps:
+        with closing(self._encoder.encode(self._buckets, has_read)) as steps:
             for _ in self._buckets:
                 with writer.encoding():
                     step = next(steps)
                 if step.encoded.num_changed > 0:
                     writer.put(step.bucket, step.encoded, step.before, step.after)
-        self._behind.has_read()
         manifest = self._ranks.commit(writer, self._version_hash, partial(self._wants_snapshot, writer))
         if self._ranks.is_leader and self._chain.is_announced:
             # Followers reach this version by its delta, so they need not wait for the snapshot.

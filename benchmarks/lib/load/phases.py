@@ -13,8 +13,9 @@ from lib.load.turns import RouterClient, Turn, random_prompt, until_so
 from rose.errors import WorkerError
 from rose.types import Role
 
-NUM_GROUPS, GROUP_SIZE = 6, 8
-"""Half as many trajectories again as two engines have places."""
+GROUP_SIZE = 8
+FULL_GROUPS, LIGHT_GROUPS = 6, 3
+"""Half as many trajectories again as two engines have places, and three quarters as many."""
 TASK_TOKENS = 200
 MAX_TURNS, MEAN_TURNS = 6, 3.0
 MEAN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 32, 64
@@ -40,7 +41,7 @@ class PlayedPhase:
         return 100.0 * self.num_cached_tokens / self.num_prompt_tokens
 
 
-async def play_phase(url: str, name: str, lengths: str) -> PlayedPhase:
+async def play_phase(url: str, name: str, lengths: str, num_groups: int = FULL_GROUPS) -> PlayedPhase:
     """Plays all trajectories at once. `name`: names the sessions and makes the prompts. `lengths`: the seed
     of everything else."""
     phase = PlayedPhase()
@@ -52,7 +53,7 @@ async def play_phase(url: str, name: str, lengths: str) -> PlayedPhase:
         await until_so(are_alive, "both engines are there")
         await asyncio.sleep(LEASES_S)
         started = time.monotonic()
-        trajectories = [(group, sibling) for group in range(NUM_GROUPS) for sibling in range(GROUP_SIZE)]
+        trajectories = [(group, sibling) for group in range(num_groups) for sibling in range(GROUP_SIZE)]
         await asyncio.gather(*(_play(client, name, lengths, *each, phase) for each in trajectories))
         phase.took_s = time.monotonic() - started
     return phase

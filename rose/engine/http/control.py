@@ -142,6 +142,7 @@ class ServedEngine:
             "adapters": adapters.versions() if adapters is not None else None,
             "follows_loans": self.leases is not None and self.loan.is_followed,
             "has_subscriber": self.loan.has_subscriber,
+            "awaits_weights": self._weight_version is None and self.loan.may_have_published,
             "run_problems": self.loan.problems,
             "adapter_problems": list(adapters.problems.values()) if adapters is not None else [],
             "activated_at_s": activation.activated_at_s,

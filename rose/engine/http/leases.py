@@ -105,6 +105,7 @@ class Leases:
             router=ask.router,
             turns=granted,
             others=self.in_flight - holder.in_flight,
+            other_users=sum(each.in_flight > 0 for each in self._holders.values() if each is not holder),
             lent_to=_CLOSED if self._is_closing else self._lent_to,
             is_wanted=self._is_wanted,
             fence=self._fence,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from rose.errors import WorkerError
+from rose.messages import NOTHING_PUBLISHED
 
 LASTING_S = 60.0
 """A run that an engine could not get is not tried again for this long."""
@@ -30,6 +31,8 @@ class LoanedRun:
         self.run: str | None = None
         self.has_subscriber = has_subscriber
         """Whether there is or has been a subscriber."""
+        self._is_home_empty = False
+        """Whether the run that it follows without a loan had published nothing at its last look."""
         self._clock = clock
         self._changed = asyncio.Event()
         self._heard_until_s = float("-inf")
@@ -47,6 +50,11 @@ class LoanedRun:
         self._problems = {run: each for run, each in self._problems.items() if now < each[1]}
         return {run: text for run, (text, _) in self._problems.items()}
 
+    @property
+    def may_have_published(self) -> bool:
+        """Whether the run that the subscriber follows without a loan may have weights for the engine."""
+        return self.has_subscriber and not self._is_home_empty
+
     def name(self, run: str | None) -> None:
         """Notes the run that the loan names now."""
         if run != self.run:
@@ -56,10 +64,13 @@ class LoanedRun:
     async def asked(self, knows: str | None, problem: str | None, wait_s: float) -> str | None:
         """Returns the run once it is another than the one that the subscriber ``knows``, or after ``wait_s``.
 
-        ``problem``: why the engine can't get the weights of the run that it knows.
+        ``problem``: why the engine can't get the weights of the run that it knows; of the one that it follows
+        without a loan, if that is None.
         """
         self.has_subscriber = True
-        if problem is not None and knows is not None:
+        if knows is None:
+            self._is_home_empty = problem == NOTHING_PUBLISHED
+        elif problem is not None:
             self._problems[knows] = (problem, self._clock() + LASTING_S)
         self._heard_until_s = max(self._heard_until_s, self._clock() + wait_s + GONE_AFTER_S)
         with contextlib.suppress(TimeoutError):

@@ -22,10 +22,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rose.engine.weights.completeness import require_complete
 from rose.engine.weights.in_place import InPlaceWriter, PreparedChanges
 from rose.engine.weights.reload import DRAFTER_PREFIX, LiveModel, load_layers
 from rose.engine.weights.staged_file import StagedFile
 from rose.errors import FrameError
+from rose.transfer.format.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self.state_hash: str | None = None
         """The hash of the weights in use; None before the first update."""
         self._in_place: InPlaceWriter | None = None
+        self._complete: str | None = None
+        """The digest of the last layout that fills the whole model."""
         self._models = [LiveModel(self.model, self.model_config)]
 
     def add_head(self, head: torch.nn.Module, config: Any) -> None:
@@ -291,6 +295,12 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             self._staged.close()
             self._staged = None
 
+    def _require_complete(self, layout: Layout) -> None:
+        """Raises: FrameError where a run of this layout leaves a part of the model as it is."""
+        if layout.digest != self._complete:
+            require_complete(self.vllm_config, self._models[0], layout.tensors)
+            self._complete = layout.digest
+
     def _checked_by_all_ranks(self, update: StagedUpdate) -> StagedFile:
         """Opens and checks a checkpoint on all ranks.
 
@@ -305,6 +315,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             if is_needed and update.checked != opened[0].identity:
                 opened[0].check(update.state_hash)
             self._stale_in(opened[0])
+            self._require_complete(opened[0].layout())
 
         try:
             on_all_ranks(check)

@@ -69,7 +69,7 @@ class RayEngine:
 
     def _join(self) -> None:
         root = channel_root(self._channel)
-        pools = self._cluster.pools.to_pools()
+        pools = self._cluster.to_pools()
         limits = {Phase.ROLLOUT: pools.rollout.num_nodes, Phase.TRAIN: pools.train.num_nodes}
         try:
             namespace = f"{NAMESPACE}-{root}"

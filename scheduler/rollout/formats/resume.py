@@ -278,5 +278,7 @@ class Accumulated:
 
     def merged_experts(self) -> str | None:
         """Returns the routed experts of all of the turn's tokens but the last; None if some are missing."""
+        if not self.routed_experts.have_come:
+            return None
         num_prompt = self.prompt_token_ids.count() if self.prompt_token_ids is not None else 0
         return self.routed_experts.merged(num_prompt + self.num_tokens)

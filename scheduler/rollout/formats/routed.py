@@ -66,11 +66,16 @@ class RoutedExperts:
         return _encoded(joined) if len(joined) == num_tokens - 1 - self._first else None
 
     @property
+    def have_come(self) -> bool:
+        """Whether the attempt that was begun last has told its rows."""
+        return self._whole is not None
+
+    @property
     def recomputed(self) -> list[tuple[int, int]]:
         """The tokens, as ranges, whose rows come from their prefill by a later attempt. Another worker may
         have processed them before, perhaps with other weights, and chosen other experts. Empty without rows.
         """
-        return self._recomputed if self._whole is not None else []
+        return self._recomputed if self.have_come else []
 
 
 def decoded(text: str | None) -> Rows | None:

@@ -29,7 +29,7 @@ from rose.errors import ConfigError
 from rose.http import KEEPALIVE_S
 from rose.ports import url_host
 from rose.scheduler.rollout.http.guard import ClientConnection, RefusedConnection
-from rose.scheduler.rollout.http.handshakes import Handshakes
+from rose.scheduler.rollout.http.handshakes import Handshakes, end_unread
 from rose.scheduler.rollout.http.service import Service
 from rose.scheduler.rollout.router_config import RouterConfig, build_config, parse_worker
 from rose.scheduler.rollout.turn.dataplane import POLICIES, DataPlane
@@ -123,6 +123,8 @@ class RunningRouter:
         """Returns the address that it got. Raises: OSError."""
         listener = await asyncio.get_running_loop().create_server(accepted, host, port)
         self._listeners.append(listener)
+        for each in listener.sockets:
+            end_unread(each.fileno())
         own_host, own_port = listener.sockets[0].getsockname()[:2]
         return str(own_host), int(own_port)
 

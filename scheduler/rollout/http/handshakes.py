@@ -12,6 +12,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 from collections import Counter
@@ -20,6 +21,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+UNREAD_S = 60.0
+"""A client that takes nothing of its answer for so long is cut off: its turn holds a place on a worker."""
 _BACKLOG = 1024
 _PAUSE_S = 1.0
 """The wait after a connection that could not be accepted, as when no more files may be open."""
@@ -69,6 +72,7 @@ class Handshakes:
                     continue
                 raise
             listener.setblocking(False)
+            end_unread(listener.fileno())
             self._listeners[listener] = loop.create_task(self._accept(listener))
         if not self._listeners:
             raise OSError(errno.EAFNOSUPPORT, f"the system has none of the addresses of {host}")
@@ -161,3 +165,10 @@ def _origin(address: tuple[Any, ...]) -> str:
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
         return str(ipaddress.ip_network((found, _IPV6_NETWORK), strict=False))
     return str(found)
+
+
+def end_unread(listener: int) -> None:
+    """Has the kernel end each connection that is accepted at a listener once its client has taken nothing of
+    what waits for it for `UNREAD_S`. The handler then ends, and a turn leaves its worker."""
+    with socket.socket(fileno=os.dup(listener)) as same:  # uvloop's own sockets take no options
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))

@@ -26,8 +26,8 @@ _Shelf = tuple[WorkerKind, str | None]
 """The kind, and for serving GPUs the owner."""
 
 
-_Weights = tuple[frozenset[str] | None, WeightVersion | None, frozenset[WeightVersion]]
-"""The models, the version of the whole weights, and those of the adapters."""
+_Weights = tuple[frozenset[str] | None, WeightVersion | None, frozenset[WeightVersion], bool]
+"""The models, the version of the whole weights, those of the adapters, and whether others are awaited."""
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class Cohort:
     models: frozenset[str] | None
     version: WeightVersion | None
     adapters: AdapterVersions = field(default_factory=dict)
+    awaits_weights: bool = False
     num_workers: int = 0
     num_alive: int = 0
     shelves: dict[_Shelf, list[Load]] = field(default_factory=dict)
@@ -143,6 +144,7 @@ class Fleet:
             before.models is view.models
             and before.weight_version == view.weight_version
             and before.adapters == view.adapters
+            and before.awaits_weights == view.awaits_weights
         ):
             self._move(view)
         else:
@@ -168,7 +170,7 @@ class Fleet:
         cohort, standing = place
         cohort.remove(standing)
         if not cohort.num_workers:
-            del self._cohorts[_weights(cohort.models, cohort.version, cohort.adapters)]
+            del self._cohorts[_weights(cohort)]
 
     def drop(self, worker_id: str) -> None:
         """Forgets a worker. Raises: KeyError."""
@@ -195,10 +197,11 @@ class Fleet:
 
     def _cohort(self, view: WorkerView) -> Cohort:
         models = frozenset(view.models) if view.models is not None else None
-        key = _weights(models, view.weight_version, view.adapters)
+        key = (models, view.weight_version, frozenset(view.adapters.values()), view.awaits_weights)
         if key not in self._cohorts:
             self._num_cohorts_made += 1
-            self._cohorts[key] = Cohort(self._num_cohorts_made, models, view.weight_version, view.adapters)
+            weights = (models, view.weight_version, view.adapters, view.awaits_weights)
+            self._cohorts[key] = Cohort(self._num_cohorts_made, *weights)
         return self._cohorts[key]
 
     def check_integrity(self) -> None:
@@ -206,8 +209,7 @@ class Fleet:
         for worker_id, (cohort, standing) in self._places.items():
             other, other_standing = again._places[worker_id]
             found, wanted = (
-                (_weights(each.models, each.version, each.adapters), place)
-                for each, place in ((cohort, standing), (other, other_standing))
+                (_weights(each), place) for each, place in ((cohort, standing), (other, other_standing))
             )
             assert found == wanted
             assert self._cohorts[found[0]] is cohort
@@ -216,10 +218,8 @@ class Fleet:
         assert len(again._cohorts) == len(self._cohorts)
 
 
-def _weights(
-    models: frozenset[str] | None, version: WeightVersion | None, adapters: AdapterVersions
-) -> _Weights:
-    return (models, version, frozenset(adapters.values()))
+def _weights(cohort: Cohort) -> _Weights:
+    return (cohort.models, cohort.version, frozenset(cohort.adapters.values()), cohort.awaits_weights)
 
 
 def _standing(view: WorkerView) -> _Standing:

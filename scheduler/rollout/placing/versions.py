@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.fleet import Cohort
-from rose.scheduler.rollout.placing.views import TurnView, Wants, of_model
+from rose.scheduler.rollout.placing.views import NO_RUN, TurnView, Wants, of_model
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,12 @@ class VersionRule:
         found = [
             (cohort, version)
             for cohort, version in versions
-            if turn.run_id is None or version is None or version.run_id == turn.run_id
+            if turn.run_id is None
+            or (
+                version.run_id == turn.run_id
+                if version is not None
+                else not (cohort.awaits_weights and turn.run_id != NO_RUN)
+            )
         ]
         newest = self._newest_numbers((version for _, version in found), turn)
         if not newest:

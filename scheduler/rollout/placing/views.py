@@ -123,6 +123,9 @@ class WorkerView:
     """The names of the models that it serves; None: it does not say, and may serve any."""
     weight_version: WeightVersion | None = None
     adapters: AdapterVersions = field(default_factory=dict)
+    awaits_weights: bool = False
+    """Whether it has base weights, and may still get the first ones of its run. Turns of runs wait for
+    them."""
     load: float = 0.0
     not_before: float = 0.0
     """It gets no turn before this time, because it failed or stalled one."""

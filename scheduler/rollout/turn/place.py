@@ -59,8 +59,8 @@ class Place:
     def end(self, now: float) -> None:
         """Notes that the turn has left the worker."""
         self.worker.end_turn(self.job.name)
-        if self.meter is not None:
-            self.meter.end(self.worker.id, now)
+        if self.meter is not None and self.meter.end(self.worker.id, now):
+            self.worker.dividing.discard(self.meter.divide)
         self.job.in_flight -= 1
         self.end_prefill()
 
@@ -75,7 +75,8 @@ def take_place(turn: TurnView, job: JobAccount, cost: float, worker: Worker, now
     """Puts a turn on a worker; end() the place afterwards."""
     meter = job.serving_gpus if worker.spec.kind is WorkerKind.SERVING else None
     if meter is not None:
-        meter.begin(worker.id, worker.spec.gpus, now)
+        meter.begin(worker.id, worker.spec.gpus, now, worker.num_routers)
+        worker.dividing.add(meter.divide)
     missing_tokens, ahead_tokens = turn.missing_tokens(worker.id), worker.pending_prefill_tokens
     worker.begin_turn(job.name, missing_tokens)
     job.in_flight += 1

@@ -232,7 +232,7 @@ class Places:
         lendables = [_lendable(w, now) for w in serving]
         held = {w.id: w.holder or NOBODY for w in serving}
         busy = {w.id for w in serving if w.tenants[w.owner or NOBODY]}
-        used = {w.id for w in serving if w.is_used_by_others}
+        used = {w.id for w in serving if w.num_routers > 1}
         lent = lend_idle(waiting, lendables, self._entitled, held, busy | used)
         # A job that finds no idle GPU asks for one that another router uses, and gets it after that one.
         lent = lend_idle(waiting, lendables, self._entitled, lent, busy)
@@ -274,11 +274,17 @@ def _are_alike(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other
 
 
+def _weights_of(worker: WorkerView, model: str | None) -> str:
+    version = version_for(model, worker.weight_version, worker.adapters)
+    if version is not None:
+        return str(version)
+    return "base weights, and waits for its run's" if worker.awaits_weights else "base weights"
+
+
 def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float, reasons: Sequence[str]) -> str:
     """Returns the error for a turn whose weights no worker has."""
     able = of_model(wants.model, workers)
-    found = [(w.id, version_for(wants.model, w.weight_version, w.adapters)) for w in able]
-    held = [f"{name} {version if version is not None else 'base weights'}" for name, version in found]
+    held = [f"{worker.id} {_weights_of(worker, wants.model)}" for worker in able]
     more = f" and {len(held) - _SHOWN_WORKERS} more" if len(held) > _SHOWN_WORKERS else ""
     shown = f"{', '.join(held[:_SHOWN_WORKERS])}{more}" if held else "none"
     model = f" of model {wants.model}" if wants.model is not None else ""

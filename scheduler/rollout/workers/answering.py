@@ -6,6 +6,7 @@ Never does: take in heartbeats, decide who may use it (worker.py).
 """
 
 import math
+from collections.abc import Callable
 
 from yarl import URL
 
@@ -42,6 +43,9 @@ class AnsweringWorker:
         self.speed = SpeedEstimate()
         self.cache_trust = 1.0
         """The fraction of the prompt tokens expected in its prefix cache that were found there."""
+        self.dividing: set[Callable[[str, int, float], None]] = set()
+        """Those that are told how many routers use the GPU whenever it is known, with the worker's id and the
+        time."""
         self._view: WorkerView | None = None
         self._changed: set[str] = set()
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -141,7 +142,7 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, worker: Worker) -> None:
-        is_failing = False
+        is_failing, phase = False, random.random()
         while True:
             started = time.monotonic()
             try:
@@ -157,6 +158,7 @@ class Registry:
                     worker.lost(f"{type(error).__name__}: {error}")
             every_s = self._every_s / (_CONTESTED_RATE if worker.is_contested else 1)
             every_s = min(every_s, _UPDATING_S if worker.is_hurried else math.inf)
+            every_s, phase = phase * every_s, 1.0  # or workers that came together would always be asked so
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, every_s - (time.monotonic() - started))):
                     await worker.is_due.wait()
@@ -238,7 +240,9 @@ class Registry:
     def _take_status(self, worker: Worker, status: RoutingStatus) -> None:
         before, lease, models = worker.holder, worker.lease, worker.models
         could_get = (worker.follows_loans, worker.refused_runs, worker.base_for)
-        worker.take_status(status, time.monotonic(), self._every_s)
+        worker.take_status(status, now := time.monotonic(), self._every_s)
+        for divide in worker.dividing:
+            divide(worker.id, worker.num_routers, now)
         if worker.models is not models and self._workers.get(worker.id) is worker:
             self.catalogue.take(worker.id, worker.models)
         if lease is not None and worker.lease is not None and worker.lease.turns < lease.turns:

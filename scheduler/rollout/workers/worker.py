@@ -88,8 +88,7 @@ class Worker(AnsweringWorker):
         self.models_asked_at = -math.inf
         self.num_turns = 0
         self.kv_usage = UsageWindow(config.kv_window_s)
-        self._telemetry_max_age_s = config.telemetry_max_age_s
-        self._share_lasts_s = config.telemetry_max_age_s
+        self._telemetry_max_age_s = self._share_lasts_s = config.telemetry_max_age_s
         self._first_token_s = config.first_token_s
         self._status_at = 0.0
 
@@ -201,6 +200,7 @@ class Worker(AnsweringWorker):
             models=self.models,
             weight_version=self.weight_version,
             adapters=self.adapters,
+            awaits_weights=self._is_dedicated and self.status is not None and self.status.awaits_weights,
             load=self.in_flight / self.cap,
             not_before=self.cooldown_until,
             share=self._share,
@@ -245,9 +245,8 @@ class Worker(AnsweringWorker):
     @property
     def is_contested(self) -> bool:
         """Whether this router would lend the GPU to another job, or for another run, than it is lent to."""
-        if self.lease is None or not self.owner:
-            return False
-        return (self.owner, self.lent_run) != (self.lease.lent_to, self.lease.run)
+        lease, ours = self.lease, (self.owner, self.lent_run)
+        return lease is not None and bool(self.owner) and ours != (lease.lent_to, lease.run)
 
     @property
     def follows_loans(self) -> bool:
@@ -282,9 +281,10 @@ class Worker(AnsweringWorker):
         return self.lease.lent_to if self.lease is not None and self.lease.lent_to else self.owner
 
     @property
-    def is_used_by_others(self) -> bool:
-        """Whether other routers have turns on it."""
-        return self.lease is not None and self.lease.others > 0
+    def num_routers(self) -> int:
+        """The routers with turns on it, this one included."""
+        others = (self.lease.other_users, self.lease.others > 0) if self.lease is not None else (0,)
+        return 1 + max(others)  # engines of earlier versions tell the turns alone
 
     # What heartbeats say --------------------------------------------------------------------------------
 

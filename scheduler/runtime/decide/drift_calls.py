@@ -124,7 +124,7 @@ class DriftCalls:
     def _stay(self, spec: RunSpec, now: float) -> str | None:
         """Certifies the job's group with the times; None if it can't be certified."""
         group = self._state.groups.by_name[self._state.jobs[spec.name].group]
-        job = spec.to_job(self._state.cluster.pools.to_pools())
+        job = spec.to_job(self._state.cluster.to_pools())
         members = (replace(each, job=job) if each.job.name == spec.name else each for each in group.members)
         group = self._state.ordered(replace(group, members=tuple(members), iterations=()), now)
         try:

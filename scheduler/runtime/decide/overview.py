@@ -16,7 +16,7 @@ from rose.scheduler.runtime.decide.state import State
 def overview(state: State, pid: int, now: float) -> dict[str, Any]:
     """Returns all running jobs, the latest ended ones, groups, pools and counts."""
     cluster = state.cluster
-    pools = cluster.pools.to_pools()
+    pools = cluster.to_pools()
     return {
         "scheduler_pid": pid,
         "uptime_s": now - state.meter.started_s,
@@ -32,7 +32,7 @@ def overview(state: State, pid: int, now: float) -> dict[str, Any]:
 
 def _model(state: State, name: str) -> Job:
     found = state.models.get(name)
-    return found if found is not None else state.spec_of(name).to_job(state.cluster.pools.to_pools())
+    return found if found is not None else state.spec_of(name).to_job(state.cluster.to_pools())
 
 
 def _pool(pool: Pool) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Groups:
         """Nodes by group. Changed by `drain`."""
         self._spec = spec
         self._resident_of = resident_of
-        self._pools = spec.pools.to_pools()
+        self._pools = spec.to_pools()
         self._policy = POLICIES[spec.policy](0)
         self._view = Cluster(self._pools, pause_s=spec.move_pause_s)
         self._stale: set[str] = set()

@@ -27,7 +27,7 @@ class PreemptCalls:
         self._state = state
         self._jobs = jobs
         self._rules = state.cluster.to_preemption()
-        self._pools = state.cluster.pools.to_pools()
+        self._pools = state.cluster.to_pools()
         self._lowest = -math.inf
         """No running job has a lower priority: most queued jobs need not look at the running ones."""
         self.review()

@@ -273,7 +273,7 @@ class QueueCalls:
         if not teams:
             return
         self._used = self._state.nodes_by_team()
-        pools = self._state.cluster.pools.to_pools()
+        pools = self._state.cluster.to_pools()
         for team, nodes in self._used.items():
             dollars = pools.price(nodes[Phase.ROLLOUT], nodes[Phase.TRAIN])
             self._state.use_of_share[team] = dollars / (teams[team].share if team else 1.0)

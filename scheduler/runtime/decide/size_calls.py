@@ -109,7 +109,7 @@ class SizeCalls:
     def _choose(self, job: str, seen: LastIterations, now: float) -> None:
         spec, group = self._state.specs[job], self._state.groups.by_name[self._state.jobs[job].group]
         assert spec.borrow is not None and spec.borrow.fewest_nodes is not None
-        pools = self._state.cluster.pools.to_pools()
+        pools = self._state.cluster.to_pools()
         policy = self._policies.setdefault(job, RightSizing(pools))
         num_shared = len(others_nodes(group, job) & set(self._state.jobs[job].rollout_nodes))
         nums = range(max(spec.borrow.fewest_nodes, num_shared), spec.asked_nodes + 1)

@@ -210,7 +210,7 @@ class State:
 
     def learn(self, job: str, spec: RunSpec) -> None:
         """Replaces the job's file by this one."""
-        self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.pools.to_pools())
+        self.specs[job], self.models[job] = spec, spec.to_job(self.cluster.to_pools())
 
     def take_places(self, job: str, victims: tuple[str, ...] | None) -> None:
         """A queued job takes the places of these running jobs. None: it no longer takes any."""

@@ -76,7 +76,9 @@ def holders(devices: Sequence[str]) -> list[Holder]:
     held: dict[int, int] = {}
     for line in said.splitlines():
         pid, _, mebibytes = (field.strip() for field in line.partition(","))
-        if pid.isdecimal() and mebibytes.isdecimal():  # "[N/A]" where the driver hides it
+        # "[N/A]" where the driver hides it. A number that is no process here may be one of this job's own, as
+        # another PID namespace counts it.
+        if pid.isdecimal() and mebibytes.isdecimal() and Path("/proc", pid).exists():
             held[int(pid)] = held.get(int(pid), 0) + int(mebibytes) * _MIB
     return [Holder(pid, num_bytes, _job_of(pid)) for pid, num_bytes in held.items()]
 
@@ -104,5 +106,5 @@ def _told_job(pid: int) -> str | None:
 def _command(pid: int) -> str:
     try:
         return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
-    except OSError:
-        return " of another container or user"
+    except OSError:  # it has just ended
+        return ""

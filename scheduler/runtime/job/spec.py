@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from rose.config import Section, parse_config, read_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.groups import PAUSE_S
+from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.preemption import Preemption
 from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
 from rose.scheduler.group.model import Phase
@@ -354,6 +355,11 @@ class ServeSpec(Section):
     """The router that lends `pools.serving_gpus` GPUs to jobs with `borrow`. None: no job borrows."""
     lease_s: float = Field(default=10.0, gt=0)
     """A permit without a heartbeat for this long is taken back. A dead process is noticed at once instead."""
+
+    def to_pools(self) -> Pools:
+        """Returns the pools as policies see them."""
+        bundles = {kind: self.ray.bundle(kind) for kind in Phase} if self.ray is not None else {}
+        return self.pools.to_pools({kind: each["GPU"] for kind, each in bundles.items() if "GPU" in each})
 
     def team_of(self, spec: RunSpec) -> str:
         """Names the job's team; empty: it has none, or one that this file lacks."""

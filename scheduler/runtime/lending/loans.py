@@ -57,7 +57,7 @@ class Loans:
     """The declarations of all jobs of one cluster."""
 
     def __init__(self, cluster: ServeSpec, make_key: Callable[[], str]) -> None:
-        self._router, self._pools = cluster.router, cluster.pools.to_pools()
+        self._router, self._pools = cluster.router, cluster.to_pools()
         self._make_key = make_key
         self._loans: dict[str, Loan] = {}
         self._rows: dict[str, bytes | None] = {}

@@ -19,7 +19,7 @@ from rose.engine.http.endpoint import RoseEndpoint
 from rose.engine.http.followers import Followers
 from rose.engine.settings import EngineSettings
 from rose.engine.status import StatusPage, page_path
-from rose.messages import AdapterUpdate, WeightUpdate, WeightUpdated
+from rose.messages import NOTHING_PUBLISHED, AdapterUpdate, WeightUpdate, WeightUpdated
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.types import Role
@@ -147,5 +147,18 @@ async def test_a_subscriber_is_known_from_the_start_or_from_its_first_question(
     status = ServedEngine(client, told, "m").status()
     assert (status.has_subscriber, status.follows_loans) == (True, False)
     assert not control.status().has_subscriber
+    assert status.awaits_weights and not control.status().awaits_weights
     await control.loan.asked(None, None, 0.0)
     assert control.status().has_subscriber and control.status().follows_loans
+
+
+async def test_an_engine_awaits_its_runs_first_weights_until_its_subscriber_says_that_there_are_none(
+    served: tuple[str, Engine, ServedEngine],
+) -> None:
+    _, _, control = served
+    told = []
+    for problem in (None, NOTHING_PUBLISHED, None):
+        await control.loan.asked(None, problem, 0.0)
+        told.append(control.status().awaits_weights)
+    await control.loan.asked("lent", NOTHING_PUBLISHED, 0.0)
+    assert [*told, control.status().awaits_weights] == [True, False, True, True]

@@ -133,7 +133,7 @@ def test_a_loan_is_one_jobs_and_changes_hands_when_none_of_its_turns_is_left() -
     assert (first.lent_to, first.fence) == ("math", 1)
     begin(leases, "a", 1, fence=1)
     refused = asked(leases, "b", 0.1, lends="code", needs=True)
-    assert (refused.lent_to, refused.fence, refused.others) == ("math", 1, 1)
+    assert (refused.lent_to, refused.fence, refused.others, refused.other_users) == ("math", 1, 1, 1)
     assert asked(leases, "a", 0.5, lends="math", needs=False).is_wanted
     closing = asked(leases, "b", 0.6, lends="code", needs=True)
     assert (closing.lent_to, closing.fence) == ("", 2)
@@ -295,6 +295,7 @@ def test_a_router_gets_its_lease_with_the_status_and_only_turns_under_it_are_cou
         "router": "a",
         "turns": 1,
         "others": 0,
+        "other_users": 0,
         "lent_to": "math",
         "is_wanted": False,
         "run": None,

@@ -11,8 +11,8 @@ def test_what_is_given_back_between_steps_may_go_at_once() -> None:
     fence.begin()
     fence.end()
     fence.hold([(3, 3)])
-    assert fence.has_passed and fence.take_passed() == [(3, 3)]
-    assert not fence.has_passed and fence.take_passed() == []
+    assert fence.take_passed() == [(3, 3)]
+    assert fence.take_passed() == []
 
 
 def test_what_two_steps_in_flight_may_use_is_held_until_both_have_ended() -> None:

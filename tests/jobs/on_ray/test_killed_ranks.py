@@ -44,13 +44,14 @@ def test_no_rank_is_in_a_phase_beside_another_job_whoever_dies(
 
 def harm_one(served: OnRay, name: str, rank: int, fault: str) -> None:
     """Waits until the job's attempt has run for a while, harms it, and waits for the next attempt."""
-    attempt = served.job(name)["attempt"]
 
     def has_run() -> bool:
+        attempt = served.job(name)["attempt"]
         ran = [each for each in served.notes(name, "iteration") if each["attempt"] == attempt]
         return len(ran) >= 4 * NUM_RANKS
 
     wait_until(has_run, f"{name} to run; {served.server.log_tail()}")
+    attempt = served.job(name)["attempt"]
     [pid] = [
         each["pid"]
         for each in served.notes(name, "told")

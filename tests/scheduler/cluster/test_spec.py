@@ -9,6 +9,7 @@ from rose.cli import main
 from rose.config import load_yaml, parse_config
 from rose.errors import ConfigError
 from rose.scheduler.cluster.spec import CLUSTER_EXAMPLE, ClusterSpec
+from rose.scheduler.runtime.job.spec import ServeSpec
 
 
 def example(**changes: Any) -> dict[str, Any]:
@@ -83,3 +84,15 @@ def test_gantt_draws_every_phase_on_its_node(tmp_path: Path, capsys: pytest.Capt
     assert [rollout.count(letter) for letter in "AB."] == [36, 36, 0]
     assert [train.split()[1].count(letter) for letter in "AB."] == [30, 30, 12]
     assert jobs == ["  A math-7b, every 240.0 s", "  B second, every 240.0 s"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "ray", "num_gpus"),
+    [({}, None, 8), ({}, {"GPU": 4}, 4), ({"gpus_per_node": 2}, {"GPU": 4}, 2), ({}, {"CPU": 4}, 8)],
+)
+def test_a_node_is_priced_by_the_gpus_that_it_takes_of_a_ray_node(
+    pool: dict[str, int], ray: dict[str, int] | None, num_gpus: int
+) -> None:
+    content = {"pools": {"rollout": {"name": "h20", "dollars_per_gpu_hour": 2.0, **pool}}}
+    cluster = ServeSpec.model_validate(content | ({"ray": {"rollout": ray}} if ray is not None else {}))
+    assert cluster.to_pools().rollout.dollars_per_node_hour == 2.0 * num_gpus

@@ -1,7 +1,7 @@
 """One rank of a data-parallel trainer, which trains alone and then as a guest, and compares the weights.
 
-`python ranked_trainer.py POOL FOLDER [STEPS LATE_S]`, with torchrun's environment; with STEPS it is a guest
-alone, and a rank that is LATE_S late has hung.
+`python -m tests.trainers.fine_tune.ranked_trainer POOL FOLDER [STEPS LATE_S]`, with torchrun's environment;
+with STEPS it is a guest alone, and a rank that is LATE_S late has hung.
 """
 
 import json

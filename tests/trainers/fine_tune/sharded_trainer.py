@@ -1,8 +1,8 @@
 """One rank of a trainer with sharded weights (FSDP), which trains alone and then as a guest, and compares the
 shards.
 
-`python sharded_trainer.py POOL FOLDER VERSION`, with torchrun's environment; VERSION is that of FSDP. The
-loop is torch's own, as transformers' Trainer shards on GPUs only.
+`python -m tests.trainers.fine_tune.sharded_trainer POOL FOLDER VERSION`, with torchrun's environment; VERSION
+is that of FSDP. The loop is torch's own, as transformers' Trainer shards on GPUs only.
 """
 
 import json

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from forked_server import ForkedServer
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -20,22 +21,22 @@ from rose.node.processes import ServerProcess
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("ranked_trainer.py")
+PROGRAM = "tests.trainers.fine_tune.ranked_trainer"
 MOST_S = 300.0
 
 
 @contextmanager
-def ranks(*flags: str, folder: Path) -> Iterator[list[ServerProcess]]:
+def ranks(*flags: str, folder: Path, program: str = PROGRAM) -> Iterator[list[ServerProcess]]:
+    """Both ranks of a program, with the environment that torchrun gives them."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
     size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, str(PROGRAM), "gpu0", str(folder), *flags]
+    argv = [sys.executable, "-m", program, "gpu0", str(folder), *flags]
     with ExitStack() as stack:
-        started = []
+        started: list[ServerProcess] = []
         for rank in range(2):
             environment = {**address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = ServerProcess(argv, f"rank{rank}", folder / f"rank{rank}.log", environment).start()
-            stack.callback(process.stop)
-            started.append(process)
+            process = ServerProcess(argv, f"rank{rank}", folder / f"rank{rank}.log", environment)
+            started.append(stack.enter_context(ForkedServer(process)))
         yield started
 
 

@@ -105,6 +105,22 @@ def test_a_lent_worker_gets_its_jobs_weights_and_follows_that_run_alone(
 
 
 @pytest.mark.slow
+def test_a_worker_without_a_loan_is_told_that_its_run_has_published_nothing_until_it_has(
+    embedded_url: str, worker: LoadingWorker, subscribed: Subscribed
+) -> None:
+    assert worker.loan is not None and not worker.loan.has_subscriber
+    wait_for(lambda: worker.loan is not None and worker.loan.has_subscriber)
+    wait_for(lambda: worker.loan is not None and not worker.loan.may_have_published)
+    worker.may_load.clear()
+    with closing(WeightPublisher(drawn(0), embedded_url, "a", key="secret")) as publisher:
+        publisher.publish()
+        wait_for(lambda: worker.loan is not None and worker.loan.may_have_published)
+        assert worker.version is None
+        worker.may_load.set()
+        wait_for(lambda: worker.version == "a/0")
+
+
+@pytest.mark.slow
 def test_a_subscriber_that_is_killed_during_a_switch_is_missed_and_the_next_one_ends_the_switch(
     worker: LoadingWorker, subscribed: Subscribed, runs: list[tuple[WeightPublisher, Weights]]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from random_bits import WIDTHS, Width, changed_bits
 
 from rose import _delta
+from rose.transfer.format.codec import Bits
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCE = Path(__file__).parents[1] / "delta_on_arm.cpp"
@@ -31,7 +32,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def written_here(old: np.ndarray, new: np.ndarray, width: int) -> bytes:  # type: ignore[type-arg]
+def written_here(old: Bits, new: Bits, width: int) -> bytes:
     delta, change = _delta.Delta.between(old, [new], FIRST_INDEX)
     streams = [*delta.g8s(), delta.coo(), *delta.exponents(old, MANTISSA_BITS[width])]
     hashes = struct.pack("<4Q", *change, *_delta.state_hash(new, FIRST_INDEX))

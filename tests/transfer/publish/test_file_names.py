@@ -60,7 +60,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 def in_files(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     model.save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
-    return safetensors.torch.load_file(file)
+    found: dict[str, torch.Tensor] = safetensors.torch.load_file(file)
+    return found
 
 
 def test_each_version_is_what_the_model_would_save(model: Any, embedded_url: str, tmp_path: Path) -> None:

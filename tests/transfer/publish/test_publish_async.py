@@ -1,7 +1,9 @@
 """A publish that goes on behind the trainer's next step."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from slow_proxy import SlowProxy
 from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.publish import bucket_encoder
+from rose.transfer.publish.codec_choice import pack_for_link
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
 
@@ -66,6 +70,29 @@ def test_the_next_steps_may_change_the_weights_while_versions_are_sent(
             assert report.version.number == number and follower.advance()
             check_holds(follower.mirror, published)
             link.pause_s = CHUNK_S
+
+
+def test_the_weights_are_free_before_anything_is_packed(
+    embedded_url: str, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_pack = threading.Event()
+
+    def pack_later(*arguments: Any) -> Any:
+        may_pack.wait()
+        return pack_for_link(*arguments)
+
+    monkeypatch.setattr(bucket_encoder, "pack_for_link", pack_later)
+    publisher = WeightPublisher(weights, embedded_url, "run", bucket_bytes=1 << 18)
+    with closing(publisher), closing(open_relay(embedded_url)) as relay:
+        follower = Follower(relay, "run", WeightMirror())
+        publisher.publish()
+        change(weights)
+        published = copy_of(weights)
+        sent = publisher.publish_async()
+        change(weights)
+        may_pack.set()
+        assert sent.result().num_changed > 0 and follower.advance()
+        check_holds(follower.mirror, published)
 
 
 def test_a_version_that_could_not_be_sent_comes_with_the_next_one(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rose.scheduler.rollout.placing.cost import CostPolicy, cost_s
 from rose.scheduler.rollout.placing.policy import PinnedPolicy, PlacementPolicy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import VersionGone, VersionMode, VersionRule
-from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerView, of_model
+from rose.scheduler.rollout.placing.views import NO_RUN, TurnView, WorkerKind, WorkerView, of_model
 from rose.types import WeightVersion
 
 
@@ -59,7 +59,10 @@ def _admitted(turn: TurnView, workers: Sequence[WorkerView], rule: VersionRule) 
         return [w for w in holders if w.alive]
     alive = [w for w in workers if w.alive]
     if turn.run_id is not None:
-        alive = [w for w in alive if w.weight_version is None or w.weight_version.run_id == turn.run_id]
+        runs = {w.id: w.weight_version.run_id if w.weight_version is not None else None for w in alive}
+        alive = [w for w in alive if runs[w.id] in (None, turn.run_id)]
+        if turn.run_id != NO_RUN:
+            alive = [w for w in alive if runs[w.id] is not None or not w.awaits_weights]
     known = rule.known.of(turn.model)
     newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
     for worker in alive:

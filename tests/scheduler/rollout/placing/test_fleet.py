@@ -39,6 +39,7 @@ def worker_views(draw: st.DrawFn) -> WorkerView:
         models=draw(st.none() | st.frozensets(MODELS, min_size=1)),
         weight_version=draw(st.none() | VERSIONS),
         adapters={each.run_id: each for each in draw(st.lists(ADAPTERS, max_size=2))},
+        awaits_weights=draw(st.booleans()),
         load=in_flight / 3,
         not_before=draw(MOMENTS),
         share=draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0, None])),

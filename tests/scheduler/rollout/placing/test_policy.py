@@ -9,7 +9,7 @@ from rose.scheduler.rollout.placing.cost import CostPolicy
 from rose.scheduler.rollout.placing.fleet import Fleet
 from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, PlacementPolicy, TurnwisePolicy
 from rose.scheduler.rollout.placing.versions import NewestVersions, VersionMode, VersionRule
-from rose.scheduler.rollout.placing.views import NOBODY, Speed, TurnView, WorkerKind, WorkerView
+from rose.scheduler.rollout.placing.views import NO_RUN, NOBODY, Speed, TurnView, WorkerKind, WorkerView
 from rose.types import WeightVersion
 
 NOW = 100.0
@@ -216,6 +216,19 @@ def test_a_pinned_version_that_no_worker_holds_is_an_error_not_a_wait() -> None:
 
 def test_workers_without_any_version_are_all_admitted() -> None:
     assert admits(VersionRule(), TurnView(session="t"), [dedicated("a"), serving("b")]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("run_id", "picked"), [("run", "b"), ("other", "b"), (NO_RUN, "a"), (None, "a")])
+def test_a_turn_of_a_run_gets_no_base_weights_of_a_worker_that_awaits_others(
+    run_id: str | None, picked: str
+) -> None:
+    fleet = Fleet([dedicated("a", awaits_weights=True), dedicated("b", 3)])
+    turn = TurnView(session="t", run_id=run_id)
+    assert PaperPolicy().pick(turn, fleet, NOW) == picked
+    fleet.drop("b")
+    assert PaperPolicy().pick(turn, fleet, NOW) == ("a" if picked == "a" else None)
+    fleet.put(dedicated("a", weight_version=version(1)))
+    assert PaperPolicy().pick(turn, fleet, NOW) == ("a" if run_id in ("run", None) else None)
 
 
 def test_a_worker_on_cooldown_still_counts_as_the_newest() -> None:

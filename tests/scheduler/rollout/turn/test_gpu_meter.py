@@ -6,6 +6,7 @@ from rose.messages import key_proof
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
+from rose.scheduler.rollout.turn.gpu_meter import GpuMeter
 from rose.scheduler.rollout.turn.place import take_place
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -27,6 +28,20 @@ def test_a_gpu_counts_once_however_many_turns_run_on_it_and_only_a_serving_gpu_c
     first.end(4.0)
     second.end(6.0)
     assert job.as_json(0, 20.0, shows_proof=True)["serving_gpu_s"] == pytest.approx(10.0)
+
+
+def test_routers_that_use_a_gpu_together_count_its_time_once_between_them() -> None:
+    one, other = GpuMeter(), GpuMeter()
+    one.begin("gpu", 2, 0.0)
+    other.begin("gpu", 2, 4.0, num_routers=2)
+    one.divide("gpu", 2, 4.0)
+    one.divide("gpu", 2, 5.0)
+    one.divide("elsewhere", 3, 5.0)
+    assert (one.used_s(6.0), other.used_s(6.0)) == (10.0, 2.0)
+    assert one.end("gpu", 8.0)
+    other.divide("gpu", 1, 8.0)
+    assert other.end("gpu", 9.0)
+    assert one.used_s(20.0) + other.used_s(20.0) == 2 * 9.0
 
 
 def test_a_declared_job_keeps_its_use_through_idle_times_until_its_name_is_another_jobs() -> None:

@@ -71,8 +71,8 @@ def test_the_holder_is_named_with_what_it_holds(driver: Driver, other: int) -> N
     assert said.startswith(
         f"train of job a needs GPU 0, 3, where job b (pid {other}) holds {29000 * MIB / 1e9:.1f} GB; "
     )
-    driver.say("0,3", f"{os.getpid()}, 5000", "99999999, 5000")
-    with pytest.raises(DeviceMemoryHeld, match=r"\(.*\) holds 5.2 GB, and pid 99999999 of"):
+    driver.say("0,3", f"{os.getpid()}, 5000", "99999999, 9000")
+    with pytest.raises(DeviceMemoryHeld, match=r"where pid \d+ \(.*\) holds 5.2 GB; give"):
         wait_free("a", "train", ["0", "3"], free_s=0.0)
 
 
