@@ -9,7 +9,7 @@ stopped for some seconds. Serving gets requests all the time.
   turns_lost        turns that failed, or ended before their length
   wrong_tokens      tokens of other weights than those of the version that came with them. The truth: which of
                     the two checkpoints gives the token the log-probability that the answer carries
-  version_gap_s     the longest time in which no turn ended with newer weights than all before
+  version_gap_s     the longest time in which no turn ended with newer weights than all before, up to the end
   processes_left    processes that outlive the fleet
 
     python benchmarks/bench_soak.py --json soak.json
@@ -65,6 +65,8 @@ class SoakLog:
     lost: list[str] = field(default_factory=list)
     newest: list[tuple[float, int]] = field(default_factory=list)
     """When an answer came first with a version newer than all before (monotonic, s), and the version."""
+    ended_s: float = 0.0
+    """When the clients were told to end (monotonic, s)."""
     faults: Counter[str] = field(default_factory=Counter)
     num_wrong: int = 0
     num_told: int = 0
@@ -102,6 +104,7 @@ async def _play(args: argparse.Namespace, fleet: WholeFleet, seen: SoakLog) -> N
                 await asyncio.sleep(by_chance.uniform(*BETWEEN_S))
                 await _do(fleet, part, fault, by_chance, seen)
             await asyncio.sleep(2 * PUBLISH_EVERY_S)
+            seen.ended_s = time.monotonic()
             is_over.set()
     finally:
         await turns.close()
@@ -211,7 +214,8 @@ def _figures(seen: SoakLog, published: int, left: list[str]) -> list[Figure]:
     refused = [request.error or "cut" for request in there if not request.is_complete]
     for error in (*refused, *seen.lost):
         print(f"lost: {error}")
-    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(seen.newest)]
+    times_s = [*(at for at, _ in seen.newest if at < seen.ended_s), seen.ended_s]
+    gaps = [after - before for before, after in itertools.pairwise(times_s)]
     faults: dict[str, float | None] = {name: float(count) for name, count in seen.faults.items()}
     requests = {
         "requests": float(len(there)),

@@ -14,6 +14,7 @@ In verl's configuration:
 {relay_url: "embedded://relay:8400", run_id: policy}}``.
 """
 
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -159,7 +160,7 @@ class RelayRollout(BaseRollout):
 
     def _of_one_run(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the publisher's settings, with a run id that all ranks have in common."""
-        named = [given.get("run_id") or f"verl-{torch.seed():016x}"]
+        named = [given.get("run_id") or f"verl-{uuid.uuid4().hex[:12]}"]
         torch.distributed.broadcast_object_list(named)
         return {**given, "run_id": named[0]}
 

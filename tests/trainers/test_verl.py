@@ -1,13 +1,17 @@
 """verl's real client and manager classes, with ROSE's in their place."""
 
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
+from tests.transfer.relay_process import RelayProcess
 
 pytest.importorskip("verl.workers.rollout.llm_server", reason="verl is not installed (CONTRIBUTING.md)")
 pytest.importorskip("verl.experimental.agent_loop", reason="verl's agent loops can't be loaded here")
@@ -103,3 +107,27 @@ async def test_nothing_is_published_when_verl_wakes_its_servers() -> None:
     await rollout.resume(["weights"])
     await rollout.update_weights(iter(()), global_steps=None)
     await rollout.release()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """This process as torch's only rank."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'world'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+async def test_a_run_without_a_name_leaves_the_trainers_random_numbers_alone() -> None:
+    relay = RelayProcess("embedded")
+    rollout = verl_rollout(relay_url=relay.url)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    await rollout.update_weights(iter([("a", torch.ones(4, 4))]), global_steps=0)
+    assert torch.equal(torch.rand(3), expected)
+    assert rollout._publisher is not None
+    rollout._publisher.close()
+    relay.stop()

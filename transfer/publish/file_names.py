@@ -79,7 +79,7 @@ def _cut(part: TensorShard, expert: int, first_row: int, num_rows: int) -> Tenso
         return None
     return replace(
         part,
-        tensor=part.tensor.detach()[expert - at, begin - row : end - row],
+        index=(expert - at, slice(begin - row, end - row)),
         shape=(num_rows, part.shape[2]),
         start=(begin - first_row, column),
     )

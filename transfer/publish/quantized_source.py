@@ -43,7 +43,7 @@ class QuantizedSource(TorchSource):
         self._trained = TorchSource(weights, dtype)
         self._shared = found.quantized_names if _is_of_torch_ranks(num_ranks, found.scheme) else ()
         """The tensors whose scales the ranks find together, in the order of all ranks."""
-        self._quantized: list[tuple[str, Any, Any, Any]] = []
+        self._quantized: list[tuple[str, TensorShard, Any, Any]] = []
         """Names and matrices of the trainer, with their fp8 numbers and their scales."""
         pairs: list[tuple[str, TensorShard]] = []
         with_scale: set[str] = set()
@@ -54,11 +54,11 @@ class QuantizedSource(TorchSource):
                 continue
             if not self._shared:
                 _require_whole_groups(name, shard, self._scheme)
-            matrix = shard.tensor
+            matrix = shard.part
             numbers = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
             num_scales = self._scheme.scales_of(tuple(matrix.shape))
             scales = torch.empty(num_scales, dtype=torch.float32, device=matrix.device)
-            self._quantized.append((name, matrix, numbers, scales))
+            self._quantized.append((name, shard, numbers, scales))
             group = self._scheme.group_of(shard.shape)
             start = tuple(at // size for at, size in zip(shard.start, group, strict=True))
             pairs.append((name, TensorShard(tensor=numbers, shape=shard.shape, start=shard.start)))
@@ -79,8 +79,8 @@ class QuantizedSource(TorchSource):
         """Quantizes the present weights, as the calling thread's streams leave them."""
         with self._torch.no_grad():
             shared = self._shared_amaxes() if self._shared else {}
-            for name, matrix, numbers, scales in self._quantized:
-                quantize(self._scheme, matrix.detach(), self._cast, numbers, scales, shared.get(name))
+            for name, shard, numbers, scales in self._quantized:
+                quantize(self._scheme, shard.part.detach(), self._cast, numbers, scales, shared.get(name))
         super().prepare()
 
     def _shared_amaxes(self) -> dict[str, Any]:
@@ -89,9 +89,9 @@ class QuantizedSource(TorchSource):
 
         amaxes = self._torch.zeros(len(self._shared), device=self._trained.device())
         places = {name: place for place, name in enumerate(self._shared)}
-        for name, matrix, _, _ in self._quantized:
+        for name, shard, _, _ in self._quantized:
             own = amaxes[places[name]]
-            own.copy_(own.maximum(_amax(matrix, self._cast)))
+            own.copy_(own.maximum(_amax(shard.part, self._cast)))
         distributed.all_reduce(amaxes, op=distributed.ReduceOp.MAX)
         return {name: amaxes[place] for name, place in places.items()}
 

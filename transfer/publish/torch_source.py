@@ -40,24 +40,31 @@ _CASTS = ("bfloat16", "float16", "float32")
 class TensorShard:
     """A trainer rank's part of a tensor, and its place in the Hugging Face tensor.
 
-    tensor: a view of the live parameter, not a copy, with the part's shape. shape: that of the whole tensor.
-    keeps_dtype: whether it is never cast.
+    tensor: the live parameter or a view of it, not a copy. index: which of its elements are the part; None:
+    all. shape: that of the whole tensor. keeps_dtype: whether it is never cast.
     """
 
     tensor: Any
     shape: tuple[int, ...]
     start: tuple[int, ...]
     keeps_dtype: bool = False
+    index: tuple[Any, ...] | None = None
+
+    @property
+    def part(self) -> Any:
+        """The part itself. It is cut anew each time, because a module that goes to another device gives its
+        parameters other memory."""
+        return self.tensor if self.index is None else self.tensor.detach()[self.index]
 
     @property
     def box(self) -> Box:
-        stop = tuple(at + size for at, size in zip(self.start, self.tensor.shape, strict=True))
+        stop = tuple(at + size for at, size in zip(self.start, self.part.shape, strict=True))
         return Box(start=self.start, stop=stop)
 
     def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
         """Returns a region of the whole tensor, in place; it must lie in this shard."""
         slices = [slice(a - at, b - at) for at, (a, b) in zip(self.start, ends, strict=True)]
-        return self.tensor.detach()[tuple(slices)]
+        return self.part.detach()[tuple(slices)]
 
 
 class TorchSource:
@@ -107,7 +114,7 @@ class TorchSource:
     def _read_formats(self) -> list[tuple[str, str]]:
         """Returns the name of each shard's tensor, and the form in which it would be published."""
         return [
-            (name, f"{self._wire_dtype(name, shard)} {tuple(shard.tensor.shape)}")
+            (name, f"{self._wire_dtype(name, shard)} {tuple(shard.part.shape)}")
             for name, shard in self.named_shards()
         ]
 
@@ -117,7 +124,7 @@ class TorchSource:
         return next(iter(devices)) if len(devices) == 1 else None
 
     def _devices(self) -> set[Any]:
-        return {shard.tensor.device for _, shard in self.named_shards()}
+        return {shard.part.device for _, shard in self.named_shards()}
 
     def prepare(self) -> None:
         """Returns when the calling thread's streams have finished with the weights, so that any thread may
@@ -176,8 +183,8 @@ class TorchSource:
                 for part in parts[name]:
                     planes.read_part_into(part, bits)
                 for shard in shards:
-                    ends = zip(shard.start, shard.tensor.shape, strict=True)
-                    shard.tensor.copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
+                    ends = zip(shard.start, shard.part.shape, strict=True)
+                    shard.part.copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
 
     def _regions(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[Extent, Any, Any]]:
         """Yields the bucket's pieces, each with the part of a tensor that it is cut from, and the dtype that
@@ -251,7 +258,7 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
     seen: set[tuple[Any, ...]] = set()
     for name, value in pairs:
         shard = shard_of(value)
-        tensor = shard.tensor
+        tensor = shard.part
         if tensor.numel() == 0 and shard.shape != tuple(tensor.shape):
             continue  # there are more ranks than rows, and other ranks have the rows
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())

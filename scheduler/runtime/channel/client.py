@@ -48,8 +48,9 @@ class ControlClient:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._is_up = True
-        """Whether calls are sent by who makes them. After a lost connection the reading thread first sends
-        those that wait, so that the scheduler never gets a later call before an earlier one."""
+        """Whether calls are sent by who makes them. After a lost connection, or a call that could not be
+        sent, the reading thread first sends those that wait, so that the scheduler never gets a later call
+        before an earlier one."""
         self._last_seq = 0
         self._closed = threading.Event()
         self._connect(connect_timeout_s)
@@ -110,6 +111,7 @@ class ControlClient:
         try:
             self._channel.send(encode(waiting.call))
         except ConnectionError:  # the reading thread notices too, connects again and sends all that waits
+            self._is_up = False
             logger.debug("not sent yet call=%s", type(waiting.call).__name__)
 
     def _connect(self, timeout_s: float | None) -> None:
@@ -134,6 +136,8 @@ class ControlClient:
                 with self._sending:
                     self._is_up = False
                 self._connect(None)
+                if self._closed.is_set():
+                    return
                 self._resend()
 
     def _dispatch(self, answer: SchedulerMessage) -> None:
@@ -150,7 +154,8 @@ class ControlClient:
         with self._sending:
             with self._lock:
                 waiting = [self._waiting[seq] for seq in sorted(self._waiting)]
-            for each in waiting:
-                self._try_send(each)
             self._is_up = True
+            for each in waiting:
+                if self._is_up:
+                    self._try_send(each)
         self.unasked.put(None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from rose.errors import DeviceMemoryHeld
 
@@ -83,6 +84,17 @@ def holders(devices: Sequence[str]) -> list[Holder]:
 
 
 def _job_of(pid: int) -> str | None:
+    """Returns the job of a process, or of the nearest one that has started it: vLLM's processes overwrite
+    their own environment when they give themselves a title."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.parents()]
+    except psutil.Error:  # it has ended, or is in another container
+        return None
+    return next((job for each in family if (job := _told_job(each.pid)) is not None), None)
+
+
+def _told_job(pid: int) -> str | None:
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         [path] = [each.removeprefix(b"ROSE_JOB=") for each in variables if each.startswith(b"ROSE_JOB=")]

@@ -24,7 +24,7 @@ from rose.types import GateMode, Role
 
 pytestmark = pytest.mark.vllm
 
-STALL_S = 0.2
+STALL_S = 1.0
 
 
 @pytest.fixture

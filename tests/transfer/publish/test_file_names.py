@@ -84,6 +84,28 @@ def test_each_version_is_what_the_model_would_save(model: Any, embedded_url: str
     relay.close()
 
 
+def test_a_model_that_moves_after_its_publisher_was_made_is_followed(
+    model: Any, embedded_url: str, tmp_path: Path
+) -> None:
+    """As a trainer moves it to its device: each parameter gets other memory."""
+    relay = open_relay(embedded_url)
+    publisher = WeightPublisher(model, embedded_url, "run")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    publisher.publish()
+    follower = Follower(relay, "run", WeightMirror())
+    assert follower.advance() and follower.mirror.planes is not None
+    expected = in_files(model, tmp_path)
+    held = {name: torch.zeros_like(each) for name, each in expected.items()}
+    load_planes(follower.mirror.planes, held)
+    assert [name for name, each in expected.items() if not torch.equal(held[name], each)] == []
+    publisher.close()
+    relay.close()
+
+
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 def test_a_rank_with_a_part_of_stacked_experts_has_the_same_part_of_each(
     model: Any, dimension: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +120,7 @@ def test_a_rank_with_a_part_of_stacked_experts_has_the_same_part_of_each(
         for name, shard in pairs if pairs is not model else shards.items():
             assert shard.shape == tuple(expected[name].shape)
             ends = zip(shard.box.start, shard.box.stop, strict=True)
-            made[name][tuple(slice(*each) for each in ends)] = shard.tensor
+            made[name][tuple(slice(*each) for each in ends)] = shard.part
     assert all(torch.equal(made[name], each) for name, each in expected.items())
 
 

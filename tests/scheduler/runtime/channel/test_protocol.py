@@ -131,6 +131,46 @@ def test_calls_arrive_in_their_order_after_a_lost_connection(tmp_path: Path) -> 
     side.close()
 
 
+class LateToNotice(SlowToResend):
+    """A client's end with two connections, as Redis's: one fails to send a call, and works again at once; the
+    other notices it later."""
+
+    def __init__(self, side: ClientSide) -> None:
+        super().__init__(side)
+        self.num_failures = 0
+        self.may_notice = threading.Event()
+
+    def send(self, body: bytes) -> None:
+        if not self.num_failures:
+            self.num_failures += 1
+            raise ConnectionError("broken")
+        super().send(body)
+
+    def receive(self) -> bytes:
+        if self.num_connections == 1:
+            self.may_notice.wait(PATIENCE_S)
+            raise ConnectionError("a call could not be sent")
+        return super().receive()
+
+
+def test_a_call_does_not_overtake_one_that_could_not_be_sent(tmp_path: Path) -> None:
+    url = ChannelUrl.parse(f"unix:{tmp_path / 'ch'}")
+    side = url.serve()
+    channel = LateToNotice(url.join("test"))
+    channel.may_go_on.set()
+    with ControlClient(channel, PATIENCE_S) as client:
+        for _ in range(2):
+            client.tell(Status(seq=client.next_seq()))
+        channel.may_notice.set()
+        seen: list[int] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while 2 not in seen or 1 not in seen:
+            seen += [decode_call(each.body).seq for each in side.receive(0.1)]
+            assert time.monotonic() < deadline
+        assert seen[0] == 1
+    side.close()
+
+
 def test_what_a_command_has_given_up_is_not_carried_out_later(channel_url: str) -> None:
     url = ChannelUrl.parse(channel_url)
     side = url.serve()  # it hangs: it reads nothing while the command waits

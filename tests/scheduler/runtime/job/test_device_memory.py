@@ -1,6 +1,7 @@
 """A phase whose devices another job's process still fills, with a stand-in for the driver's nvidia-smi."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -80,6 +81,31 @@ def test_own_processes_and_contexts_that_stay_are_no_holders(driver: Driver, oth
     wait_free("b", "rollout", ["0"], free_s=0.0)
     driver.say("0", f"{other}, {KEPT_BYTES // MIB}")
     wait_free("a", "rollout", ["0"], free_s=0.0)
+
+
+def test_a_child_of_the_jobs_program_without_its_environment_is_the_jobs_own(
+    driver: Driver, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(msgspec.json.encode(job_file(tmp_path, "a")))
+    begins = f"subprocess.Popen({['sleep', '600']}, env={{}})"
+    program = f"import subprocess; print({begins}.pid, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "ROSE_JOB": str(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            driver.say("0", f"{child}, 60000")
+            wait_free("a", "rollout", ["0"], free_s=0.0)
+            with pytest.raises(DeviceMemoryHeld, match=rf"where job a \(pid {child}\) holds"):
+                wait_free("b", "rollout", ["0"], free_s=0.0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            parent.kill()
 
 
 def test_memory_that_is_freed_meanwhile_is_waited_for(driver: Driver, other: int) -> None:
