@@ -12,6 +12,7 @@ they have.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from rose.errors import ConfigError
 from rose.node.control import EngineControl
 from rose.scheduler.runtime.job.cache import HostCache
 from rose.scheduler.runtime.job.job import running_job
@@ -25,19 +26,35 @@ class OwnEngines:
         self._nodes = [[EngineControl(url, "") for url in urls] for urls in nodes]
 
     def load(self, cache: HostCache) -> None:
-        """Activates all engines. Raises: WorkerError if one can't be."""
-        _each(EngineControl.activate, [engine for node in self._nodes for engine in node])
+        """Activates all engines. Raises: WorkerError if one can't be; ConfigError."""
+        _each(EngineControl.activate, [engine for _, node in self._by_number() for engine in node])
 
     def offload(self, cache: HostCache) -> None:
-        """Deactivates all engines, which frees their devices. Raises: WorkerError."""
-        _each(EngineControl.deactivate, [engine for node in self._nodes for engine in node])
+        """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
+        _each(EngineControl.deactivate, [engine for _, node in self._by_number() for engine in node])
 
     def move_tail(self, keep: Sequence[int]) -> None:
-        """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError."""
-        job = running_job()
-        numbers = job.rollout_nodes if job is not None else range(len(self._nodes))
-        left = [node for number, node in zip(numbers, self._nodes, strict=True) if number not in keep]
+        """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError;
+        ConfigError."""
+        left = [node for number, node in self._by_number() if number not in keep]
         _each(EngineControl.deactivate, [engine for node in left for engine in node])
+
+    def _by_number(self) -> list[tuple[int, Sequence[EngineControl]]]:
+        job = running_job()
+        return by_number(job.rollout_nodes if job is not None else range(len(self._nodes)), self._nodes)
+
+
+def by_number(
+    numbers: Sequence[int], nodes: Sequence[Sequence[EngineControl]]
+) -> list[tuple[int, Sequence[EngineControl]]]:
+    """Returns each rollout node's number in the group with its engines. Raises: ConfigError if the job has
+    more nodes or fewer than there are engines for."""
+    if len(numbers) != len(nodes):
+        raise ConfigError(
+            f"OwnEngines has engines for {len(nodes)} rollout nodes, and the job has {len(numbers)}; "
+            "give the engines of each node, and leave out borrow.fewest_nodes, which hands nodes back"
+        )
+    return list(zip(numbers, nodes, strict=True))
 
 
 def _each(do: Callable[[EngineControl], object], engines: Sequence[EngineControl]) -> None:

@@ -118,6 +118,7 @@ class RelayRollout(BaseRollout):
             raise ValueError(f"{_KEY}.weights.relay_url: missing; give the relay that the engines follow")
         self._num_workers = int(given.pop("num_workers", 0))
         self._ack_timeout_s = float(given.pop("ack_timeout_s", ACK_TIMEOUT_S))
+        self._dtype = getattr(torch, given.get("dtype") or "bfloat16")
         self._relay = given
         self._kept: dict[str, torch.Tensor] = {}
         self._publisher: WeightPublisher | None = None
@@ -154,7 +155,7 @@ class RelayRollout(BaseRollout):
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._kept:
-            dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             self._kept[name] = torch.empty(tensor.shape, dtype=dtype)
         self._kept[name].copy_(tensor.detach())
 

@@ -48,11 +48,14 @@ def _converted(model: Any, conversions: list[Any], name: str, part: TensorShard)
     if operations and [type(each).__name__ for each in operations] not in _STACKED:
         return [(name, part)]
     whole = part.tensor.new_empty(part.shape, device="meta")
-    names = list(revert_weight_conversion(model, {name: whole}))
+    in_files = revert_weight_conversion(model, {name: whole})
+    names = list(in_files)
     if not operations:
         return [(names[0], part)]
     num_experts = whole.shape[0]
     num_rows = whole.shape[1] * num_experts // len(names)
+    if any(tuple(matrix.shape) != (num_rows, whole.shape[2]) for matrix in in_files.values()):
+        return [(name, part)]  # joined along columns
     found: Pairs = []
     for index, renamed in enumerate(names):  # gates of all experts, then what was joined to them
         joined, expert = divmod(index, num_experts)

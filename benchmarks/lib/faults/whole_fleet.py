@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from lib.faults.signals import kill, stopped
@@ -103,12 +104,11 @@ class WholeFleet:
     # Starts -----------------------------------------------------------------------------------------------
 
     def _start_engine(self, name: str, port: int | None = None) -> None:
-        if name == "serving":
-            started = self._rig.start_engine(name, Role.SERVING, port=port, pool=self._pool)
-        else:
-            place = {"pool": self._pool} if name == "shared" else {"gate": GateMode.OFF}
-            weights = {"relay": self._relay_url, "run": RUN}
-            started = self._rig.start_engine(name, Role.ROLLOUT, port=port, **place, **weights)
+        settings: dict[str, Any] = {"pool": self._pool} if name != "dedicated" else {"gate": GateMode.OFF}
+        if name != "serving":
+            settings |= {"relay": self._relay_url, "run": RUN}
+        role = Role.SERVING if name == "serving" else Role.ROLLOUT
+        started = self._rig.start_engine(name, role, port=port, **settings)
         self._processes[name] = started
 
     def _restart_engine(self, name: str) -> None:

@@ -120,8 +120,8 @@ class NewestVersions:
 
     def forget(self, run_id: str) -> None:
         """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
-        del self._numbers[run_id]
-        self._announced.pop(run_id, None)
+        if self._announced.pop(run_id, None) is None or run_id in self._numbers:
+            del self._numbers[run_id]
         self._adapters.discard(run_id)
         for numbers in (self._whole, self._unnamed, *self._by_model.values()):
             numbers.pop(run_id, None)

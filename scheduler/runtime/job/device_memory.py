@@ -2,7 +2,8 @@
 
 Owns the question to NVIDIA's driver and the names of the holders. Only devices that the runner has bound to
 the job's nodes are asked about, because on a machine without bound devices other jobs may use any of them. A
-process may keep its CUDA context and its communicators between two phases (`KEPT_BYTES`).
+process may keep its CUDA context and its communicators between two phases (`KEPT_BYTES`). An actor on a
+shared Ray cluster does not tell whose it is, so it counts as the job's own.
 """
 
 import logging
@@ -43,6 +44,10 @@ class Holder:
     job: str | None
     """The job whose runner has started it; None: no job of ROSE, or it is not known."""
 
+    def is_other(self, job: str) -> bool:
+        """Whether it is certainly not the job's own."""
+        return self.job != job if self.job is not None else not _is_ray_actor(self.pid)
+
     def __str__(self) -> str:
         known = f"job {self.job} (pid {self.pid})" if self.job is not None else ""
         return f"{known or f'pid {self.pid}{_command(self.pid)}'} holds {self.num_bytes / 1e9:.1f} GB"
@@ -54,7 +59,7 @@ def wait_free(job: str, phase: str, devices: Sequence[str], *, free_s: float | N
     free_s: how long that may take; None: `FREE_S`. Raises: DeviceMemoryHeld.
     """
     deadline = time.monotonic() + (free_s if free_s is not None else FREE_S)
-    while held := [each for each in holders(devices) if each.job != job and each.num_bytes > KEPT_BYTES]:
+    while held := [each for each in holders(devices) if each.is_other(job) and each.num_bytes > KEPT_BYTES]:
         if time.monotonic() >= deadline:
             who = ", and ".join(map(str, held))
             raise DeviceMemoryHeld(
@@ -101,6 +106,14 @@ def _told_job(pid: int) -> str | None:
         return msgspec.json.decode(Path(path.decode()).read_bytes(), type=_Named).name
     except (OSError, ValueError, msgspec.DecodeError):  # it has ended, is another user's, or is no job's
         return None
+
+
+def _is_ray_actor(pid: int) -> bool:
+    """Ray gives its workers a title, which overwrites their environment; the node's raylet starts them."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:  # it has just ended
+        return False
 
 
 def _command(pid: int) -> str:

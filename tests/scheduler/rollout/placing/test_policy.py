@@ -196,6 +196,15 @@ def test_an_old_announcement_bounds_no_worker_that_has_newer_weights(
     assert newest.numbers == {"run": 9}
 
 
+def test_a_run_that_was_announced_and_never_held_can_be_forgotten() -> None:
+    newest = NewestVersions()
+    newest.announced(version(9), NOW)
+    newest.forget("run")
+    assert newest.bound("run") == 0
+    with pytest.raises(KeyError):
+        newest.forget("run")
+
+
 def test_the_newest_version_is_that_of_the_turns_model() -> None:
     newest = heard({"run": 7}, ["a", "both"])
     newest.heard(version(3), ["b", "both"], now=NOW)

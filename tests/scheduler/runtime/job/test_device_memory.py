@@ -1,6 +1,7 @@
 """A phase whose devices another job's process still fills, with a stand-in for the driver's nvidia-smi."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,3 +170,20 @@ def test_a_phase_does_not_begin_on_held_devices_and_gives_its_permit_back(
         thread.join(300)
         side.close()
     assert released == [7]
+
+
+def test_an_actor_on_the_cluster_of_ray_is_not_taken_for_another_jobs(tmp_path: Path, driver: Driver) -> None:
+    title = ["ray::Worker.step", "600"]
+    with subprocess.Popen(title, executable=str(shutil.which("sleep"))) as actor:
+        try:
+            driver.say("GPU-0", f"{actor.pid}, {2 * KEPT_BYTES // MIB}")
+            wait_free("a", "rollout", ["GPU-0"], free_s=0.0)
+        finally:
+            actor.kill()
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        try:
+            driver.say("GPU-0", f"{stranger.pid}, {2 * KEPT_BYTES // MIB}")
+            with pytest.raises(DeviceMemoryHeld, match=f"pid {stranger.pid} .sleep. holds"):
+                wait_free("a", "rollout", ["GPU-0"], free_s=0.0)
+        finally:
+            stranger.kill()
