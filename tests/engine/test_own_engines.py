@@ -35,5 +35,5 @@ def test_engines_are_active_in_rollouts_alone_and_leave_the_nodes_that_a_tail_do
 def test_a_job_with_fewer_nodes_than_engines_is_refused() -> None:
     engines = [EngineControl(f"http://127.0.0.1:{port}", "") for port in (1, 2)]
     assert by_number((4, 7), [engines, []]) == [(4, engines), (7, [])]
-    with pytest.raises(ConfigError, match=r"for 2 rollout nodes, and the job has 1; .* fewest_nodes"):
+    with pytest.raises(ConfigError, match=r"for 2 rollout nodes, and the job has 1; .*fewest_nodes"):
         by_number((4,), [engines, []])
