@@ -6,29 +6,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from front.requests_of_front import outputs
 from vllm.exceptions import GracefulHTTPError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreRequest
-
-from rose.engine.front.calls import Outputs
+from vllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.vllm
-
-
-def outputs(**params: Any) -> Outputs:
-    return Outputs(
-        EngineCoreRequest(
-            request_id="r",
-            prompt_token_ids=[1],
-            mm_features=None,
-            sampling_params=SamplingParams(**params),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-    )
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from front.requests_of_front import outputs
 from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -19,7 +20,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from rose.engine.front.calls import Outputs
 from rose.engine.hooks import patches
 from rose.errors import ConfigError
-from tests.engine.front.test_calls import outputs
 
 pytestmark = pytest.mark.vllm
 
