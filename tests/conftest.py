@@ -40,7 +40,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Every engine would compile a few small functions of vLLM's sampler, which takes longer than a test's tokens.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 # Tests judge no speed, and every run tries the same: a machine that stalls, or a rare draw, must not decide
 # whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New
