@@ -44,15 +44,16 @@ KEY = ProfileKey(
     graphs="eager",
 )
 NUM_STEPS = 200
+SIZES = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")]
 
 
 class Client:
     """An engine that answers at once, without a token."""
 
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(model="m", max_model_len=64, get_vocab_size=lambda: 10),
+        model_config=SimpleNamespace(model="m", max_model_len=64, get_vocab_size=lambda: 10, is_moe=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=2),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(**dict.fromkeys(SIZES, 1)),
         speculative_config=None,
     )
 
@@ -111,18 +112,17 @@ async def test_profiles_at_once_leave_the_gate_as_it_was_and_one_without_steps_i
     runtime_dir: Path, tmp_path: Path
 ) -> None:
     with lone_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL) as scheduler:
-        page = scheduler.page
         control: Any = ServedEngine(Client(), EngineSettings(role=Role.ROLLOUT, engine_id="e"), "m")
         obeying = asyncio.create_task(obey(scheduler))
         first = asyncio.create_task(control.profile())
-        while page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF):
+        while scheduler.page.get(Field.GATE_MODE) != GATE_MODES.index(GateMode.OFF) and not first.done():
             await asyncio.sleep(0)
         for profile in (first, asyncio.create_task(control.profile())):
             with pytest.raises(WorkerError, match="could not make a profile"):
                 await profile
         obeying.cancel()
         scheduler.schedule()
-        assert page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
+        assert scheduler.page.get(Field.GATE_MODE) == GATE_MODES.index(GateMode.DUAL)
 
 
 class UpdatedClient(Client):
