@@ -62,6 +62,9 @@ class Client:
     """An engine whose updates fail."""
 
     output_processor = SimpleNamespace(request_states={})
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=2), model_config=SimpleNamespace(is_moe=False)
+    )
 
     def __init__(self) -> None:
         self.engine_core = Balancer()

@@ -118,7 +118,7 @@ def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> No
     assert rollout._stalls.stalled(time.monotonic() + 1001) == ("a",)
 
 
-def test_a_request_that_memory_refuses_is_told_apart_from_one_behind_anothers_prefill(
+def test_a_request_whose_memory_serving_has_is_told_apart_from_one_behind_other_rollouts(
     rollout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step() -> list[str]:
@@ -138,6 +138,8 @@ def test_a_request_that_memory_refuses_is_told_apart_from_one_behind_anothers_pr
     monkeypatch.setattr(rollout._memory, "tick", lambda *_: None)
     blocks = rollout.kv_cache_manager.block_pool
     blocks.get_new_blocks(blocks.get_num_free_blocks())
+    assert step() == []
+    monkeypatch.setattr(rollout.tenant, "fits_alone", lambda _: False)  # as when serving has the slabs
     assert step() == ["behind it"]
     monkeypatch.setattr(rollout, "max_num_scheduled_tokens", 1)
     rollout._preempt_request(rollout.running.pop(), 0.0)
