@@ -95,7 +95,7 @@ class _Pair:
     def _run(self, giver: Role, num_asks: int) -> tuple[Any, Any]:
         """The parts of the engine that always has work and of the one that asks."""
         asker = next(role for role in Role if role is not giver)
-        events = {name: self._tests["preloaded"].FORKS.Event() for name in ("ready", "begin", "stop")}
+        events = {name: self._tests["preloaded"].FORKS.Event() for name in ("ready", "begin", "stop", "done")}
         pair, pool = self._tests["async_pair"], f"yield-{giver.value}"
         folder = self._folder / giver.value
         self._folder.mkdir(exist_ok=True)

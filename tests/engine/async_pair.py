@@ -67,15 +67,19 @@ def work_on(
     ready: Event,
     begin: Event,
     stop: Event,
+    done: Event,
 ) -> Part:
     """Answers all prompts at once, over and over, from ``begin`` until told to stop."""
-    run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
-    ready.set()
-    run.driver.step_until(begin.is_set, "the other engine", 1200.0)
-    run.begin()
-    while not stop.is_set():
-        run.replies.append(run.driver.answer(prompts, max_tokens))
-    return run.part()
+    try:
+        run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
+        ready.set()
+        run.driver.step_until(begin.is_set, "the other engine", 1200.0)
+        run.begin()
+        while not stop.is_set():
+            run.replies.append(run.driver.answer(prompts, max_tokens))
+        return run.part()
+    finally:
+        done.set()
 
 
 def ask_now_and_then(
@@ -91,9 +95,10 @@ def ask_now_and_then(
     ready: Event,
     begin: Event,
     stop: Event,
+    done: Event,
 ) -> Part:
     """Warms up with ``max_tokens``. Asks for a few tokens after each pause, beside the engine that has work;
-    then tells it to stop."""
+    then tells it to stop, and stays until it has: rollouts wait for a serving engine that has died."""
     try:
         ready.wait()
         run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
@@ -103,9 +108,11 @@ def ask_now_and_then(
         for index in range(num_asks):
             time.sleep(rng.uniform(LEAST_PAUSE_S, MOST_PAUSE_S))
             run.ask(prompts[index % len(prompts)])
-        return run.part()
+        part = run.part()
     finally:
         stop.set()
+    run.driver.step_until(done.is_set, "the other engine's last answers")
+    return part
 
 
 class _Run:

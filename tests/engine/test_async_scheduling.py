@@ -122,7 +122,7 @@ def test_two_engines_with_async_scheduling_take_turns_at_steps_edges(
 ) -> None:
     """One always has work, two steps in flight if it serves; the other one asks for the GPU now and then."""
     other = next(role for role in Role if role is not busy)
-    events = {name: FORKS.Event() for name in ("ready", "begin", "stop")}
+    events = {name: FORKS.Event() for name in ("ready", "begin", "stop", "done")}
     given = {"model": models.untied[0], "pool": pool, "mode": GateMode.DUAL, "tpot_target_ms": None, **events}
     working = run(async_pair.work_on, role=busy, **given)
     asking = run(async_pair.ask_now_and_then, role=other, num_asks=NUM_ASKS, seed=0, **given)
