@@ -224,7 +224,8 @@ def test_gated_delta_nets_with_draft_tokens_share_a_pool_with_another_model(
             assert reply.tokens == tokens[: len(reply.tokens)]
             assert reply.finish_reason == "length" or role is Role.ROLLOUT
     assert drafted.num_drafts > drafted.num_accepted > 0
-    assert drafted.moves.num_moves >= len(PROMPTS)
+    # Serving keeps its slabs where the rollout engine comes late.
+    assert drafted.moves.num_moves >= len(PROMPTS) or role is Role.SERVING
     found = other.result()
     answers = found if role is Role.ROLLOUT else [reply.tokens for each in found.replies for reply in each]
     assert answers

@@ -100,8 +100,9 @@ def test_no_step_computes_with_weights_that_could_not_be_loaded_to_the_end(
 
 def test_a_rank_that_took_an_update_which_failed_on_another_one_takes_the_next(following: Following) -> None:
     from rose.engine.hooks.rank import RoseWorker
+    from rose.engine.vllm_version import VERSIONS_KEY, versions
 
-    following.config.additional_config = {"rose": {"role": "rollout"}}
+    following.config.additional_config = {"rose": {"role": "rollout"}, VERSIONS_KEY: versions()}
     worker: Any = RoseWorker(following.config, local_rank=0, rank=0, distributed_init_method="")
     worker.weight_transfer_engine = following.engine
     worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
