@@ -3,11 +3,11 @@
 python fp8_ranks.py NUM_RANKS RENDEZVOUS_FILE RELAY_URL CHECKPOINT
 """
 
-import os
 import sys
 
 import torch
 import torch.distributed as dist
+from fork_ranks import run_ranks
 from fp8_checkpoint import QUANTIZED, model_tensors
 
 from rose.transfer.publish.publisher import WeightPublisher
@@ -42,17 +42,5 @@ def run(rank: int, num_ranks: int, rendezvous: str, relay_url: str, checkpoint: 
     dist.destroy_process_group()
 
 
-def main() -> int:
-    num_ranks, rest = int(sys.argv[1]), sys.argv[2:]
-    pids = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            run(rank, num_ranks, *rest)
-            os._exit(0)
-        pids.append(pid)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_ranks(run, *sys.argv[1:]))

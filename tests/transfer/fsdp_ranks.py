@@ -5,11 +5,11 @@ python fsdp_ranks.py NUM_RANKS RENDEZVOUS_FILE RELAY_URL
 The ranks are forks of one process, which has loaded torch for all of them.
 """
 
-import os
 import sys
 
 import torch
 import torch.distributed as dist
+from fork_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -41,17 +41,5 @@ def run(rank: int, num_ranks: int, rendezvous: str, relay_url: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    num_ranks, rest = int(sys.argv[1]), sys.argv[2:]
-    pids = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            run(rank, num_ranks, *rest)
-            os._exit(0)
-        pids.append(pid)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_ranks(run, *sys.argv[1:]))
