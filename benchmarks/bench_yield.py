@@ -67,21 +67,27 @@ class _Pair:
             raise WorkerError(f"{overlaps} steps of the two engines ran at the same time")
         steps_ms = [1e3 * (end_s - begin_s) for begin_s, end_s in working.steps]
         beyond_ms = [1e3 * beyond_s(wish, working.steps) for wish in asking.asked]
+        queued = [self._tests["async_pair"].steps_after_wish(wish, working.steps) for wish in asking.asked]
+        queued_ms = [1e3 * (steps[0][1] - steps[0][0]) if steps else 0.0 for steps in queued]
+        over_ms = [beyond - behind for beyond, behind in zip(beyond_ms, queued_ms, strict=True)]
         waits_ms = [1e3 * (wish.began_s - wish.asked_s) for wish in asking.asked]
         step_ms = median(steps_ms)
         name = f"async, {giver.value}"
         return [
             Figure(
                 name=f"yield_ms[{name}]",
-                value=percentile(beyond_ms, 99),
-                unit="ms",
-                target=f"<= {step_ms + 1e3 * SPARE_S:.1f}",
+                value=percentile(over_ms, 99),
+                unit="ms over a step",
+                target=f"<= {1e3 * SPARE_S:.0f}",
                 peers={
-                    "P50": percentile(beyond_ms, 50),
+                    "P50": percentile(over_ms, 50),
+                    "with the queued step, P50": percentile(beyond_ms, 50),
+                    "P99": percentile(beyond_ms, 99),
                     "a step": step_ms,
+                    "most steps after a wish": max(map(len, queued)),
                     "most in flight": working.most_in_flight,
                 },
-                spread=(min(beyond_ms), max(beyond_ms)),
+                spread=(min(over_ms), max(over_ms)),
             ),
             Figure(
                 name=f"wait_ms[{name}]",

@@ -193,3 +193,8 @@ def seconds_beyond_step(wish: Asked, others: Sequence[Step]) -> float:
     """Returns how long after the end of the other engine's step that ran at the wish the GPU was there."""
     running = [end_s for begin_s, end_s in others if begin_s <= wish.asked_s < end_s]
     return wish.granted_s - max([wish.asked_s, *running])
+
+
+def steps_after_wish(wish: Asked, others: Sequence[Step]) -> list[Step]:
+    """Returns the steps that the other engine began between the wish and the grant of the GPU."""
+    return [step for step in others if wish.asked_s < step[0] < wish.granted_s]
