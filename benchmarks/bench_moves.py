@@ -194,7 +194,7 @@ class _Runs:
         rolled = {**given, "model": self._model("rollout", "make_rollout_model")}
         rollout = run(runs.roll_out, **rolled, pool=pool, stop=stop)
         rollout_stock = run(self._tests["engine_runs"].stock_answers, **rolled)
-        prefiller = run(runs.prefill, given["model"], pool=pool, asked=asked, told=told, stop=stop)
+        prefiller = run(runs.prefill, model=given["model"], pool=pool, asked=asked, told=told, stop=stop)
         replies: list[list[Any]] = []
         folder = self._tests["real_engine"].runtime_dir(self._folder)
         with PoolClient.observe(pool, runtime_dir=folder) as watcher:
