@@ -8,7 +8,8 @@ stopped for some seconds. Serving gets requests all the time.
   serving_lost      serving requests that failed while the serving engine was there
   turns_lost        turns that failed, or ended before their length
   wrong_tokens      tokens of other weights than those of the version that came with them. The truth: which of
-                    the two checkpoints gives the token the log-probability that the answer carries
+                    the two checkpoints gives the token the log-probability that the answer carries. Null if
+                    no token could be judged
   version_gap_s     the longest time in which no turn ended with newer weights than all before, up to the end
   processes_left    processes that outlive the fleet
 
@@ -214,6 +215,10 @@ def _figures(seen: SoakLog, published: int, left: list[str]) -> list[Figure]:
     refused = [request.error or "cut" for request in there if not request.is_complete]
     for error in (*refused, *seen.lost):
         print(f"lost: {error}")
+    if not seen.num_told:
+        print(
+            f"wrong_tokens: none of {len(seen.answers)} answers tells which weights made it", file=sys.stderr
+        )
     times_s = [*(at for at, _ in seen.newest if at < seen.ended_s), seen.ended_s]
     gaps = [after - before for before, after in itertools.pairwise(times_s)]
     faults: dict[str, float | None] = {name: float(count) for name, count in seen.faults.items()}
@@ -234,7 +239,7 @@ def _figures(seen: SoakLog, published: int, left: list[str]) -> list[Figure]:
         ),
         Figure(
             name="wrong_tokens",
-            value=float(seen.num_wrong),
+            value=float(seen.num_wrong) if seen.num_told else None,
             unit="tokens",
             target="<= 0",
             peers={"tokens that tell": float(seen.num_told)},

@@ -44,6 +44,8 @@ NO_PROMPT_IDS_HEADER = "X-Rose-No-Prompt-Ids"
 
 SO_FAR = "rose_so_far"
 """The field by which a client that lost its router tells another one which tokens of the answer it has."""
+PUBLISHED_PATH = "/published"
+"""The router's route for a trainer's word of the weights that it has published."""
 LEASE_HEADER = "X-Rose-Lease"
 """Tells a worker by which router's lease a turn comes: ROUTER FENCE."""
 NO_LEASE = "NoLease"

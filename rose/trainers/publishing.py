@@ -40,7 +40,7 @@ class PublishWeights(TrainerCallback):
     ``every_s``: steps within so many seconds become one version. The last steps always become one.
     ``num_workers``: the number of workers, whichever they are, that must run a version before training goes
     on. Workers that die are not waited for, because the router gives turns only to the newest version. With
-    0, rollouts may lag behind by some steps.
+    0, training goes on at once, and the router's version_mode says how far rollouts may lag behind.
     """
 
     def __init__(

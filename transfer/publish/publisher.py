@@ -1,10 +1,11 @@
 """The publisher: the trainer's end of the weight transfer.
 
 Owns the copy of what was published last, and the run's version numbers. A version is announced only when all
-its objects are in the relay. The kept copy is updated in the same pass that compares it with the weights; if
-that publish fails, the next one takes the copy back to the last committed version and starts from there.
-Deltas are exact. Never waits for engines, except in wait_acked(). One thread at a time, which may go on with
-its training while publish_async() sends. Source: ROSE §4.2.
+its objects are in the relay; the routers of ROSE_ROUTER_URL hear of it before publish() returns. The kept
+copy is updated in the same pass that compares it with the weights; if that publish fails, the next one takes
+the copy back to the last committed version and starts from there. Deltas are exact. Never waits for engines,
+except in wait_acked(). One thread at a time, which may go on with its training while publish_async() sends.
+Source: ROSE §4.2.
 Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not exact), and
 snapshots, which the relay folds, bound the chain that a late joiner walks.
 """
@@ -31,6 +32,7 @@ from rose.transfer.format.layout import BUCKET_BYTES
 from rose.transfer.format.manifest import Ack, AdapterBody, Manifest
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.announcer import RunAnnouncer
 from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
@@ -152,6 +154,7 @@ class WeightPublisher:
         signing_key = signing_key if signing_key is not None else settings.signing_key
         self._signer = Signer(signing_key) if signing_key is not None else None
         self._relay = self.relay = open_relay(relay_url, key if key is not None else settings.key)
+        self._announcer = RunAnnouncer.of(settings, self._signer)
         self.is_adapter = adapter is not None
         self.num_ranks = num_ranks
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
@@ -241,8 +244,10 @@ class WeightPublisher:
             self._chain.forget()
         elif writer.base is None or snapshot_bytes > 0:
             self._chain.move_head(self._number, self.state_hash)
-        if self._ranks.is_leader and self._lease is not None:
-            self._lease.start()
+        if self._ranks.is_leader:
+            self._announcer.announce(WeightVersion(run_id=self.run_id, number=self._number))
+            if self._lease is not None:
+                self._lease.start()
         report = self._report(writer, snapshot_bytes)
         logger.info("published: %s", report)
         return report

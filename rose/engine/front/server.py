@@ -7,6 +7,7 @@ loaded, so that a front needs neither a GPU nor the model's memory. It has run w
 from __future__ import annotations
 
 import argparse
+import socket
 from typing import Any
 
 import uvloop
@@ -21,6 +22,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from rose.engine.front import adapters
 from rose.engine.front.token_plane import TokenPlane
 from rose.errors import ConfigError
+from rose.scheduler.rollout.http.handshakes import end_unread
 
 
 def front_config(args: argparse.Namespace) -> VllmConfig:
@@ -51,8 +53,16 @@ def serve(config: VllmConfig, args: argparse.Namespace, plane: TokenPlane) -> No
     uvloop.run(_serve(config, args, plane))
 
 
+def listen(args: argparse.Namespace) -> tuple[str, socket.socket]:
+    """Returns the front's address and its listener. A client that reads nothing for a minute is cut off."""
+    address, listener = setup_server(args, reuse_port=False)
+    if listener.family != socket.AF_UNIX:  # there the router has the clients
+        end_unread(listener.fileno())
+    return address, listener
+
+
 async def _serve(config: VllmConfig, args: argparse.Namespace, plane: TokenPlane) -> None:
-    listen_address, listener = setup_server(args, reuse_port=False)
+    listen_address, listener = listen(args)
     engine = _engine(config, plane)
     adapters.register(plane, args.served_model_name)
     try:

@@ -48,8 +48,15 @@ class RoutedExperts:
             self._before.append(rows[: max(0, num_tokens - 1 - self._start)])
             self._start += len(self._before[-1])
         if self._start < num_tokens - 1:
-            self._recomputed.append((self._start, num_tokens - 1))
+            self._note_recomputed(self._start, num_tokens - 1)
         return self._start
+
+    def _note_recomputed(self, first: int, end: int) -> None:
+        """Adds a range. It begins at or behind the beginnings of all before it: attempts only go on."""
+        if self._recomputed and first <= self._recomputed[-1][1]:
+            before, before_end = self._recomputed.pop()
+            first, end = before, max(before_end, end)
+        self._recomputed.append((first, end))
 
     def take(self, rows: str) -> None:
         """Takes the attempt's rows."""
@@ -72,9 +79,9 @@ class RoutedExperts:
 
     @property
     def recomputed(self) -> list[tuple[int, int]]:
-        """The tokens, as ranges, whose rows come from their prefill by a later attempt. Another worker may
-        have processed them before, perhaps with other weights, and chosen other experts. Empty without rows.
-        """
+        """The tokens, as disjoint ranges in order (first, end), whose rows come from their prefill by a later
+        attempt. Another worker may have processed them before, perhaps with other weights, and chosen other
+        experts. Empty without rows."""
         return self._recomputed if self.have_come else []
 
 

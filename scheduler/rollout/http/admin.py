@@ -1,21 +1,23 @@
 """The operator's routes: workers and jobs at run time, weight versions, RL steps, status, metrics.
 
-Owns: /workers, /admin/*, /metrics.
+Owns: /workers, /admin/*, /metrics, and /published, where trainers announce versions with their jobs' keys.
 Promises: a worker's own routes can't be reached through these; the router calls them itself where needed.
 Never does: check keys (guard.py).
 """
 
 import asyncio
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rose.errors import RelayError, RoseError, WorkerError
+from rose.http import PUBLISHED_PATH
 from rose.messages import RlStep, parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest
+from rose.scheduler.rollout.http.callers import Callers
 from rose.scheduler.rollout.http.errors import Conflict, NotFound
 from rose.scheduler.rollout.http.guard import Guard
 from rose.scheduler.rollout.http.metrics import prometheus_text
@@ -27,6 +29,7 @@ from rose.scheduler.rollout.router_config import RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.dataplane import DataPlane
 from rose.scheduler.rollout.workers.registry import rose_headers
 from rose.scheduler.rollout.workers.worker import Worker
+from rose.types import WeightVersion
 
 _RL_STEP_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
@@ -62,10 +65,22 @@ class StepBegun(RlStep):
     """The version as the publisher has signed it (rose/signature.py); None: it is not signed."""
 
 
+class Published(_Body):
+    """The body of published: the newest weights that a run's publisher has published."""
+
+    version: str
+    """RUN/NUMBER of these weights."""
+    signed: str | None = None
+    """The version as the publisher has signed it (rose/signature.py); None: it is not signed."""
+
+
 class Admin:
-    def __init__(self, plane: DataPlane, guard: Guard, changes: AdminChanges, peers: Peers) -> None:
+    def __init__(
+        self, plane: DataPlane, guard: Guard, callers: Callers, changes: AdminChanges, peers: Peers
+    ) -> None:
         self._plane = plane
         self._guard = guard
+        self._callers = callers
         self._changes = changes
         self._peers = peers
 
@@ -89,6 +104,7 @@ class Admin:
         router.add_post("/admin/drain", self.drain)
         router.add_post("/admin/peers", self.exchange)
         router.add_get("/metrics", self.metrics)
+        router.add_post(PUBLISHED_PATH, self.published)
 
     # Workers ----------------------------------------------------------------------------------------------
 
@@ -224,19 +240,10 @@ class Admin:
         """Tells all live workers that an RL step begins, so that they compute their budgets again (ROSE
         §4.1). Weights newer than the given version make no worker's weights too old."""
         begun = await _read(request, StepBegun)
-        step = RlStep(step=begun.step)
-        try:
-            version = parse_version(begun.version)
-        except WorkerError as error:
-            raise BadRequest(f"version: {error}") from error
+        step, version = RlStep(step=begun.step), _version(begun.version)
         kept, run_id = begun.model_dump(exclude_none=True), version.run_id if version is not None else ""
-        if version is not None:
-            try:
-                is_news = self._changes.announced(version, kept)
-            except RelayError as error:
-                raise BadRequest(f"version: {error}") from error
-            if not is_news:
-                kept, run_id = step.model_dump(), ""
+        if version is not None and not self._is_news(version, kept):
+            kept, run_id = step.model_dump(), ""
         self._plane.dispatcher.lend(begins_anew=True)
         workers = [worker for worker in self._plane.registry.workers() if worker.is_alive]
         sending = asyncio.gather(*(self._send_step(worker, step) for worker in workers))
@@ -246,6 +253,28 @@ class Admin:
             results = await sending
         answers = {worker.id: result for worker, result in zip(workers, results, strict=True)}
         return web.json_response({"step": step.step, "workers": answers})
+
+    async def published(self, request: web.Request) -> web.Response:
+        """Takes a trainer's word of the weights that it has published: no turn of the run begins on base
+        weights, or on weights that are too old beside them, from now on. It may be sent with the key of the
+        job whose run it is."""
+        published = await _read(request, Published)
+        version, kept = _version(published.version), published.model_dump(exclude_none=True)
+        assert version is not None
+        is_signed = self._plane.config.public_key is not None  # which shows who says so
+        if not is_signed and not self._guard.is_open:
+            self._callers.require_run(request, version.run_id)
+        if self._is_news(version, kept):
+            await self._note("step", kept, version.run_id)
+        return web.json_response({"version": str(version)})
+
+    def _is_news(self, version: WeightVersion, kept: dict[str, Any]) -> bool:
+        """Bounds the run's versions by what its publisher has announced; returns whether that is new. Raises:
+        BadRequest if it is not signed, where it has to be."""
+        try:
+            return self._changes.announced(version, kept)
+        except RelayError as error:
+            raise BadRequest(f"version: {error}") from error
 
     async def _send_step(self, worker: Worker, step: RlStep) -> str:
         if not worker.has_rose_routes:
@@ -298,6 +327,14 @@ class Admin:
         """Answers the router's metrics in Prometheus' text format."""
         text = prometheus_text(self._plane)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _version(text: str | None) -> WeightVersion | None:
+    """Raises: BadRequest."""
+    try:
+        return parse_version(text)
+    except WorkerError as error:
+        raise BadRequest(f"version: {error}") from error
 
 
 async def _read(request: web.Request, kind: type[Message]) -> Message:

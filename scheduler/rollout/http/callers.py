@@ -77,6 +77,19 @@ class Callers:
             raise Denied(f"{JOB_HEADER}: job {job} has a key of its own; send that key")
         return job
 
+    def require_run(self, request: web.Request, run_id: str) -> None:
+        """Raises: Denied unless the request has the key of a job with this run."""
+        holder = self._jobs.holder(bearer(request))
+        own = self._jobs.spec(holder).run_id if holder is not None else None
+        if own != run_id:
+            whose = (
+                f"that of job {holder}, which has run {own}" if own is not None else "of no job with a run"
+            )
+            raise Denied(
+                f"version: weights of run {run_id} are announced with the key of the run's job, and this key"
+                f" is {whose}; send the other key, or set the job's run_id"
+            )
+
     def model(self, job: str, given: object) -> object:
         """Returns the model that a request asks for, or its job's. Raises: Denied if they differ."""
         own = self._jobs.spec(job).model

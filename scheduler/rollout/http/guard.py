@@ -98,6 +98,11 @@ class Guard:
         """Whether any key but the admin's is set."""
         return self._callers.have_keys or self._config.has_keys
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is set, so that anyone may change everything."""
+        return self._config.admin_key is None and not self._has_keys
+
     def _is_over(self, request: web.Request) -> bool:
         """Whether the connection is one that is kept for admins, and the request is none of theirs."""
         protocol = request.protocol

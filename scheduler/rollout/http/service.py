@@ -81,7 +81,7 @@ class Service:
         for path in _QUESTION_PATHS:
             app.router.add_post(path, self.ask)
         app.router.add_post(_FINISH_PATH, self.finish_session)
-        Admin(self._plane, self._guard, self.changes, self.peers).add_routes(app)
+        Admin(self._plane, self._guard, self._callers, self.changes, self.peers).add_routes(app)
         return app
 
     async def drain(self) -> None:

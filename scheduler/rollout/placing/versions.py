@@ -1,7 +1,8 @@
 """Which weights a turn may run on.
 
 Owns: the three version modes, as a pure filter of cohorts; the newest version of each training run.
-Promises: a version that no worker holds any more is an error, never an endless wait.
+Promises: a version that no worker holds any more is an error, never an endless wait. Once a run's publisher
+has announced a version, no turn of the run begins on base weights, or on weights that are too old beside it.
 Never does: choose among the workers that it admits (policy.py).
 """
 
@@ -34,7 +35,8 @@ class VersionMode(StrEnum):
 
 
 class NewestVersions:
-    """The newest version of each training run that any worker has held, overall and for each model.
+    """The newest version of each training run: what its publisher announced last, or else what any worker has
+    held, overall and for each model.
 
     It outlives the workers, because a restarted worker has base weights or an old checkpoint, and without
     other workers nothing else shows that these are too old. It is kept by model, because turns for a model
@@ -69,7 +71,7 @@ class NewestVersions:
     def heard(self, version: WeightVersion, models: Iterable[str] | None = None, *, now: float) -> None:
         """Notes a worker's version. `models`: what the worker serves; None if it does not say."""
         self._drop_old_bound(version, now)
-        version = WeightVersion(run_id=version.run_id, number=self.counted(version))
+        version = WeightVersion(run_id=version.run_id, number=self.shown_by(version))
         _grow(self._numbers, version)
         _grow(self._whole, version)
         if models is None:
@@ -83,7 +85,7 @@ class NewestVersions:
         """Notes the version of a LoRA adapter that a worker holds, whose model name is the run's."""
         self._adapters.add(version.run_id)
         self._drop_old_bound(version, now)
-        version = WeightVersion(run_id=version.run_id, number=self.counted(version))
+        version = WeightVersion(run_id=version.run_id, number=self.shown_by(version))
         _grow(self._numbers, version)
         _grow(self._by_model.setdefault(version.run_id, {}), version)
 
@@ -92,12 +94,12 @@ class NewestVersions:
         return model in self._adapters
 
     def announced(self, version: WeightVersion, now: float) -> None:
-        """Notes what the run's publisher has published. No worker's version counts as a newer one."""
+        """Notes what the run's publisher has published: the run's newest version, whatever workers have."""
         run_id = version.run_id
         self._announced[run_id], self._announced_at[run_id] = version.number, now
         for numbers in (self._numbers, self._whole, self._unnamed, *self._by_model.values()):
             if run_id in numbers:
-                numbers[run_id] = min(numbers[run_id], version.number)
+                numbers[run_id] = version.number
 
     def bound(self, run_id: str) -> int:
         """Returns the number that was announced last; 0 if none was."""
@@ -114,9 +116,15 @@ class NewestVersions:
             *(run_id, bound, _ANNOUNCED_S, version),
         )
 
-    def counted(self, version: WeightVersion) -> int:
-        """Returns the number as which a worker's version counts: at most what was announced."""
-        return min(version.number, self._announced.get(version.run_id, version.number))
+    def shown_by(self, version: WeightVersion) -> int:
+        """Returns the newest number that a worker's version shows of its run: what was announced, or else its
+        own."""
+        return self._announced.get(version.run_id, version.number)
+
+    def awaited(self, run_id: str | None) -> int | None:
+        """Returns the number that was announced of a run of which no worker has held any version, so that
+        nothing tells for which model it is; None if there is none."""
+        return self._announced.get(run_id) if run_id is not None and run_id not in self._numbers else None
 
     def forget(self, run_id: str) -> None:
         """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
@@ -139,7 +147,8 @@ class VersionRule:
     mode: VersionMode = VersionMode.LATEST
     max_lag: int = 0
     known: NewestVersions = field(default_factory=NewestVersions)
-    """The versions that any worker has held, including workers that are gone."""
+    """The versions that publishers have announced, or any worker has held, including workers that are
+    gone."""
 
     def are_held(self, wants: Wants, cohorts: Iterable[Cohort]) -> bool:
         """Returns whether any worker, lost ones included, has weights that a new session's turn may use."""
@@ -188,8 +197,10 @@ class VersionRule:
         newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
         for version in held:
             if version is not None:
-                number = self.known.counted(version)
+                number = self.known.shown_by(version)
                 newest[version.run_id] = max(number, newest.get(version.run_id, number))
+        if turn.run_id is not None and (number_due := self.known.awaited(turn.run_id)) is not None:
+            newest[turn.run_id] = number_due
         return newest
 
 

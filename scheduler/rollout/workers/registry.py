@@ -119,6 +119,7 @@ class Registry:
         worker = Worker(spec, self._config)
         self._workers.add(worker)
         self.catalogue.take(worker.id, None)
+        self._wire.keep(worker.url)
         self._heartbeats[worker.id] = asyncio.create_task(self._watch(worker), name=f"heartbeat-{worker.id}")
         return worker
 

@@ -230,15 +230,21 @@ class Wire:
         return made
 
     def done(self, url: URL, connection: WorkerConnection) -> None:
-        """Ends a request, and keeps the connection if the answer was read to its end."""
-        if connection.can_be_kept:
+        """Ends a request, and keeps the connection if the answer was read to its end and the address was not
+        forgotten meanwhile."""
+        idle = self._idle.get((url.host, url.port))
+        if idle is not None and connection.can_be_kept:
             connection.idle_since = time.monotonic()
-            self._idle.setdefault((url.host, url.port), []).append(connection)
+            idle.append(connection)
         else:
             connection.close()
 
+    def keep(self, url: URL) -> None:
+        """Keeps connections to an address for later requests, until it is forgotten."""
+        self._idle.setdefault((url.host, url.port), [])
+
     def forget(self, url: URL) -> None:
-        """Closes the idle connections to an address."""
+        """Closes the connections to an address: the idle ones now, the others after their requests."""
         for connection in self._idle.pop((url.host, url.port), ()):
             connection.close()
 

@@ -1,6 +1,8 @@
-"""A front listens beyond this machine only before a router that wants a key from every client."""
+"""Who reaches a front: beyond this machine only clients of a router that wants a key from each, and none for
+longer than it reads."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +12,8 @@ from forked_server import ForkedServer
 from front.running import READY_S
 
 from rose.engine.front.agreement import RouterQuestions
+from rose.engine.front.command import _vllm_arguments
+from rose.engine.front.server import listen
 from rose.http import http_client
 from rose.node.processes import ServerProcess
 from tests.scheduler.rollout.conftest import running_router
@@ -54,3 +58,15 @@ async def test_a_front_finds_out_whether_its_router_is_open(key: str | None) -> 
                 return RouterQuestions(client).is_open(router.url)
 
         assert await asyncio.to_thread(ask) == (key is None)
+
+
+def test_the_kernel_cuts_off_a_client_that_reads_nothing_for_a_minute() -> None:
+    _, listener = listen(_vllm_arguments("nowhere", ["--port", "0"]))
+    with listener:
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+def test_a_front_of_a_router_listens_for_it_alone(tmp_path: Path) -> None:
+    _, listener = listen(_vllm_arguments("nowhere", ["--uds", str(tmp_path / "0")]))
+    with listener:
+        assert listener.family == socket.AF_UNIX

@@ -86,9 +86,13 @@ def test_errors_of_the_router_reach_the_client_with_their_status(front: Setup) -
     assert (long.status_code, "max_tokens" in long.json()["error"]["message"]) == (400, True)
 
 
-def test_a_front_with_an_unknown_parser_says_so_before_it_serves(front: Setup, tmp_path: Path) -> None:
-    argv = ["front", "--router", front.router_url, "--model", str(front.model)]
-    argv += ["--enable-auto-tool-choice", "--tool-call-parser", "nobodys"]
+@pytest.mark.parametrize(
+    "flags", [["--enable-auto-tool-choice", "--tool-call-parser"], ["--reasoning-parser"]], ids=str
+)
+def test_a_front_with_an_unknown_parser_says_so_before_it_serves(
+    front: Setup, tmp_path: Path, flags: list[str]
+) -> None:
+    argv = ["front", "--router", front.router_url, "--model", str(front.model), *flags, "nobodys"]
     log = tmp_path / "front.log"
     command = ServerProcess([sys.executable, "-m", "rose.cli", *argv], "front", log, ENVIRONMENT)
     with ForkedServer(command) as started:

@@ -1,6 +1,8 @@
 """Routers for tests: the real service on a free port."""
 
 import asyncio
+import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -95,6 +97,18 @@ def start_router() -> StartRouter:
             yield Client(router, http)
 
     return start
+
+
+def deaf_client(router_url: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request, and reads nothing of its answer."""
+    data = json.dumps(body).encode()
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = router_url.removeprefix("http://").split(":")
+    deaf.connect((host, int(port)))
+    head = f"POST {path} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(data)}\r\n\r\n"
+    deaf.sendall(head.encode() + data)
+    return deaf
 
 
 @asynccontextmanager

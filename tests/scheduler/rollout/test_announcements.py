@@ -2,24 +2,37 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from relay_process import RelayProcess
 
+from rose.config import Settings
 from rose.errors import WorkerError
 from rose.messages import parse_version
 from rose.ports import free_port
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.signature import Signer, make_signing_key
 from rose.trainers.router import router_announcer
+from rose.transfer.publish.announcer import RunAnnouncer
+from rose.transfer.publish.publisher import WeightPublisher
 from rose.types import WeightVersion
-from tests.scheduler.rollout.conftest import running_router
+from tests.scheduler.rollout.conftest import StartRouter, running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.test_routers import SHORT, two_routers
 from tests.scheduler.rollout.waiting import until
 
 SIGNING_KEY = make_signing_key()
+
+
+@pytest.fixture
+def relay() -> Iterator[RelayProcess]:
+    process = RelayProcess("embedded")
+    yield process
+    process.stop()
 
 
 async def test_a_step_is_announced_to_a_router_that_answers() -> None:
@@ -106,6 +119,76 @@ async def test_what_a_peer_says_was_announced_counts_only_if_it_is_signed() -> N
         announce = router_announcer(one.router.url, None, lambda: published, signing_key)
         await asyncio.to_thread(announce, 2)
         await until(lambda: careful.plane.registry.newest.bound("run") == 8)
+
+
+async def test_only_the_key_of_a_runs_job_says_what_the_run_has_published() -> None:
+    jobs = {"math": {"key": "key-math", "run_id": "run"}, "plain": {"key": "key-plain"}}
+    async with (
+        ScriptedWorker() as worker,
+        two_routers(worker.url, jobs=jobs, api_key="cli", admin_key="adm") as (one, other),
+    ):
+        for key, status in (("key-math", 200), ("key-plain", 403), ("cli", 403), ("adm", 401), ("", 401)):
+            body = {"version": "run/3" if status == 200 else "run/9"}
+            found, answer = await one.post("/published", body, Authorization=f"Bearer {key}")
+            assert found == status, answer
+        status, answer = await one.post("/published", {"version": "next/0"}, Authorization="Bearer key-math")
+        assert (status, "that of job math, which has run run;" in answer["error"]["message"]) == (403, True)
+        for body in ({"version": "run"}, {"version": 3}, {}, {"version": "run/4", "step": 1}):
+            assert (await one.post("/published", body, Authorization="Bearer key-math"))[0] == 400
+        newest = [each.router.plane.registry.newest for each in (one, other)]
+        await until(lambda: [each.bound("run") for each in newest] == [3, 3])
+        assert (worker.steps, [each.bound("next") for each in newest]) == ([], [0, 0])
+
+
+@pytest.mark.parametrize(("settings", "status"), [({}, 200), ({"admin_key": "adm"}, 403)])
+async def test_without_any_key_everyone_may_say_what_a_run_has_published(
+    start_router: StartRouter, settings: dict[str, str], status: int
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, **settings) as client:
+        assert (await client.post("/published", {"version": "run/0"}))[0] == status
+
+
+async def test_a_publisher_tells_every_router_of_its_job_what_it_has_published(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, relay: RelayProcess
+) -> None:
+    settings: dict[str, Any] = {
+        "jobs": {"math": {"key": "key-math", "run_id": "run"}},
+        "public_key": Signer(SIGNING_KEY).public_key,
+    }
+    gone = f"http://127.0.0.1:{free_port()}"
+    async with running_router(**settings) as one, running_router(**settings) as other:
+        monkeypatch.setenv("ROSE_ROUTER_URL", f"{one.url},{gone},{other.url}")
+        monkeypatch.setenv("ROSE_ROUTER_API_KEY", "key-math")
+        weights = {"weight": torch.zeros(4, 4)}
+        publisher = await asyncio.to_thread(
+            WeightPublisher, weights, relay.url, "run", signing_key=SIGNING_KEY
+        )
+        try:
+            for number in range(3):
+                await asyncio.to_thread(publisher.publish)
+                bounds = [router.plane.registry.newest.bound("run") for router in (one, other)]
+                assert bounds == [number, number]
+        finally:
+            publisher.close()
+        (warning,) = [line for line in caplog.messages if "was not told" in line]
+        assert warning == (
+            f"router {gone} was not told of run/0: [Errno 111] Connection refused. Turns may get older"
+            " weights until an engine has these"
+        )
+
+
+async def test_a_router_whose_connections_clients_hold_is_told_once_one_of_them_leaves() -> None:
+    async with running_router(max_connections=1) as full:
+        _, held = await asyncio.open_connection(*full.url.removeprefix("http://").split(":"))
+        announcer = RunAnnouncer.of(Settings.from_environment({"ROSE_ROUTER_URL": full.url}), None)
+        telling = asyncio.create_task(
+            asyncio.to_thread(announcer.announce, WeightVersion(run_id="run", number=4))
+        )
+        await asyncio.sleep(0.3)
+        assert full.plane.registry.newest.bound("run") == 0
+        held.close()
+        await telling
+        assert full.plane.registry.newest.bound("run") == 4
 
 
 async def test_a_step_is_announced_while_clients_hold_every_connection() -> None:

@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
 import pytest
 
 from rose.scheduler.rollout.http import handshakes
-from tests.scheduler.rollout.conftest import Client, StartRouter
+from tests.scheduler.rollout.conftest import Client, StartRouter, deaf_client
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
@@ -162,14 +161,9 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_leaves_its_place_to_ot
 ) -> None:
     monkeypatch.setattr(handshakes, "UNREAD_S", 0.5)
     body = {"stream": True, "max_tokens": 50_000, "logprobs": 1, "return_token_ids": True}
-    data = json.dumps({"model": "scripted", "prompt": [1, 2], **body}).encode()
     async with ScriptedWorker() as worker, start_router(worker, turns_per_gpu=1) as client:
-        deaf = socket.socket()
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = client.router.url.removeprefix("http://").split(":")
-        deaf.connect((host, int(port)))
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n"
-        deaf.sendall(head % len(data) + data)
+        asked = {"model": "scripted", "prompt": [1, 2], **body}
+        deaf = deaf_client(client.router.url, "/v1/completions", asked)
         await until(lambda: client.known(worker).in_flight == 1)
         assert (await client.complete({"model": "scripted", "prompt": [3], "max_tokens": 2}))["choices"]
         deaf.close()

@@ -105,6 +105,44 @@ async def test_a_job_whose_run_has_published_nothing_gets_base_weights(
         assert "GPU goes back" not in caplog.text
 
 
+async def published(client: Client, version: str, **headers: str) -> tuple[int, Any]:
+    return await client.post("/published", {"version": version}, **headers)
+
+
+async def test_a_lent_gpu_gets_no_turn_on_base_weights_once_its_jobs_run_has_published(
+    start_router: StartRouter,
+) -> None:
+    async with lent_worker(None) as worker, start_router((worker, "serving"), jobs=JOBS) as client:
+        turn = await lend_to_b(client, worker)
+        worker.run_problems = {"run-b": NOTHING_PUBLISHED}  # for as long as the engine has not heard
+        assert versions(await turn) == [None]
+        assert (await published(client, "run-b/0", Authorization="Bearer key-b"))[0] == 200
+        turn = asyncio.create_task(ask(client, "b"))
+        await until(lambda: turn.done() or client.router.plane.dispatcher.num_queued == 1)
+        seen = client.known(worker).last_seen
+        await until(lambda: client.known(worker).last_seen != seen)  # heartbeats that say nothing new
+        assert not turn.done() and len(worker.requests) == 1
+        worker.version, worker.run_problems = "run-b/0", {}
+        assert versions(await turn) == ["run-b/0"]
+
+
+@pytest.mark.slow
+async def test_a_turn_whose_runs_published_weights_no_gpu_gets_ends_with_the_reason(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        lent_worker(None) as worker,
+        start_router((worker, "serving"), jobs=JOBS, weights_s=1.0) as client,
+    ):
+        worker.run_problems = {"run-b": NOTHING_PUBLISHED}
+        assert (await published(client, "run-b/0", Authorization="Bearer key-b"))[0] == 200
+        status, answer = await ask(client, "b")
+        message = answer["error"]["message"]
+        assert status == 503
+        assert "weights of run run-b" in message and NOTHING_PUBLISHED in message
+        assert not worker.requests
+
+
 @pytest.mark.slow
 async def test_base_weights_answer_no_turn_of_a_job_whose_run_the_gpu_can_not_get(
     start_router: StartRouter,

@@ -15,14 +15,15 @@ NUM_TOKENS = 2
 NUM_CLIENTS = 64
 
 
+@pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.slow
 async def test_many_sessions_with_one_prefix_get_their_own_tokens_and_are_bounded(
-    start_router: StartRouter,
+    start_router: StartRouter, is_named: bool
 ) -> None:
     async with (
         ScriptedWorker() as first,
         ScriptedWorker() as second,
-        start_router(first, second, max_sessions=MAX_SESSIONS) as client,
+        start_router(first, second, max_sessions=MAX_SESSIONS, max_fingerprints=MAX_SESSIONS) as client,
     ):
         sessions = iter(range(NUM_SESSIONS))
 
@@ -32,7 +33,8 @@ async def test_many_sessions_with_one_prefix_get_their_own_tokens_and_are_bounde
                 prompt = [*PREFIX, number]
                 for _ in range(2):
                     body = {"prompt": prompt, "max_tokens": NUM_TOKENS}
-                    choice = (await client.complete(body, X_Session_ID=f"s{number}"))["choices"][0]
+                    name = {"X_Session_ID": f"s{number}"} if is_named else {}
+                    choice = (await client.complete(body, **name))["choices"][0]
                     assert choice["token_ids"] == expected_tokens(prompt, NUM_TOKENS)
                     prompt = [*prompt, *choice["token_ids"]]
 
@@ -42,6 +44,6 @@ async def test_many_sessions_with_one_prefix_get_their_own_tokens_and_are_bounde
         assert plane.records.counters.turns == {"finished": 2 * NUM_SESSIONS}
         [job] = [account for account in plane.jobs if account.num_turns]
         assert job.num_tokens == 2 * NUM_SESSIONS * NUM_TOKENS
-        assert job.next_turns["diverged"] == 0
+        assert job.next_turns == {"extended": NUM_SESSIONS, "diverged": 0}
         assert plane.dispatcher.num_queued == 0
         assert [worker.in_flight for worker in plane.registry.workers()] == [0, 0]

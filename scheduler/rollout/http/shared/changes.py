@@ -56,7 +56,7 @@ class AdminChanges:
         self.noted()
 
     def announced(self, version: WeightVersion, step: dict[str, Any]) -> bool:
-        """Bounds the workers' versions of a run by what its publisher has announced with a step.
+        """Has the newest version of a run be what its publisher has announced, with a step or by itself.
 
         Returns False, and changes nothing, if a public key is set and another announcement was newer: a
         publisher's versions only grow. Raises: RelayError if it is not signed.
@@ -192,7 +192,7 @@ class AdminChanges:
         if isinstance(value, dict) and version is not None and not self.announced(version, value):
             # A peer was told of an older version after this router was told of the newer one.
             self.entries.put(f"step {run_id}", self._announced[run_id])
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "step" in value:
             self._plane.dispatcher.lend(begins_anew=True)
 
     def _forgotten(self, name: str, value: Value) -> None:

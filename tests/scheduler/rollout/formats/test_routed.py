@@ -36,6 +36,18 @@ def test_the_rows_of_a_resumed_turn_are_those_of_a_whole_one(
     assert found.recomputed == ([] if reports_rows else [(first, 2 + num_kept)])
 
 
+def test_what_was_computed_again_is_told_as_disjoint_ranges_in_order() -> None:
+    found = RoutedExperts()
+    for num_tokens in (4, 6):  # two workers are killed
+        found.resume(num_tokens)
+    found.take(experts_of(WHOLE[:9]))
+    for num_tokens in (9, 10, 11):  # one gives the turn up and tells its rows, and two more are killed
+        found.resume(num_tokens)
+    found.take(experts_of(WHOLE, 8))
+    assert found.recomputed == [(0, 5), (8, 10)]
+    assert found.merged(len(WHOLE)) == experts_of(WHOLE)
+
+
 def test_a_turn_with_rows_missing_or_malformed_at_the_end_has_none() -> None:
     found = RoutedExperts()
     found.take(experts_of(WHOLE[:6]))
@@ -83,4 +95,4 @@ async def test_a_turn_that_moves_has_the_rows_of_all_its_tokens(
     assert choice["rose"]["resumes"] == 2
     assert choice["routed_experts"] == experts_of(WHOLE)
     recomputed = choice["rose"].get("recomputed_experts", [])
-    assert recomputed == ([] if kind == "abort_reclaimed" else [[0, 5], [0, 8]])
+    assert recomputed == ([] if kind == "abort_reclaimed" else [[0, 8]])

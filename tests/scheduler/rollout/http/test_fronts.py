@@ -16,12 +16,12 @@ from aiohttp import web
 from rose.errors import ConfigError
 from rose.http import FRONT_HEADERS, FRONT_SECRET_HEADER
 from rose.scheduler.rollout.formats.chat import suits_front
-from rose.scheduler.rollout.http import front_process, fronts
+from rose.scheduler.rollout.http import front_process, fronts, handshakes
 from rose.scheduler.rollout.http.command import main
 from rose.scheduler.rollout.http.front_process import Front
 from rose.scheduler.rollout.http.fronts import Fronts, front_environment
 from rose.scheduler.rollout.router_config import FrontSpec
-from tests.scheduler.rollout.conftest import StartRouter
+from tests.scheduler.rollout.conftest import StartRouter, deaf_client
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 
@@ -138,7 +138,12 @@ async def health(request):
     return web.Response()
 
 async def hang(request):
-    await asyncio.sleep(600)
+    if not (await request.json()).get("stream"):
+        await asyncio.sleep(600)
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    while True:
+        await answer.write(b"data: {}\\n\\n" * 4096)
 
 app = web.Application()
 app.router.add_get("/v1/models", models)
@@ -264,6 +269,24 @@ async def test_a_chat_that_its_front_does_not_answer_ends_with_its_deadline(
             client.router._service.fronts._fronts.append(stand_in.front)
             status, answer = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="0.2")
             assert (status, "front-0 has not answered" in answer["error"]["message"]) == (504, True)
+            client.router._service.fronts._fronts.remove(stand_in.front)
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_nothing_of_a_chat_leaves_its_front_too(
+    start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "UNREAD_S", 0.5)
+    chat = {"messages": SAID, "tools": [{}], "stream": True}
+    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
+        await stand_in.until_ready()
+        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
+        async with start_router(worker, fronts=STARTING) as client:
+            client.router._service.fronts._fronts.append(stand_in.front)
+            deaf = deaf_client(client.router.url, "/v1/chat/completions", chat)
+            await until(lambda: stand_in.front.in_flight == 1)
+            await until(lambda: stand_in.front.in_flight == 0)
+            deaf.close()
             client.router._service.fronts._fronts.remove(stand_in.front)
 
 

@@ -159,6 +159,33 @@ async def test_a_jobs_key_stands_for_job_run_and_model_and_contradictions_are_re
             assert "key-a" not in await response.text()
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render", "/v1/responses"),
+        *("/v1/messages", "/inference/v1/generate", "/generate"),
+    ],
+)
+async def test_a_jobs_key_generates_nothing_with_another_model(start_router: StartRouter, path: str) -> None:
+    jobs = {"a": RouterJob(key="key-a", model="scripted")}
+    async with (
+        ScriptedWorker(models=["first", "scripted"]) as worker,
+        start_router(worker, jobs=jobs) as client,
+    ):
+        body = {
+            "prompt": [1],
+            "token_ids": [1],
+            "input_ids": [1],
+            "messages": [],
+            "tools": [{}],
+            "input": "x",
+        }
+        answer = await client.post(path, {**body, "model": "first"}, Authorization="Bearer key-a")
+        status, message = refusal(answer)
+        assert (status, "model: 'first', but job a has model scripted" in message) == (403, True)
+        assert not worker.requests
+
+
 async def test_nobody_changes_a_jobs_key_without_the_admin_key(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker, start_router(worker, jobs={"a": RouterJob(key="k")}) as client:
         for method in ("put", "delete"):

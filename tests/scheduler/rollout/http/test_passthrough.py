@@ -4,8 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from tests.scheduler.rollout.conftest import StartRouter
+from rose.engine.http.leases import Leases
+from rose.scheduler.rollout.http import handshakes
+from tests.scheduler.rollout.conftest import StartRouter, deaf_client
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 
@@ -14,6 +17,7 @@ TOOL_CHAT: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     "max_tokens": 64,
 }
+TURN: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,45 @@ async def test_a_chat_is_tried_again_whole_and_the_cause_is_the_engines_own(
         ) as response:
             assert response.content_type == "text/event-stream"
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+class Talkative(ScriptedWorker):
+    """Its chats never end."""
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        while True:
+            await answer.write(b'data: {"choices": []}\n\n' * 4096)
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_nothing_of_a_tool_chat_is_cut_off_and_leaves_its_worker(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "UNREAD_S", 0.5)
+    async with Talkative() as worker, start_router(worker, turns_per_gpu=1) as client:
+        deaf = deaf_client(client.router.url, "/v1/chat/completions", {**TOOL_CHAT, "stream": True})
+        await until(lambda: client.known(worker).in_flight == 1)
+        await client.complete({"prompt": [3], "max_tokens": 2})
+        deaf.close()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", TOOL_CHAT), ("/v1/completions", TURN)])
+async def test_a_worker_refuses_what_comes_under_a_lease_that_has_ended_and_the_router_asks_for_another(
+    start_router: StartRouter, path: str, body: dict[str, Any]
+) -> None:
+    async with (
+        ScriptedWorker(leases=Leases()) as worker,
+        start_router(worker, heartbeat_s=600, lost_after_s=600) as client,
+    ):
+        await until(lambda: (lease := client.known(worker).lease) is not None and lease.turns > 0)
+        worker.leases = Leases(first_fence=7)  # it has started anew, of which no heartbeat tells
+        status, answer = await client.post(path, body)
+        assert status == 200, answer
+        assert client.counters()["reroutes"] == {"unleased": 1}
+        assert (lease := client.known(worker).lease) is not None
+        assert (lease.fence, len(worker.requests)) == (7, 1)
 
 
 async def test_a_tool_chat_on_a_hung_engine_is_rerouted(start_router: StartRouter) -> None:

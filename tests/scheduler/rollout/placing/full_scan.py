@@ -67,7 +67,10 @@ def _admitted(turn: TurnView, workers: Sequence[WorkerView], rule: VersionRule) 
     newest = {run: number for run, number in known.items() if turn.run_id in (None, run)}
     for worker in alive:
         if (version := worker.weight_version) is not None:
-            newest[version.run_id] = max(version.number, newest.get(version.run_id, version.number))
+            number = rule.known.shown_by(version)
+            newest[version.run_id] = max(number, newest.get(version.run_id, number))
+    if turn.run_id is not None and (awaited := rule.known.awaited(turn.run_id)) is not None:
+        newest[turn.run_id] = awaited
     if not newest:
         return alive
     lag = rule.max_lag if rule.mode is VersionMode.MAX_LAG else 0

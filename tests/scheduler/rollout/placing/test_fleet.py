@@ -72,6 +72,8 @@ def rules(draw: st.DrawFn) -> VersionRule:
         known.heard(version, draw(st.none() | st.frozensets(MODELS)), now=NOW)
     for version in draw(st.lists(ADAPTERS, max_size=2)):
         known.heard_adapter(version, now=NOW)
+    for version in draw(st.lists(VERSIONS | ADAPTERS, max_size=1)):
+        known.announced(version, NOW)
     return VersionRule(mode=draw(st.sampled_from(VersionMode)), max_lag=draw(st.integers(0, 2)), known=known)
 
 

@@ -179,6 +179,38 @@ def test_no_workers_version_counts_as_newer_than_what_was_announced() -> None:
     assert newest.numbers == {"run": 999_999}
 
 
+def test_once_a_version_is_announced_base_weights_and_older_ones_take_no_turn_of_its_run() -> None:
+    workers = [
+        dedicated("base"),
+        dedicated("v6", weight_version=version(6)),
+        serving("v7", weight_version=version(7)),
+        dedicated("other", weight_version=version(1, "other")),
+    ]
+    newest = NewestVersions()
+    newest.announced(version(7), NOW)
+    of_run, of_base = TurnView(session="t", run_id="run"), TurnView(session="t", run_id=NO_RUN)
+    for mode, max_lag, admitted in (
+        (VersionMode.LATEST, 0, ["v7"]),
+        (VersionMode.MAX_LAG, 1, ["v6", "v7"]),
+        (VersionMode.PINNED, 0, ["v7"]),
+    ):
+        rule = VersionRule(mode=mode, max_lag=max_lag, known=newest)
+        assert admits(rule, of_run, workers) == admitted
+        assert admits(rule, of_base, workers) == ["base"]
+        assert not rule.are_held(of_run.wants, Fleet(workers[:1]).cohorts)
+    newest.announced(version(8), NOW)
+    assert admits(VersionRule(known=newest), of_run, workers) == []
+
+
+def test_an_announced_version_keeps_no_turn_for_another_model_of_the_job_from_base_weights() -> None:
+    workers = [dedicated("judge", models={"judge"}), dedicated("v0", models={"trained"})]
+    newest, turn = NewestVersions(), TurnView(session="t", run_id="run", model="judge")
+    newest.announced(version(0), NOW)
+    assert admits(VersionRule(known=newest), turn, workers) == []  # nothing tells which model is trained
+    newest.heard(version(0), ["trained"], now=NOW)
+    assert admits(VersionRule(known=newest), turn, workers) == ["judge"]
+
+
 def test_an_old_announcement_bounds_no_worker_that_has_newer_weights(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

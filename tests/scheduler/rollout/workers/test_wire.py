@@ -50,9 +50,10 @@ class Server:
 async def serving(reply: Reply, closes: bool = False) -> AsyncIterator[tuple[Server, Wire, URL]]:
     server, wire = Server(reply, closes), Wire(TRUSTS)
     listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-    port = listening.sockets[0].getsockname()[1]
+    url = URL(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1/completions")
+    wire.keep(url)
     try:
-        yield server, wire, URL(f"http://127.0.0.1:{port}/v1/completions")
+        yield server, wire, url
     finally:
         wire.close()
         listening.close()
@@ -157,6 +158,18 @@ async def test_the_connections_to_an_address_that_is_forgotten_are_closed() -> N
     async with serving(lambda _: [CHUNKED]) as (server, wire, url):
         assert await question(wire, url) == 200
         wire.forget(url)
+        while not server.num_ended:
+            await asyncio.sleep(0.01)
+
+
+async def test_nothing_is_kept_of_an_address_that_is_forgotten_while_it_answers() -> None:
+    async with serving(lambda _: [CHUNKED]) as (server, wire, url):
+        assert await question(wire, url) == 200
+        answer = await wire.post(url, b"", [b"{}"])
+        wire.forget(url)
+        assert await answer.text() == "hello world"
+        wire.done(url, answer)
+        assert not wire._idle
         while not server.num_ended:
             await asyncio.sleep(0.01)
 
