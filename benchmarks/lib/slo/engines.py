@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -39,7 +39,7 @@ LONG_STEPS = ModelSpec(
 )
 """The rollout model on a slow machine; on a faster one its MLPs are wider. Its decode steps and the prefill
 of its prompts take several times as long as a serving step, as those of a larger model do."""
-MAX_WIDTHS = 6
+MAX_WIDTHS = 12
 LONG_STEP_ROLLOUTS = RolloutTraffic(concurrency=8, vocab_size=LONG_STEPS.vocab_size, task_tokens=384)
 POOL = PoolSetup(num_slabs=112, slab_bytes=768 << 10, headroom_slabs=8)
 """A slab holds one block of either model. Rollouts alone want 24 to 64 of them and the largest burst 36, so
@@ -76,7 +76,7 @@ def _packed_product(num_inputs: int, num_outputs: int, batch: int) -> Callable[[
     import torch
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    layer = torch.nn.Linear(num_inputs, num_outputs, bias=False).requires_grad_(False)
+    layer: Any = torch.nn.Linear(num_inputs, num_outputs, bias=False).requires_grad_(False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     return partial(layer.cpu_linear, torch.ones(batch, num_inputs), layer.weight, None)
 
