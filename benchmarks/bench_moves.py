@@ -182,7 +182,7 @@ class _Runs:
         command = [sys.executable, str(ENGINES / "v2_runs.py"), str(arguments), str(found)]
         environment = [f"{name}={value}" for name, value in {**STOCK_ENV, **v2_runs.ENV}.items()]
         subprocess.run(["env", f"ROSE_RUNTIME_DIR={folder}", *environment, *command], check=True)
-        return v2_runs.read_moves(found)
+        return v2_runs.read_moves(json.loads(found.read_text()))
 
     def _beside_a_pair(
         self, run: Callable[..., Any], stock: Any, *, pool: str, num_moves: int, **given: Any

@@ -10,8 +10,8 @@ of its own, which waits for work by polling; ``--one-process`` leaves that proce
 A figure compares sums over all slices, or the P99 of all requests, so that rare costs count in full. Its
 spread is the 95% interval of a bootstrap over blocks: where the machine's own stalls are larger than what is
 asked, the interval says so. Beside it stands the typical ratio of a pair of slices, the Hodges-Lehmann
-estimate, which a few disturbed slices don't move. Beside wall time stands the CPU time of all of the engine's
-processes.
+estimate, which a few disturbed slices don't move. Half the width of each one's interval is given. Beside wall
+time stands the CPU time of all of the engine's processes.
 
     python benchmarks/bench_overhead.py --json overhead.json
 """
@@ -32,6 +32,7 @@ import psutil
 from aiohttp import ClientSession
 from lib.cpu_times import tree_cpu_s
 from lib.harness import run_benchmark
+from numpy.typing import NDArray
 
 from rose.errors import WorkerError
 from rose.measure.completions import open_session, stream_completion
@@ -182,24 +183,25 @@ async def _complete(session: ClientSession, url: str, prompt: list[int], max_tok
 
 
 def _figures(blocks: Sequence[Block], rng: np.random.Generator) -> list[Figure]:
-    samples = [
-        [blocks[row] for row in rng.integers(len(blocks), size=len(blocks))] for _ in range(BOOTSTRAPS)
-    ]
+    samples = [rng.integers(len(blocks), size=len(blocks)) for _ in range(BOOTSTRAPS)]
 
     def figure(name: str, of: Callable[[Sequence[_Slice]], float], target: str | None = None) -> Figure:
-        low, high = np.percentile([_added(sample, of) for sample in samples], (2.5, 97.5))
+        low, high = _interval([_added([blocks[row] for row in sample], of) for sample in samples])
+        ratios = np.array([[of([pair[ROSE]]) / of([pair[STOCK]]) for pair in block] for block in blocks])
+        typical_low, typical_high = _interval([typical_ratio(ratios[sample]) - 1 for sample in samples])
         return Figure(
             name=name,
             value=_added(blocks, of),
             unit="share added",
             target=target,
             peers={
-                "half-width": float(high - low) / 2,
-                "typical pair": _typical(blocks, of),
+                "half_width": (high - low) / 2,
+                "typical pair": typical_ratio(ratios) - 1,
+                "half_width of typical pair": (typical_high - typical_low) / 2,
                 "s of stock": of(_slices(blocks, STOCK)),
-                "pairs": sum(map(len, blocks)),
+                "pairs": ratios.size,
             },
-            spread=(float(low), float(high)),
+            spread=(low, high),
         )
 
     return [
@@ -218,11 +220,17 @@ def _added(blocks: Sequence[Block], of: Callable[[Sequence[_Slice]], float]) -> 
     return of(_slices(blocks, ROSE)) / of(_slices(blocks, STOCK)) - 1
 
 
-def _typical(blocks: Sequence[Block], of: Callable[[Sequence[_Slice]], float]) -> float:
-    """Returns the Hodges-Lehmann estimate over pairs: the median of the means of all two of their ratios."""
-    logs = np.log([of([pair[ROSE]]) / of([pair[STOCK]]) for block in blocks for pair in block])
+def typical_ratio(ratios: NDArray[np.float64]) -> float:
+    """Returns the Hodges-Lehmann estimate: the median of the geometric means of all two of the ratios."""
+    logs = np.log(ratios.ravel())
     rows, columns = np.triu_indices(len(logs))
-    return float(np.expm1(np.median(logs[rows] + logs[columns]) / 2))
+    return float(np.exp(np.median(logs[rows] + logs[columns]) / 2))
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95% interval of a bootstrap's values."""
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)
 
 
 def _p99(values: Iterable[Sequence[float]]) -> float:

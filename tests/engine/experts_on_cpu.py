@@ -1,7 +1,8 @@
-"""Mixtures of experts with data-parallel ranks on a CPU, for which vLLM lacks two collectives of torch.
+"""Mixtures of experts with data- and expert-parallel ranks on a CPU, for which vLLM lacks three things.
 
 vLLM 0.32 exchanges tokens by `all_gatherv` and `reduce_scatterv`, which its communicator for CPUs leaves to a
-base class that raises.
+base class that raises. Its experts for CPUs ignore the map from all experts to those of a rank, and so read
+behind the rank's weights.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 from torch import distributed
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+_apply = CPUUnquantizedExperts.apply
 
 
 def _all_gatherv(
@@ -43,5 +47,15 @@ def _reduce_scatterv(
     return total[first : first + counts[self.rank_in_group]].clone()
 
 
+def _apply_on_rank(self: Any, *, expert_map: torch.Tensor | None, **given: Any) -> None:
+    """Leaves to other ranks what goes to their experts."""
+    if expert_map is not None:
+        own = expert_map[given["topk_ids"].long()]
+        given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
+        given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
+    _apply(self, expert_map=expert_map, **given)
+
+
 CpuCommunicator.all_gatherv = _all_gatherv
 CpuCommunicator.reduce_scatterv = _reduce_scatterv
+CPUUnquantizedExperts.apply = _apply_on_rank

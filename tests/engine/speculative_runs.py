@@ -48,6 +48,8 @@ class Drafted:
     num_accepted: int
     num_granted: int = 0
     """Rollout steps that were taken behind the gate."""
+    num_taken: Sequence[int] = ()
+    """For each prompt, the slabs that the other engine had before it and this one had during it."""
 
 
 def speculation(method: str, drafter: Path | None = None) -> dict[str, Any]:
@@ -100,7 +102,13 @@ def draft_over_cuts(
 
 
 def _drafted(
-    llm: Any, driver: Driver, moves: Moves, *, most_in_flight: int = 1, num_granted: int = 0
+    llm: Any,
+    driver: Driver,
+    moves: Moves,
+    *,
+    most_in_flight: int = 1,
+    num_granted: int = 0,
+    num_taken: Sequence[int] = (),
 ) -> Drafted:
     tenant_of(driver).pool.check_integrity()
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
@@ -110,6 +118,7 @@ def _drafted(
         num_drafts=counts["vllm:spec_decode_num_draft_tokens"],
         num_accepted=counts["vllm:spec_decode_num_accepted_tokens"],
         num_granted=num_granted,
+        num_taken=num_taken,
     )
 
 
@@ -126,14 +135,15 @@ def draft_beside_another(
     **args: Any,
 ) -> Drafted:
     """An engine with draft tokens answers one prompt at a time, beside an engine of the other role that takes
-    slabs all the time, or on ``burst``; then tells it to stop."""
+    slabs all the time, or on ``burst``; then tells it to stop. Before each prompt, an engine that serves
+    waits until rollouts have half of all slabs."""
     mend_states()
     settings = {"role": str(role), "pool": pool, "engine_id": "drafting", "stall_s": PATIENT_S}
     settings |= {"serving_window_s": WINDOW_S, "floor_slabs": 0} if role is Role.SERVING else {}
     llm = make_engine(model, settings, speculative_config=speculative, disable_log_stats=False, **args)
-    driver, replies, rl_steps = Driver(llm), list[list[Reply]](), count(1)
+    driver, replies, rl_steps, num_taken = Driver(llm), list[list[Reply]](), count(1), list[int]()
     other = next(each for each in Role if each is not role)
-    ledger = tenant_of(driver).ledger
+    ledger, mine = tenant_of(driver).ledger, tenant_of(driver).client.slot
     driver.step_until(lambda: ledger.num_held(other) > 0, "the other engine", 1200.0)
     before = num_changes(tenant_of(driver))
     for _ in range(num_rounds):
@@ -144,14 +154,21 @@ def draft_beside_another(
                     lambda: ledger.serving_reserve_slabs == 0, "serving's recent peak has passed"
                 )
                 begin_rl_step(driver, next(rl_steps))
+            else:
+                driver.step_until(
+                    lambda: ledger.num_held(other) >= ledger.num_slabs // 2, "rollouts have half of the slabs"
+                )
+            theirs = {slab for slot in ledger.slots_of(other) for slab in ledger.owned(slot)}
             (name,) = driver.ask([prompt], max_tokens)
             driver.step_until(partial(_has_begun, driver, name), "a few tokens, or its end")
+            num_taken.append(len(theirs.intersection(ledger.owned(mine))))
             if burst is not None:
                 burst.set()
             answers += driver.wait([name])
         replies.append(answers)
     stop.set()
-    return _drafted(llm, driver, Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before))
+    moves = Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before)
+    return _drafted(llm, driver, moves, num_taken=num_taken)
 
 
 def _has_begun(driver: Driver, name: str) -> bool:

@@ -1,5 +1,5 @@
 """A mixture of experts serves with two data-parallel ranks, which compute every step together, each in a pool
-that it shares with rollouts."""
+that it shares with rollouts. A rank has a part of each expert, or half of the experts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -32,8 +32,9 @@ MAX_ROUNDS = 10
 class Experts:
     """The pools of two ranks, the engine that serves on both, and the rollout engine beside it."""
 
-    def __init__(self, folder: Path, models: ModelDirs) -> None:
+    def __init__(self, folder: Path, models: ModelDirs, *serving_flags: str) -> None:
         self._undo = ExitStack()
+        self.folder = folder
         self.model = make_moe_model(folder / "model")
         runtime = runtime_dir(folder)
         try:
@@ -51,9 +52,12 @@ class Experts:
             ]
             given = {**SETTINGS, "pool": POOLS[0], "stall_s": 60.0, "gate": GateMode.IDLE}
             flags = ("--dtype", "float32", "--data-parallel-size", str(len(POOLS)))
+            more = {Role.SERVING: serving_flags, Role.ROLLOUT: ()}
             paths = {Role.SERVING: self.model, Role.ROLLOUT: models.untied[0]}
             self.engines = {
-                role: RealEngine(path, role, folder, *flags, **given, engine_id=f"experts-{role}")
+                role: RealEngine(
+                    path, role, folder, *flags, *more[role], **given, engine_id=f"experts-{role}"
+                )
                 for role, path in paths.items()
             }
             for engine in self.engines.values():
@@ -72,22 +76,22 @@ def is_unclaimed(words: Words) -> bool:
     return words.load(BoardWord.S_STARTED) == 0
 
 
-@pytest.fixture(scope="module")
-def experts(engines_dir: Path, models: ModelDirs) -> Iterator[Experts]:
-    folder = engines_dir / "experts"
+@pytest.fixture(scope="module", params=[(), ("--enable-expert-parallel",)], ids=["data", "experts"])
+def experts(engines_dir: Path, models: ModelDirs, request: pytest.FixtureRequest) -> Iterator[Experts]:
+    folder = engines_dir / f"experts-{len(request.param)}"
     folder.mkdir()
-    made = Experts(folder, models)
+    made = Experts(folder, models, *request.param)
     yield made
     made.close()
 
 
 def test_ranks_in_lockstep_claim_their_gpus_for_each_others_steps_and_give_them_back_when_all_are_idle(
-    experts: Experts, stock: StockAnswers, engines_dir: Path
+    experts: Experts, stock: StockAnswers
 ) -> None:
     """One rank has a single request, so that the other one computes dummy batches."""
     serving, rollout = experts.engines[Role.SERVING], experts.engines[Role.ROLLOUT]
     reference = Fork(
-        engines_dir / "experts",
+        experts.folder,
         engine_runs.stock_answers,
         model=experts.model,
         prompts=PROMPTS,

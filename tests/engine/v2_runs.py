@@ -18,6 +18,9 @@ WARM_UP_TOKENS = 300
 
 def main(arguments: Path, answers: Path) -> None:
     given = json.loads(arguments.read_text())
+    if "speculative" in given:
+        answers.write_text(json.dumps(drafted(given)))
+        return
     if "num_moves" in given:
         answers.write_text(json.dumps(over_cuts(given)))
         return
@@ -48,12 +51,22 @@ def over_cuts(given: dict[str, Any]) -> dict[str, Any]:
     return asdict(answer_over_cuts(**given, num_rounds=1, num_at_once=len(given["prompts"])))
 
 
-def read_moves(found: Path) -> Any:
-    """What :func:`over_cuts` wrote, as engine_runs has it."""
+def drafted(given: dict[str, Any]) -> dict[str, Any]:
+    """Answers with draft tokens while slabs leave (speculative_runs.py); and V2's modules that drafted."""
+    from dataclasses import asdict
+
+    from speculative_runs import draft_over_cuts
+
+    found = asdict(draft_over_cuts(**given))
+    made = "vllm.v1.worker.gpu.spec_decode."
+    return {**found, "modules": [name.removeprefix(made) for name in sys.modules if name.startswith(made)]}
+
+
+def read_moves(read: dict[str, Any]) -> Any:
+    """What :func:`over_cuts` found, as engine_runs has it."""
     from engine_runs import Moves
     from forked_engines import Reply
 
-    read = json.loads(found.read_text())
     replies = [[Reply(**reply) for reply in answers] for answers in read["replies"]]
     return Moves(replies=replies, num_moves=read["num_moves"])
 

@@ -6,9 +6,10 @@ Owns both engines' models, profiles and settings. Runs no traffic; the rig stops
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -38,7 +39,7 @@ LONG_STEPS = ModelSpec(
 )
 """The rollout model on a slow machine; on a faster one its MLPs are wider. Its decode steps and the prefill
 of its prompts take several times as long as a serving step, as those of a larger model do."""
-MAX_WIDTHS = 6
+MAX_WIDTHS = 12
 LONG_STEP_ROLLOUTS = RolloutTraffic(concurrency=8, vocab_size=LONG_STEPS.vocab_size, task_tokens=384)
 POOL = PoolSetup(num_slabs=112, slab_bytes=768 << 10, headroom_slabs=8)
 """A slab holds one block of either model. Rollouts alone want 24 to 64 of them and the largest burst 36, so
@@ -48,25 +49,36 @@ that memory does not decide: other benchmarks measure how it is shared."""
 def long_steps() -> ModelSpec:
     """Returns a rollout model whose decode step takes MIN_STEP_S or more on this machine.
 
-    A decode step of a small batch reads all weights, and most are in the MLPs: their product with a batch is
-    timed here on one thread, and they are as many times wider as it is too short. The fastest of many tries
-    counts: others slow the machine down, and are gone when a window runs.
+    A decode step of a small batch reads all weights, and most are in the MLPs: their products with a batch
+    are timed here on one thread, with weights packed as the engine packs them, and they are as many times
+    wider as they are too short. The fastest of many tries counts: others slow the machine down, and are gone
+    when a window runs.
     """
     import torch
 
     torch.set_num_threads(1)
     width, hidden = LONG_STEPS.intermediate_size, LONG_STEPS.hidden_size
-    # Of ones: zeros that nobody wrote all lie in one page, which a cache holds.
-    layers = [torch.ones(3 * width, hidden) for _ in range(LONG_STEPS.num_layers)]
-    batch = torch.ones(LONG_STEP_ROLLOUTS.concurrency, hidden)
+    batch = LONG_STEP_ROLLOUTS.concurrency
+    gate_up, down = (hidden, 2 * width), (width, hidden)
+    products = [_packed_product(*sizes, batch) for sizes in LONG_STEPS.num_layers * (gate_up, down)]
     seconds = []
     for _ in range(20):
         before_s = time.perf_counter()
-        for layer in layers:
-            torch.nn.functional.linear(batch, layer)
+        for product in products:
+            product()
         seconds.append(time.perf_counter() - before_s)
     widths = min(max(MIN_STEP_S / min(seconds), 1.0), MAX_WIDTHS)
     return replace(LONG_STEPS, intermediate_size=256 * math.ceil(widths * width / 256))
+
+
+def _packed_product(num_inputs: int, num_outputs: int, batch: int) -> Callable[[], object]:
+    """Returns what multiplies a batch with a layer of an engine, whose weights vLLM has packed for a CPU."""
+    import torch
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer: Any = torch.nn.Linear(num_inputs, num_outputs, bias=False).requires_grad_(False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return partial(layer.cpu_linear, torch.ones(batch, num_inputs), layer.weight, None)
 
 
 class Look(NamedTuple):

@@ -66,7 +66,8 @@ class ServingMemory:
         tenant = self._tenant
         shortage = tenant.shortage(running, waiting)
         used = tenant.pool.num_positions_in_use() + len(shortage.hit_positions) + shortage.keeping_cache
-        self._publish(used, now)
+        # Who lacks slabs needs those that are empty as well, and a request that waits for more uses none yet.
+        self._publish(used + (len(tenant.pool.empty_positions()) if shortage.keeping_cache else 0), now)
         self._watch_pressure()
         if tenant.ledger.serving_used_slabs:
             self._busy_at_s = now

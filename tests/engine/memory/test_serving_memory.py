@@ -104,6 +104,22 @@ def test_serving_gives_others_its_cache_but_for_the_prefix_that_a_waiting_reques
     tenant.pool.check_integrity()
 
 
+def test_a_request_that_waits_for_slabs_cuts_the_budget_though_serving_has_an_empty_one(
+    tenant: Tenant,
+) -> None:
+    """Rollouts have all slabs but that one and the pinned one, which is their budget."""
+    ledger, budget = tenant.ledger, NUM_SLABS - 2
+    tenant.give_back(tenant.idle_positions()[:budget])
+    ledger.set_engine(2, EngineSlot(role=Role.ROLLOUT, pid=0, world_size=1))
+    assert len(ledger.acquire(2, budget)) == budget
+    ledger.begin_rl_step(1, budget)
+    waiting = [request("long", prompt(1, 2 * tenant.layout.blocks_per_slab))]
+    assert tenant.shortage([], waiting).evicting_cache == 1
+    policy = BudgetPolicy(num_slabs=NUM_SLABS, headroom_slabs=0)
+    memory_of(tenant, policy, window_s=1.0, now=0.0).tick(0.0, [], waiting)
+    assert ledger.policy.rollout_budget_slabs < budget
+
+
 def test_slabs_of_a_transfer_that_was_given_up_stay_for_another_lease_of_the_connector(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
