@@ -28,7 +28,7 @@ from lib.harness import run_benchmark
 from rose.errors import WorkerError
 from rose.measure.figures import Figure, percentile
 from rose.memory.daemon.daemon import start_daemon
-from rose.types import GateMode, Role
+from rose.types import Role
 
 ENGINES = Path(__file__).resolve().parents[1] / "tests" / "engine"
 NUM_ASKS, QUICK_ASKS = 200, 40
@@ -102,12 +102,11 @@ class _Pair:
         """The parts of the engine that always has work and of the one that asks."""
         asker = next(role for role in Role if role is not giver)
         events = {name: self._tests["preloaded"].FORKS.Event() for name in ("ready", "begin", "stop", "done")}
-        pair, pool = self._tests["async_pair"], f"yield-{giver.value}"
+        engines, pool = self._tests["async_pair"], f"yield-{giver.value}"
         folder = self._folder / giver.value
         self._folder.mkdir(exist_ok=True)
-        given = {"model": self._model, "pool": pool, "mode": GateMode.DUAL, **events}
-        given |= {"tpot_target_ms": TPOT_TARGET_MS}
-        given |= {"prompts": self._prompts, "max_tokens": MAX_TOKENS}
+        pair = engines.Pair(model=self._model, pool=pool, tpot_target_ms=TPOT_TARGET_MS, **events)
+        given = {"pair": pair, "prompts": self._prompts, "max_tokens": MAX_TOKENS}
         with (
             self._tests["forked_engines"].forks(folder) as run,
             start_daemon(
@@ -118,8 +117,8 @@ class _Pair:
                 runtime_dir=self._tests["real_engine"].runtime_dir(folder),
             ),
         ):
-            working = run(pair.work_on, role=giver, **given)
-            asking = run(pair.ask_now_and_then, role=asker, num_asks=num_asks, seed=self._seed, **given)
+            working = run(engines.work_on, role=giver, **given)
+            asking = run(engines.ask_now_and_then, role=asker, num_asks=num_asks, seed=self._seed, **given)
             asked = asking.result()
             return working.result(), asked
 

@@ -63,12 +63,13 @@ def objectives(alone: Sequence[RequestRecord]) -> SLO | None:
     return SLO(ttft_s=TTFT_MEDIANS * ttft_s, tpot_s=TPOT_MEDIANS * tpot_s)
 
 
-def attainment(requests: Sequence[RequestRecord], kind: str, slo: SLO) -> float | None:
-    """Returns the share of requests within the objective for "ttft" or "tpot"; None without requests.
+def attainment(requests: Sequence[RequestRecord], kind: str, slo: SLO | None) -> float | None:
+    """Returns the share of requests within the objective for "ttft" or "tpot"; None without requests or
+    objectives.
 
     Incomplete requests miss it. A complete request of one token has no TPOT to miss.
     """
-    if not requests:
+    if not requests or slo is None:
         return None
     limit_s, met = getattr(slo, f"{kind}_s"), 0
     for request in requests:
@@ -77,7 +78,7 @@ def attainment(requests: Sequence[RequestRecord], kind: str, slo: SLO) -> float 
     return met / len(requests)
 
 
-def worse_attainment(requests: Sequence[RequestRecord], slo: SLO) -> float | None:
+def worse_attainment(requests: Sequence[RequestRecord], slo: SLO | None) -> float | None:
     """Returns the smaller one of the shares of requests within the TTFT and within the TPOT objective."""
     shares = (attainment(requests, kind, slo) for kind in LATENCIES)
     return min((share for share in shares if share is not None), default=None)

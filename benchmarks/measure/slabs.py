@@ -4,10 +4,12 @@ Owns a sampling thread over the pool's ledger, read-only. Promises not to distur
 engines write and takes no part in the protocol.
 """
 
+import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from rose.memory.ledger.ledger import Ledger
 from rose.memory.ledger.ledger_words import LedgerWord
@@ -70,6 +72,12 @@ class SlabWatch:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
+
+    def write(self, path: Path) -> None:
+        """Writes samples and events in their order, one JSON object a line."""
+        rows = [asdict(each) for each in (*self.samples, *self.events)]
+        rows.sort(key=lambda row: float(row["t_s"]))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def _run(self) -> None:
         ledger = self._ledger

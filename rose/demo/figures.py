@@ -63,14 +63,12 @@ def objectives(result: DemoResult) -> SLO | None:
 
 def attainment(result: DemoResult, kind: str, *phases: PhaseName) -> float | None:
     """Returns the share of these phases' requests that met the objective for "ttft" or "tpot"."""
-    slo, requests = objectives(result), pooled_requests(result.windows(*phases))
-    return measured.attainment(requests, kind, slo) if slo is not None else None
+    return measured.attainment(pooled_requests(result.windows(*phases)), kind, objectives(result))
 
 
 def worse_attainment(result: DemoResult, *phases: PhaseName) -> float | None:
     """Returns the smaller one of both shares."""
-    slo, requests = objectives(result), pooled_requests(result.windows(*phases))
-    return measured.worse_attainment(requests, slo) if slo is not None else None
+    return measured.worse_attainment(pooled_requests(result.windows(*phases)), objectives(result))
 
 
 def rollout_rate(result: DemoResult, phase: PhaseName) -> float | None:

@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -158,10 +157,7 @@ class _Demo:
         self._view.update(" | ".join(state))
 
     def _result(self, compared: int, equal: int) -> DemoResult:
-        rows = [*map(asdict, self._watch.samples), *map(asdict, self._watch.events)]
-        rows.sort(key=lambda row: row["t_s"])
-        path = self._plan.options.out_dir / "slabs.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self._watch.write(self._plan.options.out_dir / "slabs.jsonl")
         trace = self._plan.traffic.trace
         return DemoResult(
             is_quick=self._plan.options.quick,
@@ -196,25 +192,15 @@ def _parse(argv: Sequence[str]) -> DemoOptions:
         "slack, and an RL trainer.",
         "rose demo --quick --out demo",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for report, figures.json, records and logs (default: rose-demo-DATE-TIME)",
-    )
     add = parser.add_argument
+    out_help = "folder for report, figures.json, records and logs (default: rose-demo-DATE-TIME)"
+    add("--out", type=Path, help=out_help)
     add("--quick", action="store_true", help="measure in shorter windows; takes about six minutes")
     add("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        help="arrivals of the serving traffic, a CSV in Azure's format (default: generated)",
-    )
-    parser.add_argument(
-        "--relay",
-        choices=("auto", "mooncake", "embedded"),
-        default="auto",
-        help="what carries the weights; auto: Mooncake where it is installed (default: %(default)s)",
-    )
+    trace_help = "arrivals of the serving traffic, a CSV in Azure's format (default: generated)"
+    add("--trace", type=Path, help=trace_help)
+    relay_help = "what carries the weights; auto: Mooncake where it is installed (default: %(default)s)"
+    add("--relay", choices=("auto", "mooncake", "embedded"), default="auto", help=relay_help)
     args = parser.parse_args(argv)
     if args.trace is not None and not args.trace.is_file():
         raise ConfigError(f"--trace {args.trace}: no such file")

@@ -21,14 +21,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
 from rose.arguments import INTERRUPTED_STATUS, CommandParser, run_command
@@ -49,6 +42,8 @@ went from a mean reward near 0.02 to 0.34-0.91 in 40 steps (mean of the last fiv
 SAMPLING = {"max_tokens": 4, "temperature": 1.0}
 ACK_TIMEOUT_S = 600.0
 _START_POLL_S = 0.1
+_REPORTED = ("num_changed", "wire_bytes", "coo_bytes", "dense_bytes", "state_hash")
+"""What a step's line repeats of the publish."""
 
 
 @dataclass(slots=True)
@@ -124,9 +119,7 @@ class LoggedPublishes(PublishWeights):
         self._rollouts = rollouts
         self._log = log
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """transformers calls this in the training thread. Raises: RelayError, WorkerError."""
         super().on_step_end(args, state, control, **kwargs)
         report, batch = self.report, self._rollouts.batch
@@ -137,11 +130,7 @@ class LoggedPublishes(PublishWeights):
             success_share=fmean(each.game.is_success for each in batch),
             num_tokens=sum(sum(each.env_mask) for each in batch),
             version=str(report.version),
-            num_changed=report.num_changed,
-            wire_bytes=report.wire_bytes,
-            coo_bytes=report.coo_bytes,
-            dense_bytes=report.dense_bytes,
-            state_hash=report.state_hash,
+            **{name: getattr(report, name) for name in _REPORTED},
             engine_hashes=[ack.state_hash for ack in self._publisher.acks().values()],
         )
         with self._log.open("a") as log:

@@ -21,7 +21,7 @@ from forked_engines import Reply
 from late_device import LateDevice, use_late_device
 
 from rose.admission.board import BoardWord, announce_arrival
-from rose.types import GateMode, Role
+from rose.types import Role
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.03, 0.1
 SHORT = 2
@@ -56,79 +56,60 @@ class Part:
     asked: list[Asked]
 
 
-def work_on(
-    model: Path,
-    pool: str,
-    role: Role,
-    prompts: Prompts,
-    max_tokens: int,
-    mode: GateMode,
-    tpot_target_ms: float | None,
-    ready: Event,
-    begin: Event,
-    stop: Event,
-    done: Event,
-) -> Part:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What two engines that give each other the GPU have in common, and the events by which they meet."""
+
+    model: Path
+    pool: str
+    tpot_target_ms: float | None = None
+    ready: Event
+    begin: Event
+    stop: Event
+    done: Event
+
+
+def work_on(pair: Pair, role: Role, prompts: Prompts, max_tokens: int) -> Part:
     """Answers all prompts at once, over and over, from ``begin`` until told to stop."""
     try:
-        run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
-        ready.set()
-        run.driver.step_until(begin.is_set, "the other engine", 1200.0)
+        run = _Run(pair, role, prompts, max_tokens)
+        pair.ready.set()
+        run.driver.step_until(pair.begin.is_set, "the other engine", 1200.0)
         run.begin()
-        while not stop.is_set():
+        while not pair.stop.is_set():
             run.replies.append(run.driver.answer(prompts, max_tokens))
         return run.part()
     finally:
-        done.set()
+        pair.done.set()
 
 
 def ask_now_and_then(
-    model: Path,
-    pool: str,
-    role: Role,
-    prompts: Prompts,
-    max_tokens: int,
-    mode: GateMode,
-    tpot_target_ms: float | None,
-    num_asks: int,
-    seed: int,
-    ready: Event,
-    begin: Event,
-    stop: Event,
-    done: Event,
+    pair: Pair, role: Role, prompts: Prompts, max_tokens: int, num_asks: int, seed: int
 ) -> Part:
     """Warms up with ``max_tokens``. Asks for a few tokens after each pause, beside the engine that has work;
     then tells it to stop, and stays until it has: rollouts wait for a serving engine that has died."""
     try:
-        ready.wait()
-        run = _Run(model, pool, role, prompts, max_tokens, mode, tpot_target_ms)
+        pair.ready.wait()
+        run = _Run(pair, role, prompts, max_tokens)
         run.begin()
-        begin.set()
+        pair.begin.set()
         rng = random.Random(seed)
         for index in range(num_asks):
             time.sleep(rng.uniform(LEAST_PAUSE_S, MOST_PAUSE_S))
             run.ask(prompts[index % len(prompts)])
         part = run.part()
     finally:
-        stop.set()
-    run.driver.step_until(done.is_set, "the other engine's last answers")
+        pair.stop.set()
+    run.driver.step_until(pair.done.is_set, "the other engine's last answers")
     return part
 
 
 class _Run:
-    def __init__(
-        self,
-        model: Path,
-        pool: str,
-        role: Role,
-        prompts: Prompts,
-        max_tokens: int,
-        mode: GateMode,
-        tpot_target_ms: float | None,
-    ) -> None:
+    def __init__(self, pair: Pair, role: Role, prompts: Prompts, max_tokens: int) -> None:
         self._device = use_late_device()
-        how: dict[str, Any] = {"mode": mode, "tpot_target_ms": tpot_target_ms}
-        self.driver = _gated(model, role, pool, prompts, max_tokens, **how)
+        self.driver = _gated(
+            pair.model, role, pair.pool, prompts, max_tokens, tpot_target_ms=pair.tpot_target_ms
+        )
         self._role = role
         self._words = tenant_of(self.driver).client.board_words
         self._granted_s = 0.0

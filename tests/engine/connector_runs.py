@@ -91,7 +91,7 @@ def answer_again_from_the_host(
             "cpu_bytes_to_use": 64 << 20,
         },
     )
-    driver = _lending_engine(model, pool, connector)
+    driver = lending_engine(model, pool, connector, lend_idle_s=WINDOW_S)
     _want_everything(tenant_of(driver))
     answers = []
     for prompts in rounds:
@@ -108,7 +108,7 @@ def answer_again_from_a_store(
     """An engine whose blocks are kept in Mooncake's store, beside rollouts that take its slabs whenever it
     is idle. Says when all are stored, and stays until told to stop, because the store's memory is its own.
     Returns the second answers of each round."""
-    driver = _lending_engine(model, pool, _mooncake_store(store))
+    driver = lending_engine(model, pool, _mooncake_store(store), lend_idle_s=WINDOW_S)
     answers = [_answer_twice(driver, prompts, max_tokens) for prompts in rounds]
     tenant_of(driver).pool.check_integrity()
     stored.set()
@@ -123,15 +123,16 @@ def answer_from_a_store(model: Path, prompts: Prompts, max_tokens: int, store: P
     ).answer(prompts, max_tokens)
 
 
-def _lending_engine(model: Path, pool: str, connector: Any) -> Driver:
-    """A serving engine whose slabs leave as soon as nobody holds them."""
+def lending_engine(model: Path, pool: str, connector: Any, engine_id: str = "serving", **more: Any) -> Driver:
+    """A serving engine that keeps no slab which nobody holds once a window without requests has passed.
+    ``more``: further settings of ROSE."""
     settings = {
         "role": "serving",
         "pool": pool,
-        "engine_id": "serving",
+        "engine_id": engine_id,
         "serving_window_s": WINDOW_S,
-        "lend_idle_s": WINDOW_S,
         "floor_slabs": 0,
+        **more,
     }
     return Driver(make_engine(model, settings, kv_transfer_config=connector))
 

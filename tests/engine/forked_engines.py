@@ -18,12 +18,17 @@ from typing import Any
 
 from preloaded import FORKS, start_fork
 from real_engine import MAX_SEQS, runtime_dir
-from tiny_models import MAX_MODEL_LEN
+from tiny_models import MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.amx import ask_for_amx, portable_attention
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
+from rose.memory.daemon.daemon import start_daemon
 
 RESULT_S = 1200.0
+KV_BYTES = 128 << 20
+"""An engine without a pool fills its KV memory with zeros when it starts. No test needs more than this."""
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""vLLM would take this variable's GiB instead."""
 
 
 class Fork:
@@ -61,9 +66,9 @@ class Fork:
 
 @contextmanager
 def forks(folder: Path, **given: Any) -> Iterator[Callable[..., Fork]]:
-    """Makes the folder, and yields what forks a function there with ``given`` and further arguments. It stops
-    all forks at the end."""
-    folder.mkdir()
+    """Yields what forks a function in the folder, which is made if need be, with ``given`` and further
+    arguments. It stops all forks at the end."""
+    folder.mkdir(exist_ok=True)
     with ExitStack() as undo:
 
         def start(function: Callable[..., Any], **arguments: Any) -> Fork:
@@ -74,6 +79,17 @@ def forks(folder: Path, **given: Any) -> Iterator[Callable[..., Fork]]:
         yield start
 
 
+@contextmanager
+def forks_in_pool(
+    folder: Path, pool: str, *, num_slabs: int, headroom_slabs: int, slab_bytes: int = SLAB_BYTES
+) -> Iterator[Callable[..., Fork]]:
+    """``forks`` beside a pool, which ends after them."""
+    folder.mkdir(exist_ok=True)
+    size = {"num_slabs": num_slabs, "headroom_slabs": headroom_slabs, "slab_bytes": slab_bytes}
+    with start_daemon(pool, runtime_dir=runtime_dir(folder), **size), forks(folder) as start:
+        yield start
+
+
 def _run(
     sink: Connection, folder: Path, log: Path, function: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
@@ -81,6 +97,7 @@ def _run(
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(STOCK_ENV)
+    del os.environ[KV_SPACE]
     os.environ.update(ROSE_RUNTIME_DIR=str(runtime_dir(folder)), ROSE_CACHE_DIR=str(folder / "cache"))
     ask_for_amx()
     try:
@@ -114,6 +131,7 @@ def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": CHUNK_TOKENS,
+        "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": rose is not None,
         "attention_backend": portable_attention(str(model)),
         "distributed_executor_backend": UniProcExecutor,

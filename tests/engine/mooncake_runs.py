@@ -8,11 +8,11 @@ import os
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import torch
-from engine_runs import WINDOW_S, Prompts, tenant_of
-from forked_engines import Driver, Reply, make_engine
+from connector_runs import lending_engine
+from engine_runs import Prompts, tenant_of
+from forked_engines import Driver, Reply
 from prefill_decode_runs import _pauses, _transfer
 
 Asked = tuple[str, list[int]]
@@ -21,7 +21,7 @@ Asked = tuple[str, list[int]]
 
 def prefill(model: Path, pool: str, asked: "Queue[Asked]", stop: Event, ready: Event, port: int) -> int:
     """Computes the prompts that are asked for until told to stop. Returns the slabs that it had at last."""
-    driver = Driver(_mooncake_engine(model, pool, "kv_producer", port))
+    driver = _mooncake_engine(model, pool, "kv_producer", port)
     ready.set()
     while not stop.is_set():
         driver.step_until(lambda: _pauses() and (stop.is_set() or not asked.empty()), "a prompt", 1200.0)
@@ -38,7 +38,7 @@ def decode(
     model: Path, pool: str, prompts: Prompts, max_tokens: int, asked: "Queue[Asked]", ready: Event, port: int
 ) -> list[Reply]:
     """Has each prompt prefilled by the other engine and decodes it."""
-    driver = Driver(_mooncake_engine(model, pool, "kv_consumer", port + 1))
+    driver = _mooncake_engine(model, pool, "kv_consumer", port + 1)
     ready.wait()
     names: list[str] = []
     for index, prompt in enumerate(prompts):
@@ -55,23 +55,16 @@ def decode(
     return replies
 
 
-def _mooncake_engine(model: Path, pool: str, role: str, port: int) -> Any:
+def _mooncake_engine(model: Path, pool: str, role: str, port: int) -> Driver:
     from vllm.config import KVTransferConfig
 
     # The only thing that it asks an accelerator for.
     torch.accelerator.current_device_index = lambda: 0
     os.environ.update(VLLM_HOST_IP="127.0.0.1", VLLM_MOONCAKE_BOOTSTRAP_PORT=str(port))
-    settings = {
-        "role": "serving",
-        "pool": pool,
-        "engine_id": role,
-        "serving_window_s": WINDOW_S,
-        "floor_slabs": 0,
-    }
     connector = KVTransferConfig(
         kv_connector="MooncakeConnector",
         kv_role=role,
         engine_id=role,
         kv_connector_extra_config={"mooncake_protocol": "tcp"},
     )
-    return make_engine(model, settings, kv_transfer_config=connector)
+    return lending_engine(model, pool, connector, engine_id=role)

@@ -13,6 +13,7 @@ from typing import Any
 
 import async_on_cpu  # noqa: F401
 import stand_in_card
+from connector_runs import lending_engine
 from engine_runs import LEASE_S, STALL_S, WINDOW_S, Moves, Prompts, begin_rl_step, num_changes, tenant_of
 from forked_engines import Driver, Reply, make_engine
 from late_device import LateDevice, use_late_device
@@ -27,7 +28,7 @@ SEND_LEASE_S = 900
 def prefill(model: Path, pool: str, asked: "Queue[list[int]]", told: "Queue[Any]", stop: Event) -> int:
     """Computes the prompts that are asked for and tells where their blocks are, until told to stop. Returns
     the slabs that it had at last."""
-    driver = Driver(_nixl_engine(model, pool, "kv_producer"))
+    driver = _nixl_engine(model, pool, "kv_producer")
     tenant = tenant_of(driver)
     while not stop.is_set():
         driver.step_until(lambda: _pauses() and (stop.is_set() or not asked.empty()), "a prompt", 1200.0)
@@ -56,7 +57,7 @@ def decode(
 
     if not has_window:
         KVRange.over_window = lambda self, kv_caches: kv_caches  # type: ignore[method-assign]
-    driver = Driver(_nixl_engine(model, pool, "kv_consumer"))
+    driver = _nixl_engine(model, pool, "kv_consumer")
     names: list[str] = []
     for prompt in prompts:
         asked.put(list(prompt))
@@ -98,25 +99,18 @@ def roll_out(model: Path, pool: str, prompts: Prompts, max_tokens: int, stop: Ev
     return Moves(replies=replies, num_moves=num_changes(tenant_of(driver)) - before)
 
 
-def _nixl_engine(model: Path, pool: str, role: str) -> Any:
+def _nixl_engine(model: Path, pool: str, role: str) -> Driver:
     from vllm.config import KVTransferConfig
 
     use_late_device()
     stand_in_card.install()
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-    settings = {
-        "role": "serving",
-        "pool": pool,
-        "engine_id": role,
-        "serving_window_s": WINDOW_S,
-        "floor_slabs": 0,
-    }
     connector = KVTransferConfig(
         kv_connector="NixlConnector",
         kv_role=role,
         kv_connector_extra_config={"kv_lease_duration": SEND_LEASE_S},
     )
-    return make_engine(model, settings, kv_transfer_config=connector)
+    return lending_engine(model, pool, connector, engine_id=role)
 
 
 def _pauses() -> bool:

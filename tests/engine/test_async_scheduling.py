@@ -18,7 +18,7 @@ from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
 from tiny_models import SLAB_BYTES
 
 from rose.memory.daemon.daemon import start_daemon
-from rose.types import GateMode, Role
+from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -123,9 +123,9 @@ def test_two_engines_with_async_scheduling_take_turns_at_steps_edges(
     """One always has work, two steps in flight if it serves; the other one asks for the GPU now and then."""
     other = next(role for role in Role if role is not busy)
     events = {name: FORKS.Event() for name in ("ready", "begin", "stop", "done")}
-    given = {"model": models.untied[0], "pool": pool, "mode": GateMode.DUAL, "tpot_target_ms": None, **events}
-    working = run(async_pair.work_on, role=busy, **given)
-    asking = run(async_pair.ask_now_and_then, role=other, num_asks=NUM_ASKS, seed=0, **given)
+    pair = async_pair.Pair(model=models.untied[0], pool=pool, **events)
+    working = run(async_pair.work_on, pair=pair, role=busy)
+    asking = run(async_pair.ask_now_and_then, pair=pair, role=other, num_asks=NUM_ASKS, seed=0)
     asker, worker = asking.result(), working.result()
     assert worker.most_in_flight == (2 if busy is Role.SERVING else 1)
     assert len(asker.asked) == NUM_ASKS

@@ -1,13 +1,11 @@
 """Connectors that copy through the worker or into host memory, while slabs leave as soon as they may."""
 
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import connector_runs
 import engine_runs
 import pytest
-from forked_engines import Fork, Reply
+from forked_engines import Reply, forks_in_pool
 from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
@@ -21,6 +19,7 @@ PROMPTS = [prompt(f"disaggregated-{index}", 280 + 50 * index) for index in range
 ROUNDS = [[prompt(f"offloaded-{part}-{index}", 300) for index in range(3)] for part in range(3)]
 TOKENS = 24
 NUM_SLABS, HEADROOM_SLABS = 24, 6
+SIZE = {"num_slabs": NUM_SLABS, "headroom_slabs": HEADROOM_SLABS}
 
 
 def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
@@ -29,27 +28,13 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
     folder = engines_dir / "disaggregated"
     store = folder / "store"
     store.mkdir(parents=True)
-    model = models.serving
-    with ExitStack() as undo:
-
-        def fork(function: Any, **arguments: Any) -> Fork:
-            one = Fork(folder, function, model=model, prompts=PROMPTS, **arguments)
-            undo.callback(one.stop)
-            return one
-
-        for pool in ("prefill", "decode"):
-            daemon = start_daemon(
-                pool,
-                num_slabs=NUM_SLABS,
-                slab_bytes=SLAB_BYTES,
-                headroom_slabs=HEADROOM_SLABS,
-                runtime_dir=runtime_dir(folder),
-            )
-            undo.callback(daemon.stop)
-        stock = fork(engine_runs.stock_answers, max_tokens=TOKENS)
-        slabs = fork(connector_runs.prefill_and_send_late, pool="prefill", store=store).result()
+    given = {"model": models.serving, "prompts": PROMPTS}
+    decoders = start_daemon("decode", slab_bytes=SLAB_BYTES, runtime_dir=runtime_dir(folder), **SIZE)
+    with decoders, forks_in_pool(folder, "prefill", **SIZE) as fork:
+        stock = fork(engine_runs.stock_answers, **given, max_tokens=TOKENS)
+        slabs = fork(connector_runs.prefill_and_send_late, **given, pool="prefill", store=store).result()
         replies: list[Reply] = fork(
-            connector_runs.decode_from_disk, pool="decode", max_tokens=TOKENS, store=store
+            connector_runs.decode_from_disk, **given, pool="decode", max_tokens=TOKENS, store=store
         ).result()
         expected = stock.result()
     # Idle slabs went back meanwhile; those with blocks that were still to be sent stayed.
@@ -65,31 +50,11 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
 def test_offloaded_blocks_come_back_right_as_the_slabs_of_pending_copies_stay(
     engines_dir: Path, models: ModelDirs
 ) -> None:
-    folder = engines_dir / "offloading"
-    folder.mkdir()
-    with ExitStack() as undo:
-        daemon = start_daemon(
-            "offloading",
-            num_slabs=NUM_SLABS,
-            slab_bytes=SLAB_BYTES,
-            headroom_slabs=HEADROOM_SLABS,
-            runtime_dir=runtime_dir(folder),
-        )
-        undo.callback(daemon.stop)
+    given = {"model": models.serving, "max_tokens": TOKENS}
+    with forks_in_pool(engines_dir / "offloading", "offloading", **SIZE) as fork:
         prompts = [one for part in ROUNDS for one in part]
-        stock = Fork(
-            folder, engine_runs.stock_answers, model=models.serving, prompts=prompts, max_tokens=TOKENS
-        )
-        undo.callback(stock.stop)
-        engine = Fork(
-            folder,
-            connector_runs.answer_again_from_the_host,
-            model=models.serving,
-            pool="offloading",
-            rounds=ROUNDS,
-            max_tokens=TOKENS,
-        )
-        undo.callback(engine.stop)
+        stock = fork(engine_runs.stock_answers, **given, prompts=prompts)
+        engine = fork(connector_runs.answer_again_from_the_host, **given, pool="offloading", rounds=ROUNDS)
         answers, expected = [reply for part in engine.result() for reply in part], stock.result()
     assert [reply.num_cached_tokens for reply in answers] == [2 * BLOCK_TOKENS] * len(answers)
     is_right = [reply.tokens == tokens for reply, tokens in zip(answers, expected, strict=True)]

@@ -1,24 +1,21 @@
 """Serving's prefix cache is serving's until a rollout engine wants the memory."""
 
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import cache_runs
 import engine_runs
-from forked_engines import Fork, Reply
+from forked_engines import Reply, forks_in_pool
 from preloaded import FORKS
 from probes import prompt
 from pytest import mark
-from real_engine import runtime_dir
 from references import ModelDirs
-from tiny_models import BLOCK_TOKENS, SLAB_BYTES
-
-from rose.memory.daemon.daemon import start_daemon
+from tiny_models import BLOCK_TOKENS
 
 pytestmark = [mark.vllm, mark.slow]
 
 POOL = "cache"
-NUM_SLABS, HEADROOM_SLABS, FLOOR_SLABS = 24, 4, 10
+NUM_SLABS, FLOOR_SLABS = 24, 10
 # One block of the serving model fills a slab: the chats take 8 slabs, and the others more than are left. The
 # floor has room for the chats, the slab of the padding block, and one more.
 CHATS = [prompt(f"chat-{index}", 2 * BLOCK_TOKENS + 20) for index in range(4)]
@@ -30,24 +27,13 @@ ROLLOUT_TOKENS = 40
 def test_serving_keeps_its_cache_until_rollouts_want_the_memory_and_then_gives_by_value(
     engines_dir: Path, models: ModelDirs
 ) -> None:
-    folder = engines_dir / "serving-cache"
-    folder.mkdir()
-    with ExitStack() as undo:
-        daemon = start_daemon(
-            POOL,
-            num_slabs=NUM_SLABS,
-            slab_bytes=SLAB_BYTES,
-            headroom_slabs=HEADROOM_SLABS,
-            runtime_dir=runtime_dir(folder),
-        )
-        undo.callback(daemon.stop)
-        events = {"is_full": FORKS.Event(), "stop": FORKS.Event()}
-
-        def fork(function: object, **arguments: object) -> Fork:
-            one = Fork(folder, function, **arguments)  # type: ignore[arg-type]
-            undo.callback(one.stop)
-            return one
-
+    events = {"is_full": FORKS.Event(), "stop": FORKS.Event()}
+    wanted: dict[str, Any] = {
+        "model": models.untied[0],
+        "prompts": ROLLOUTS,
+        "max_tokens": ROLLOUT_TOKENS,
+    }
+    with forks_in_pool(engines_dir / "serving-cache", POOL, num_slabs=NUM_SLABS, headroom_slabs=4) as fork:
         serving = fork(
             cache_runs.serve_from_cache,
             model=models.serving,
@@ -57,18 +43,9 @@ def test_serving_keeps_its_cache_until_rollouts_want_the_memory_and_then_gives_b
             floor_slabs=FLOOR_SLABS,
             **events,
         )
-        rollout = fork(
-            cache_runs.roll_out_where_serving_caches,
-            model=models.untied[0],
-            pool=POOL,
-            prompts=ROLLOUTS,
-            max_tokens=ROLLOUT_TOKENS,
-            **events,
-        )
+        rollout = fork(cache_runs.roll_out_where_serving_caches, pool=POOL, **wanted, **events)
         stock_serving = fork(engine_runs.stock_answers, model=models.serving, prompts=CHATS, max_tokens=4)
-        stock_rollout = fork(
-            engine_runs.stock_answers, model=models.untied[0], prompts=ROLLOUTS, max_tokens=ROLLOUT_TOKENS
-        )
+        stock_rollout = fork(engine_runs.stock_answers, **wanted)
         facts = serving.result()
         replies: list[Reply] = rollout.result()
         assert {(reply.finish_reason, reply.stop_reason) for reply in replies} == {("length", None)}
