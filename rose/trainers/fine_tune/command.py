@@ -47,6 +47,7 @@ from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines, on_one_gpu
 from rose.trainers.publishing import PublishWeights
+from rose.transfer.publish.published_dtypes import AUTO
 from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -162,9 +163,11 @@ def make_trainer(
 
 
 def _publisher(place: argparse.Namespace, loaded: Loaded, adapters: Adapters | None) -> WeightPublisher:
+    # Of what is float32 in a checkpoint with narrower floats, the engine keeps all bits.
+    dtype = loaded.published if loaded.published == "float32" else AUTO
     if adapters is None:
-        return WeightPublisher(loaded.model, place.relay, place.run, dtype=loaded.published)
-    return MergingPublisher(adapters, place.relay, place.run, loaded.published)
+        return WeightPublisher(loaded.model, place.relay, place.run, dtype)
+    return MergingPublisher(adapters, place.relay, place.run, dtype, loaded.model.name_or_path)
 
 
 def _publishing(
