@@ -175,6 +175,12 @@ def devices_of_rank(rank: int, size: int, environ: Mapping[str, str] | None = No
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[number] for number in numbers if number < len(seen))}
 
 
+def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | None:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None if it hides none."""
+    given = (environ if environ is not None else os.environ).get("CUDA_VISIBLE_DEVICES")
+    return [each for each in given.split(",") if each.strip()] if given is not None else None
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the inherited environment plus ``extra``, for a child process."""
     return {**os.environ, **(extra if extra is not None else {})}

@@ -7,10 +7,12 @@ notice what happens to the dashboard.
 import logging
 import sys
 import time
+from collections.abc import Sequence
 
 from rose.node.processes import ServerProcess
 from rose.ports import check_port_free
 from rose.scheduler.dashboard.address import Address
+from rose.scheduler.dashboard.nodes import checked_url
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,10 @@ NICE = 10
 class DashboardProcess:
     """The supervised process. ``check`` starts it again, whatever ended it."""
 
-    def __init__(self, http: str, channel: str, key: str | None, *, is_insecure: bool) -> None:
-        """Starts nothing. ``key``: as the process finds it in the environment.
+    def __init__(
+        self, http: str, channel: str, key: str | None, *, is_insecure: bool, nodes: Sequence[str] = ()
+    ) -> None:
+        """Starts nothing. ``key``: as the process finds it in the environment. ``nodes``: engines' URLs.
 
         Raises: ConfigError if nothing can, or may, listen on ``http``.
         """
@@ -34,6 +38,7 @@ class DashboardProcess:
         module = "rose.scheduler.dashboard.server"
         self._argv = [sys.executable, "-m", module, "--http", str(address), "--channel", channel]
         self._argv += ["--insecure"] if is_insecure else []
+        self._argv += [f"--node={checked_url(url)}" for url in nodes]
         self._process: ServerProcess | None = None
         self._started_s = 0.0
 

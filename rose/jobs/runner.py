@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rose.config import parse_config
+from rose.config import parse_config, visible_devices
 from rose.jobs.ranks import (
     Attempt,
     Ended,
@@ -38,6 +38,7 @@ from rose.scheduler.runtime.channel.messages import (
     Start,
     Stop,
 )
+from rose.scheduler.runtime.job.device_memory import num_devices_here
 from rose.scheduler.runtime.job.job import JobNode
 from rose.scheduler.runtime.job.recording import Recording
 from rose.scheduler.runtime.job.spec import RunSpec
@@ -68,6 +69,9 @@ class Engine(Protocol):
 
     def num_nodes(self) -> dict[Phase, int] | None:
         """Returns how many nodes groups may use, by pool; None: as many as are asked for."""
+
+    def num_devices(self) -> int:
+        """Returns the GPUs of the host where all nodes are; 0 if there are several hosts, none or unknown."""
 
     def check(self) -> None:
         """Raises: WorkerError if no job can run here any more."""
@@ -168,6 +172,7 @@ class Runner:
                 log_folder=str(self._engine.log_folder),
                 host=self._engine.host,
                 num_nodes=self._engine.num_nodes(),
+                num_devices=self._engine.num_devices(),
             )
         )
 
@@ -256,6 +261,10 @@ class HostEngine:
 
     def num_nodes(self) -> dict[Phase, int] | None:
         return None
+
+    def num_devices(self) -> int:
+        visible = visible_devices()
+        return len(visible) if visible is not None else num_devices_here()
 
     def check(self) -> None:
         return

@@ -22,6 +22,7 @@ from rose.jobs.dashboard import DashboardProcess
 from rose.jobs.runner import Engine, HostEngine, Runner
 from rose.node.processes import ServerProcess
 from rose.node.signals import StopOnSignals
+from rose.scheduler.dashboard.nodes import add_node_flag
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Status
 from rose.scheduler.runtime.channel.opening import ChannelUrl
@@ -197,6 +198,7 @@ def add_folder_and_page(parser: CommandParser, settings: Settings) -> None:
         metavar="[HOST:]PORT",
         help="also serve the dashboard and /metrics there (default: nowhere)",
     )
+    add_node_flag(parser)
     add_insecure_flag(parser)
 
 
@@ -205,7 +207,9 @@ def make_page(arguments: argparse.Namespace, settings: Settings) -> DashboardPro
     if arguments.http is None:
         return None
     key, is_insecure = settings.dashboard_key, arguments.insecure
-    return DashboardProcess(arguments.http, arguments.channel, key, is_insecure=is_insecure)
+    return DashboardProcess(
+        arguments.http, arguments.channel, key, is_insecure=is_insecure, nodes=arguments.node
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 
 from rose.trainers.publishing import ACK_TIMEOUT_S, publish_and_wait
 from rose.trainers.turns import RouterTurns
+from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
 from rose.transfer.publish.publisher import WeightPublisher
 
 _KEY = "actor_rollout_ref.rollout.custom.rose"
@@ -118,7 +119,11 @@ class RelayRollout(BaseRollout):
             raise ValueError(f"{_KEY}.weights.relay_url: missing; give the relay that the engines follow")
         self._num_workers = int(given.pop("num_workers", 0))
         self._ack_timeout_s = float(given.pop("ack_timeout_s", ACK_TIMEOUT_S))
-        self._dtype = getattr(torch, given.get("dtype") or "bfloat16")
+        self._dtype = given.pop("dtype", AUTO)
+        # The copies of the first step are kept, so their types are chosen before a publisher is made.
+        like = given.get("quantized_like", given.pop("checkpoint", self.model_config.local_path))
+        found = PublishedDtypes.of_checkpoint(like) if self._dtype == AUTO else None
+        self._dtypes = found if found is not None else PublishedDtypes()
         self._relay = given
         self._kept: dict[str, torch.Tensor] = {}
         self._publisher: WeightPublisher | None = None
@@ -149,15 +154,21 @@ class RelayRollout(BaseRollout):
                 self._keep(name, tensor)
         if self._publisher is None:
             self._publisher = WeightPublisher(
-                self._kept, rank=rank, num_ranks=num_ranks, **self._of_one_run(self._relay)
+                self._kept, dtype=None, rank=rank, num_ranks=num_ranks, **self._of_one_run(self._relay)
             )
         publish_and_wait(self._publisher, self._num_workers, self._ack_timeout_s)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._kept:
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            self._kept[name] = torch.empty(tensor.shape, dtype=dtype)
+            self._kept[name] = torch.empty(tensor.shape, dtype=self._published(name, tensor))
         self._kept[name].copy_(tensor.detach())
+
+    def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        is_cast = tensor.is_floating_point() and not self._dtypes.keeps(name, tensor)
+        if not is_cast or self._dtype is None:
+            return tensor.dtype
+        dtype: torch.dtype = getattr(torch, self._dtypes.most if self._dtype == AUTO else self._dtype)
+        return dtype
 
     def _of_one_run(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the publisher's settings, with a run id that all ranks have in common."""

@@ -28,6 +28,7 @@ from rose.scheduler.dashboard.access import asks_for
 from rose.scheduler.dashboard.address import DEFAULT, Address
 from rose.scheduler.dashboard.feed import Feed
 from rose.scheduler.dashboard.metrics import prometheus_text
+from rose.scheduler.dashboard.nodes import NodeFeed, add_node_flag
 from rose.scheduler.runtime.command.connection import channel_parser
 from rose.scheduler.runtime.job.spec import EXAMPLE
 
@@ -44,20 +45,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--http", default=DEFAULT, metavar="[HOST:]PORT", help="address to listen on (default: %(default)s)"
     )
+    add_node_flag(parser)
     add_insecure_flag(parser)
     arguments = parser.parse_args(argv)
-    address, key = Address.parse(arguments.http), Settings.from_environment().dashboard_key
+    settings = Settings.from_environment()
+    address, key = Address.parse(arguments.http), settings.dashboard_key
+    nodes = [NodeFeed(url, settings.key, settings.tls_ca) for url in arguments.node]
     address.check_exposure(key, is_insecure=arguments.insecure)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(_serve(address, key, Feed(arguments.channel)))
+    asyncio.run(_serve(address, key, Feed(arguments.channel), nodes))
     return 0
 
 
-async def _serve(address: Address, key: str | None, feed: Feed) -> None:
+async def _serve(address: Address, key: str | None, feed: Feed, nodes: Sequence[NodeFeed]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    runner = web.AppRunner(build_app(feed, key), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(build_app(feed, key, nodes), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, address.host, address.port).start()
@@ -69,10 +73,11 @@ async def _serve(address: Address, key: str | None, feed: Feed) -> None:
     print(f"rose sched dashboard ready http://{address}", flush=True)
     await stop.wait()
     await runner.cleanup()
-    feed.close()
+    for each in (feed, *nodes):
+        each.close()
 
 
-def build_app(feed: Feed, key: str | None) -> web.Application:
+def build_app(feed: Feed, key: str | None, nodes: Sequence[NodeFeed] = ()) -> web.Application:
     """The three routes, for those who give the key."""
     page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
     page = page.replace("{{example}}", html.escape(EXAMPLE))
@@ -84,7 +89,8 @@ def build_app(feed: Feed, key: str | None) -> web.Application:
 
     async def state(_: web.Request) -> web.Response:
         """Answers all that the page shows, as JSON."""
-        body = msgspec.json.encode(await feed.state())
+        found, *engines = await asyncio.gather(feed.state(), *(node.state() for node in nodes))
+        body = msgspec.json.encode({**found, "nodes": engines})
         return web.Response(body=body, content_type="application/json", headers=_UNCACHED)
 
     async def metrics(_: web.Request) -> web.Response:

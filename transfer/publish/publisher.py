@@ -36,8 +36,8 @@ from rose.transfer.publish.announcer import RunAnnouncer
 from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
-from rose.transfer.publish.file_names import as_in_files
 from rose.transfer.publish.kept_copy import open_kept_copy
+from rose.transfer.publish.published_dtypes import AUTO, as_published
 from rose.transfer.publish.quantized_source import source_of
 from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.trainer_ranks import TrainerRanks
@@ -103,6 +103,11 @@ class WeightPublisher:
 
     weights: a torch module, or a mapping or pairs of (Hugging Face name, tensor), read at each publish(). A
     transformers model's are published under the names that its files have.
+    dtype: what floats of two bytes or more are cast to; None: nothing is cast. "auto" publishes each tensor
+    as the checkpoint has it: what is float32 there beside narrower floats stays float32.
+    checkpoint: its folder, or a name on Hugging Face's hub; None: the one a transformers model was read from.
+    If it is not on this machine, the trainer's own floats decide, and a trainer that has only float32
+    publishes bfloat16.
     codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
     relay.
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
@@ -127,7 +132,7 @@ class WeightPublisher:
         weights: Any,
         relay_url: str,
         run_id: str | None = None,
-        dtype: str | None = "bfloat16",
+        dtype: str | None = AUTO,
         *,
         codec: Codec | None = None,
         link_gbps: float = DEFAULT_LINK_GBPS,
@@ -139,6 +144,7 @@ class WeightPublisher:
         num_ranks: int = 1,
         ranks_timeout_s: float = RANKS_TIMEOUT_S,
         encode_threads: int | None = None,
+        checkpoint: str | Path | None = None,
         quantized_like: str | Path | None = None,
         adapter: AdapterBody | None = None,
         key: str | None = None,
@@ -147,7 +153,8 @@ class WeightPublisher:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         _check_pace(link_gbps, snapshot_every)
         num_threads = _num_encode_threads(encode_threads, num_ranks)
-        self._source = source_of(as_in_files(weights), dtype, quantized_like, num_ranks)
+        like = quantized_like if quantized_like is not None else checkpoint
+        self._source = source_of(*as_published(weights, dtype, like), quantized_like, num_ranks)
         self._full_wait_s = full_wait_s
         self._number, self._is_followed = -1, False
         settings = Settings.from_environment()

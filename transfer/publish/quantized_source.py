@@ -87,11 +87,11 @@ class QuantizedSource(TorchSource):
         """Returns the largest number of each tensor over all ranks, which all have to call it."""
         from torch import distributed
 
-        amaxes = self._torch.zeros(len(self._shared), device=self._trained.device())
+        amaxes = self._torch.zeros(len(self._shared), device=reducing_device(self._trained.device()))
         places = {name: place for place, name in enumerate(self._shared)}
         for name, shard, _, _ in self._quantized:
             own = amaxes[places[name]]
-            own.copy_(own.maximum(_amax(shard.part, self._cast)))
+            own.copy_(own.maximum(_amax(shard.part, self._cast).to(own.device)))
         distributed.all_reduce(amaxes, op=distributed.ReduceOp.MAX)
         return {name: amaxes[place] for name, place in places.items()}
 
@@ -119,6 +119,16 @@ def _is_of_torch_ranks(num_ranks: int, scheme: Fp8Scheme) -> bool:
     return has_world and distributed.get_world_size() == num_ranks
 
 
+def reducing_device(device: Any) -> Any:
+    """Returns where torch's ranks can reduce: on the weights' device, unless their group has no backend for
+    it, as NCCL has none for the host's memory. None: the weights lie on several devices."""
+    from torch import distributed
+
+    torch_ranks = distributed.distributed_c10d
+    can_stay = device is not None and device.type in torch_ranks._device_capability()
+    return device if can_stay else torch_ranks._get_object_coll_device()
+
+
 def _amax(matrix: Any, dtype: Any) -> Any:
     """Returns the largest absolute number of a matrix, which is cast to dtype unless that is None."""
     low, high = matrix.detach().aminmax()
@@ -134,7 +144,7 @@ def quantize(scheme: Fp8Scheme, matrix: Any, dtype: Any, numbers: Any, scales: A
     # A tensor on the device: torch multiplies by the inverse of a Python number on CUDA.
     largest = torch.tensor(_LARGEST, device=matrix.device)
     if scheme.kind == "tensor":
-        amax = amax if amax is not None else _amax(matrix, dtype)
+        amax = amax.to(matrix.device) if amax is not None else _amax(matrix, dtype)
         scales.copy_((amax / largest).clamp_min(torch.finfo(torch.float32).tiny))
     rows, _ = scheme.group if scheme.group[0] else (1, 0)
     most = _CHUNK_ELEMENTS if matrix.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS

@@ -83,7 +83,7 @@ class TorchSource:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(_CASTS)}")
         self._torch = torch
         self._cast = getattr(torch, dtype) if dtype is not None else None
-        self._shards = _untied(_named(weights))
+        self._shards = _untied(named_tensors(weights))
         if not self._shards:
             raise ValueError("no tensors to publish")
         self._formats = self._read_formats()
@@ -245,7 +245,8 @@ def load_planes(planes: WeightPlanes, tensors: Mapping[str, Any]) -> None:
                 tensors[name].copy_(copy)
 
 
-def _named(weights: Any) -> Iterable[tuple[str, Any]]:
+def named_tensors(weights: Any) -> Iterable[tuple[str, Any]]:
+    """Yields a trainer's tensors or shards, each with its name; those of a module are the live ones."""
     if hasattr(weights, "state_dict"):
         weights = weights.state_dict(keep_vars=True)
     pairs: Iterable[tuple[str, Any]] = weights.items() if isinstance(weights, Mapping) else weights

@@ -25,7 +25,7 @@ ACK_TIMEOUT_S = 600.0
 
 @dataclass
 class RelayTrainerInit(TrainerInitInfo):
-    """The backend's settings. relay, run_id: those of WeightPublisher.
+    """The backend's settings. relay, run_id, checkpoint: those of WeightPublisher.
 
     workers: names as manifest.worker_name makes them; send_weights() waits up to ack_timeout_s until they run
     the version.
@@ -37,6 +37,7 @@ class RelayTrainerInit(TrainerInitInfo):
     run_id: str | None = None
     workers: tuple[str, ...] = ()
     ack_timeout_s: float = ACK_TIMEOUT_S
+    checkpoint: str | None = None
 
 
 class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
@@ -74,7 +75,9 @@ class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
             return
         info = self._init_info
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._weights, info.relay, info.run_id)
+            self._publisher = WeightPublisher(
+                self._weights, info.relay, info.run_id, checkpoint=info.checkpoint
+            )
         version = self._publisher.publish().version
         if info.workers:
             self._publisher.wait_acked(version, info.workers, info.ack_timeout_s)

@@ -137,6 +137,9 @@ class RayEngine:
         idle = self._setup.groups.view(self._nodes.draining).num_idle
         return {kind: max(0, num - idle[kind]) for kind, num in self._nodes.num_nodes().items()}
 
+    def num_devices(self) -> int:
+        return 0
+
     def start(self, spec: RunSpec, order: Start, before: Attempt | None) -> Attempt:
         return self._attempt(spec, order, before=before)
 

@@ -69,10 +69,12 @@ def merge_for_good(model: torch.nn.Module) -> None:
 
 
 class MergingPublisher(WeightPublisher):
-    """Publishes a model with adapters as whole weights."""
+    """Publishes a model with adapters as whole weights. checkpoint: the one it was read from."""
 
-    def __init__(self, adapters: Adapters, relay_url: str, run_id: str, dtype: str) -> None:
-        super().__init__(adapters.weights, relay_url, run_id, dtype)
+    def __init__(
+        self, adapters: Adapters, relay_url: str, run_id: str, dtype: str, checkpoint: str | None = None
+    ) -> None:
+        super().__init__(adapters.weights, relay_url, run_id, dtype, checkpoint=checkpoint)
         self._adapters = adapters
 
     def _begin(self) -> None:

@@ -47,6 +47,7 @@ from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines, on_one_gpu
 from rose.trainers.publishing import PublishWeights
+from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
 from rose.transfer.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -162,9 +163,11 @@ def make_trainer(
 
 
 def _publisher(place: argparse.Namespace, loaded: Loaded, adapters: Adapters | None) -> WeightPublisher:
+    # Of what is float32 in a checkpoint with narrower floats, the engine keeps all bits.
+    dtype = loaded.published if loaded.published == "float32" else AUTO
     if adapters is None:
-        return WeightPublisher(loaded.model, place.relay, place.run, dtype=loaded.published)
-    return MergingPublisher(adapters, place.relay, place.run, loaded.published)
+        return WeightPublisher(loaded.model, place.relay, place.run, dtype)
+    return MergingPublisher(adapters, place.relay, place.run, dtype, loaded.model.name_or_path)
 
 
 def _publishing(
@@ -180,12 +183,17 @@ def _publishing(
 
 
 def save(loaded: Loaded, folder: Path) -> None:
-    """Saves the tokenizer and whole weights, in the checkpoint's data type. The model can't be trained after
-    it."""
+    """Saves the tokenizer and whole weights, each in the checkpoint's data type. The model can't be trained
+    after it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     merge_for_good(loaded.model)
-    loaded.model.to(getattr(torch, loaded.published)).save_pretrained(folder)
+    model = loaded.model
+    found = PublishedDtypes.of_checkpoint(model.name_or_path)
+    dtypes = found if found is not None else PublishedDtypes()
+    wide = {name: each.clone() for name, each in model.state_dict().items() if dtypes.keeps(name, each)}
+    model.to(getattr(torch, loaded.published))
+    model.save_pretrained(folder, state_dict={**model.state_dict(), **wide})
     loaded.tokenizer.save_pretrained(folder)
     logger.info("saved the trained model to %s", folder)
 

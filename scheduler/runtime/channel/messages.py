@@ -77,13 +77,15 @@ class Drain(Call, frozen=True, kw_only=True):
 class Hello(Call, frozen=True, kw_only=True):
     """The runner has connected, with these attempts running.
 
-    ``host``: where it runs jobs. ``num_nodes``: the nodes there, by pool; None: unlimited, on this machine.
+    ``host``: where it runs jobs. ``num_nodes``: the nodes there, by pool; None: unlimited, on this machine,
+    which has ``num_devices`` GPUs; 0: none, or unknown.
     """
 
     running: dict[str, int]
     log_folder: str
     host: str = "local"
     num_nodes: dict[Phase, Count] | None = None
+    num_devices: Count = 0
 
 
 class Awaiting(Call, frozen=True, kw_only=True):

@@ -73,9 +73,17 @@ class JobCalls:
             )
 
     def check_devices(self, spec: RunSpec) -> None:
-        """Raises: JobRefused if a node has fewer devices than ranks."""
-        ray = self._state.cluster.ray
-        if ray is None or spec.num_ranks == 1:
+        """Raises: JobRefused if a node, or the one machine of all nodes, has fewer devices than ranks."""
+        ray, runner = self._state.cluster.ray, self._state.runner
+        if spec.num_ranks == 1:
+            return
+        if ray is None:
+            num_devices = runner.num_devices if runner is not None else 0
+            if 0 < num_devices < spec.num_ranks:
+                raise JobRefused(
+                    f"{_starts_all(spec, 'this machine', num_devices)}; for ranks that need none, start the "
+                    "scheduler with CUDA_VISIBLE_DEVICES="
+                )
             return
         is_once = spec.launch is Launch.ONCE
         num_local = spec.num_ranks if is_once else -(-spec.num_ranks // spec.num_nodes)
@@ -84,10 +92,7 @@ class JobCalls:
             if not 0 < num_devices < num_local:
                 continue
             if is_once:
-                raise JobRefused(
-                    f"{spec.name}: num_ranks {spec.num_ranks}: launch once starts all of them on the first "
-                    f"rollout node, which has {num_devices} GPUs; use at most {num_devices}, or per-node"
-                )
+                raise JobRefused(f"{_starts_all(spec, 'the first rollout node', num_devices)}, or per-node")
             raise JobRefused(
                 f"{spec.name}: num_ranks {spec.num_ranks} on {spec.num_nodes} nodes are {num_local} on "
                 f"each, and a {kind} node has {num_devices} GPUs; use at most "
@@ -310,3 +315,11 @@ class JobCalls:
             if record.host is None:
                 self.end(call.job, JobState.CANCELLED, "", now)
         self._state.answer(client, call.seq, body={"job": call.job, "state": record.state})
+
+
+def _starts_all(spec: RunSpec, where: str, num_devices: int) -> str:
+    """Says that more ranks start in one place than it has devices."""
+    return (
+        f"{spec.name}: num_ranks {spec.num_ranks}: launch {spec.launch} starts all of them on {where}, which "
+        f"has {num_devices} GPUs; use at most {num_devices}"
+    )

@@ -144,6 +144,8 @@ class RunnerRow(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that groups may use, by pool; None: unlimited, on the scheduler's own machine."""
     most_nodes: dict[Phase, int] | None = None
     """The most that there have been: the others may come back."""
+    num_devices: int = 0
+    """The GPUs of the scheduler's own machine, if jobs run there; 0: none, or unknown."""
 
     leaving: dict[str, int] = msgspec.field(default_factory=dict)
     """The attempts, by job, whose nodes are about to go away."""

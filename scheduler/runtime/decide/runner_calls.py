@@ -35,7 +35,13 @@ class RunnerCalls:
         """A runner has connected: starts the jobs that it lacks, and stops those that it should not have."""
         # A runner that says hello again says once alone who leaves; an attempt's number is never used again.
         leaving = self._state.runner.leaving if self._state.runner is not None else {}
-        runner = RunnerRow(client=client, log_folder=call.log_folder, host=call.host, leaving=leaving)
+        runner = RunnerRow(
+            client=client,
+            log_folder=call.log_folder,
+            host=call.host,
+            leaving=leaving,
+            num_devices=call.num_devices,
+        )
         self._state.set_runner(runner, call.num_nodes)
         self._state.runner_waits_for = None
         self._state.answer(client, call.seq)

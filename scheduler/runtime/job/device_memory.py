@@ -1,6 +1,6 @@
 """Refuses a phase whose devices another process still fills: names who holds how much.
 
-Owns the question to NVIDIA's driver and the names of the holders. Only devices that the runner has bound to
+Owns the questions to NVIDIA's driver and the names of the holders. Only devices that the runner has bound to
 the job's nodes are asked about, because on a machine without bound devices other jobs may use any of them. A
 process may keep its CUDA context and its communicators between two phases (`KEPT_BYTES`). An actor on a
 shared Ray cluster does not tell whose it is, so it counts as the job's own.
@@ -67,6 +67,18 @@ def wait_free(job: str, phase: str, devices: Sequence[str], *, free_s: float | N
                 "give that job's phase a working_set, whose offload frees the devices, or end the process"
             )
         time.sleep(POLL_S)
+
+
+def num_devices_here() -> int:
+    """Returns how many GPUs this host's driver has; 0 where it can't be asked."""
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=SMI_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("not asked how many GPUs there are reason=%s", error)
+        return 0
+    return sum(line.startswith("GPU ") for line in said.splitlines())
 
 
 def holders(devices: Sequence[str]) -> list[Holder]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from relay_process import RelayProcess
@@ -90,6 +91,44 @@ async def test_an_older_announcement_of_which_a_peer_was_told_later_is_replaced(
             newest = [router.plane.registry.newest for router in (one, other)]
             await until(lambda: [each.bound("run") for each in newest] == [8, 8])
             await until(lambda: {kept_version(tmp_path / name) for name in ("one", "late")} == {"run/8"})
+
+
+async def test_what_another_release_kept_has_its_effect_or_is_named_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier releases named the entry of an announced step without its run."""
+    settings: dict[str, Any] = {"public_key": Signer(SIGNING_KEY).public_key, "state": tmp_path / "kept"}
+    async with running_router(**settings) as router:
+        await announce_signed(router, "run/6")
+    old = json.loads((tmp_path / "kept").read_text())["entries"]["step run"]
+    async with running_router(**settings) as router:
+        await announce_signed(router, "run/8")
+    file = json.loads((tmp_path / "kept").read_text())
+    later = {"version": 100, "writer": "a"}
+    file["entries"] |= {
+        "step ": {**old, "version": 99},
+        "versions ": {**later, "value": {"mode": "latest"}},
+        "dream a": {**later, "value": True},
+    }
+    (tmp_path / "kept").write_text(json.dumps(file))
+    caplog.clear()
+    async with running_router(**settings) as router:
+        assert router.plane.registry.newest.bound("run") == 8
+    lines = [each.getMessage() for each in caplog.records if "has no effect" in each.getMessage()]
+    assert len(lines) == 2
+    assert "versions because=it has no 'max_lag'; another release of ROSE wrote it: run one" in lines[0]
+    assert "dream a because=this router knows worker, job, " in lines[1]
+    assert kept_version(tmp_path / "kept") == "run/8"
+
+
+async def test_a_run_that_was_only_announced_is_forgotten_at_every_router(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"public_key": Signer(SIGNING_KEY).public_key, **SHORT}
+    async with running_router(**settings) as one, running_router(**settings, peers=(one.url,)) as other:
+        await announce_signed(one, "run/8")
+        await until(lambda: other.plane.registry.newest.bound("run") == 8)
+        async with aiohttp.ClientSession() as http, http.delete(f"{one.url}/admin/runs/run") as answer:
+            assert answer.status == 200
+        await until(lambda: other.plane.registry.newest.bound("run") == 0)
 
 
 async def announce_signed(router: RunningRouter, version: str) -> None:

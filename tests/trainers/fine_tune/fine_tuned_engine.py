@@ -47,8 +47,9 @@ class Served:
         self.log = folder / "serve.log"
         serve = ServerProcess(argv, "serve", self.log, environment)
         self.process = ForkedServer(serve, "vllm.entrypoints.openai.api_server", TRAINER).start()
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0, trust_env=False)
-        self.process.wait_ready(f"http://127.0.0.1:{port}/health", READY_S)
+        self.url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False)
+        self.process.wait_ready(f"{self.url}/health", READY_S)
 
     def loss(self, texts: Sequence[str]) -> float:
         """The mean loss of the texts by the logprobs that the engine answers with."""

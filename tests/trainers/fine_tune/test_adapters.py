@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from rose.errors import ConfigError
 from rose.measure.models import numbered_words, word_tokenizer
@@ -74,3 +75,25 @@ def test_a_saved_model_answers_like_the_trained_one(
     with torch.no_grad():
         assert torch.allclose(saved(input_ids=tokens).logits, trained, atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path)("w1 w2")["input_ids"] == tokenizer("w1 w2")["input_ids"]
+
+
+def test_what_the_checkpoint_has_in_float32_is_saved_in_float32(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "before")
+    file = tmp_path / "before" / "model.safetensors"
+    name, tensors = "model.norm.weight", load_file(file)
+    save_file({**tensors, name: torch.rand(tensors[name].shape)}, file, metadata={"format": "pt"})
+    trained: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "before", dtype=torch.float32)
+    expected = {key: each.clone() for key, each in trained.state_dict().items()}
+    nothing: Any = None
+    tokenizer = word_tokenizer(numbered_words(40), 64)
+    save(Loaded(model=trained, tokenizer=tokenizer, published="bfloat16", data=nothing), tmp_path / "after")
+    saved = load_file(tmp_path / "after" / "model.safetensors")
+    assert {key: each.dtype for key, each in saved.items()} == {
+        key: torch.float32 if key == name else torch.bfloat16 for key in tensors
+    }
+    assert all(torch.equal(each, expected[key].to(each.dtype)) for key, each in saved.items())

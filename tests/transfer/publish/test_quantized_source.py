@@ -215,6 +215,31 @@ def test_ranks_that_hold_parts_of_a_tensor_with_one_scale_make_the_same_bits(
     assert bits(held_by(follower.mirror, expected)) == bits(expected)
 
 
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        ("gloo", "cpu", "cpu"),
+        ("gloo", None, "cpu"),
+        ("cuda:gloo", "cpu", "cuda"),  # NCCL's group, too, has a backend for CUDA alone
+        ("cuda:gloo", "cuda:1", "cuda:1"),
+        ("cuda:gloo", None, "cuda"),
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cuda:1"),
+        ("cpu:gloo,cuda:gloo", None, "cpu"),
+    ],
+)
+def test_the_largest_numbers_are_reduced_where_torchs_group_has_a_backend(
+    tmp_path: Path, backend: str, device: str | None, expected: str
+) -> None:
+    from torch import distributed
+
+    distributed.init_process_group(backend, init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        own = torch.device(device) if device is not None else None
+        assert torch.device(quantized_source.reducing_device(own)) == torch.device(expected)
+    finally:
+        distributed.destroy_process_group()
+
+
 def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
     """A configuration of compressed-tensors with other values for weights."""
     (group,) = config["config_groups"].values()

@@ -6,6 +6,7 @@ can't hold beside this router's own file, such as another job's key, is logged a
 Never does: check what an admin sends (http/admin.py).
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,11 @@ from rose.signature import ANNOUNCED, Verifier, body_of
 from rose.types import WeightVersion
 
 logger = logging.getLogger(__name__)
+
+_OTHER_RELEASE = (
+    "entry has no effect here: %s because=%s; another release of ROSE wrote it: run one release at all"
+    " routers, and set this again"
+)
 
 
 class AdminChanges:
@@ -142,9 +148,14 @@ class AdminChanges:
     def _apply(self, entries: Mapping[str, Entry], keys: list[str]) -> None:
         for key in keys:
             kind, _, name = key.partition(" ")
+            if kind not in self._effects:
+                logger.error(_OTHER_RELEASE, key.strip(), f"this router knows {', '.join(self._effects)}")
+                continue
             try:
                 self._effects[kind](name, entries[key].value)
-            except (KeyError, ValueError, TypeError, ValidationError, RelayError, WorkerError) as error:
+            except KeyError as error:
+                logger.error(_OTHER_RELEASE, key.strip(), f"it has no {error}")
+            except (ValueError, TypeError, ValidationError, RelayError, WorkerError) as error:
                 logger.error("entry has no effect here: %s because=%s", key, error)
         if keys:
             self._plane.dispatcher.lend()
@@ -187,16 +198,18 @@ class AdminChanges:
         if isinstance(value, dict):
             self._plane.set_versions(VersionMode(value["mode"]), int(value["max_lag"]))
 
-    def _step(self, run_id: str, value: Value) -> None:
-        version = parse_version(value.get("version")) if isinstance(value, dict) else None
-        if isinstance(value, dict) and version is not None and not self.announced(version, value):
-            # A peer was told of an older version after this router was told of the newer one.
-            self.entries.put(f"step {run_id}", self._announced[run_id])
-        if isinstance(value, dict) and "step" in value:
+    def _step(self, _: str, value: Value) -> None:
+        if not isinstance(value, dict):
+            return
+        version = parse_version(value.get("version"))
+        if version is not None and not self.announced(version, value):
+            # A peer was told of an older version after this router was told of the newer one. Earlier
+            # releases named the entry without the run.
+            self.entries.put(f"step {version.run_id}", self._announced[version.run_id])
+        if "step" in value:
             self._plane.dispatcher.lend(begins_anew=True)
 
     def _forgotten(self, name: str, value: Value) -> None:
-        newest = self._plane.registry.newest
         self._announced.pop(name, None)
-        if name in newest.numbers:
-            newest.forget(name)
+        with contextlib.suppress(KeyError):  # this router has not heard of the run
+            self._plane.registry.newest.forget(name)

@@ -230,6 +230,20 @@ def test_more_ranks_than_devices_are_refused_with_the_numbers() -> None:
     assert only(Start, scheduler.submit("a", **{**spec, "num_ranks": 4})).job == "a"
 
 
+@pytest.mark.parametrize("launch", ["once", "per-node", "per-rank"])
+def test_more_ranks_than_devices_of_one_machine_are_refused(launch: str) -> None:
+    """All nodes of a job are that machine."""
+    scheduler = Scheduler()
+    scheduler.call(Hello, client="here", running={}, log_folder="/logs", num_devices=2)
+    refused = scheduler.submit("a", **{**spec_of("a"), "launch": launch, "num_ranks": 4})
+    said = f"a: num_ranks 4: launch {launch} starts all of them on this machine, which has 2 GPUs; use at"
+    assert said in error_of(refused)
+    assert only(Start, scheduler.submit("a", **{**spec_of("a"), "launch": launch, "num_ranks": 2})).job == "a"
+    scheduler.call(Hello, client="here", running={"a": 1}, log_folder="/logs")
+    without_gpus = scheduler.submit("b", **{**spec_of("b"), "launch": launch, "num_ranks": 4})
+    assert only(Answer, without_gpus).error is None
+
+
 @pytest.mark.parametrize(
     ("launch", "num_ranks", "said"),
     [

@@ -1,0 +1,99 @@
+"""The floating-point types in which a trainer's weights are published.
+
+An engine holds each tensor as its checkpoint has it: most in two bytes, and a few, such as a router's
+correction bias or a state space's decay, in float32. A trainer may hold all of them in float32. Reads headers
+of files, and never a weight.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rose.transfer.format.checkpoint import read_checkpoint
+from rose.transfer.publish.file_names import as_in_files
+from rose.transfer.publish.torch_source import TensorShard, named_tensors, shard_of
+
+AUTO = "auto"
+_NARROW = {"BF16": "bfloat16", "F16": "float16"}
+_DEFAULT = "bfloat16"
+"""vLLM, too, computes in it where a checkpoint has only wider floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedDtypes:
+    """most: the dtype, by torch's name, that floats are cast to. kept: the names of those that stay
+    float32."""
+
+    most: str = _DEFAULT
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: str | Path | None) -> "PublishedDtypes | None":
+        """Reads a folder, or a model of Hugging Face's hub that was downloaded before.
+
+        Returns None if it has no files, or only floats of four bytes. Raises: FrameError on a damaged file.
+        """
+        folder = _folder(checkpoint)
+        specs = [spec for spec, _ in read_checkpoint(folder).values()] if folder is not None else []
+        num_bytes = Counter[str]()
+        for spec in specs:
+            num_bytes[spec.dtype] += spec.num_bytes
+        if not num_bytes.keys() & _NARROW.keys():
+            return None
+        most = max(_NARROW, key=lambda dtype: num_bytes[dtype])
+        return cls(_NARROW[most], frozenset(spec.name for spec in specs if spec.dtype == "F32"))
+
+    @classmethod
+    def of_tensors(cls, pairs: Iterable[tuple[str, TensorShard]], model: Any) -> "PublishedDtypes":
+        """Where no checkpoint is known: float32 stays beside narrower floats, and where transformers says so
+        of the model's class."""
+        num_elements, wide = Counter[str](), []
+        for name, shard in pairs:
+            dtype = str(shard.tensor.dtype).removeprefix("torch.")
+            num_elements[dtype] += shard.tensor.numel()
+            if dtype == "float32":
+                wide.append(name)
+        if num_elements.keys() & set(_NARROW.values()):
+            most = max(_NARROW.values(), key=lambda dtype: num_elements[dtype])
+            return cls(most, frozenset(wide))
+        parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        return cls(kept=frozenset(name for name in wide if any(part in name for part in parts)))
+
+    def keeps(self, name: str, tensor: Any) -> bool:
+        """Whether a trainer's tensor is published in float32."""
+        return name in self.kept and str(tensor.dtype) == "torch.float32"
+
+
+def as_published(weights: Any, dtype: str | None, checkpoint: str | Path | None) -> tuple[Any, str | None]:
+    """Returns a trainer's weights under the names that its files have, and the dtype their floats are cast
+    to.
+
+    dtype: the one that is asked for; "auto" marks the tensors that stay float32. checkpoint: the one that
+    engines began with; None: that of a transformers model. Raises: FrameError on a damaged file.
+    """
+    in_files = as_in_files(weights)
+    if dtype != AUTO:
+        return in_files, dtype
+    pairs = [(name, shard_of(value)) for name, value in named_tensors(in_files)]
+    own = getattr(getattr(weights, "config", None), "_name_or_path", None)
+    found = PublishedDtypes.of_checkpoint(checkpoint if checkpoint is not None else own)
+    dtypes = found if found is not None else PublishedDtypes.of_tensors(pairs, weights)
+    marked = [
+        (name, replace(shard, keeps_dtype=shard.keeps_dtype or dtypes.keeps(name, shard.tensor)))
+        for name, shard in pairs
+    ]
+    return marked, dtypes.most
+
+
+def _folder(checkpoint: str | Path | None) -> Path | None:
+    """Returns where a checkpoint lies on this machine; None if it doesn't."""
+    if not checkpoint or Path(checkpoint).is_dir():
+        return Path(checkpoint) if checkpoint else None
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(checkpoint), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
