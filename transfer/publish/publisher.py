@@ -162,8 +162,7 @@ class WeightPublisher:
         self._signer = Signer(signing_key) if signing_key is not None else None
         self._relay = self.relay = open_relay(relay_url, key if key is not None else settings.key)
         self._announcer = RunAnnouncer.of(settings, self._signer)
-        self.is_adapter = adapter is not None
-        self.num_ranks = num_ranks
+        self.is_adapter, self.num_ranks = adapter is not None, num_ranks
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
         try:
             self._ranks = TrainerRanks(

@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from relay_process import RelayProcess
 
 from rose.config import Settings
 from rose.errors import WorkerError
@@ -25,6 +24,7 @@ from tests.scheduler.rollout.conftest import StartRouter, running_router
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.test_routers import SHORT, two_routers
 from tests.scheduler.rollout.waiting import until
+from tests.transfer.relay_process import RelayProcess
 
 SIGNING_KEY = make_signing_key()
 
