@@ -35,7 +35,7 @@ def run_v2(folder: Path, pool: str, **given: Any) -> Any:
     arguments, answers, log = (folder / name for name in ("given.json", "answers.json", "v2.log"))
     arguments.write_text(json.dumps({"pool": pool, "prompts": PROMPTS, "max_tokens": TOKENS, **given}))
     environment = {**os.environ, **STOCK_ENV, **ENV, "ROSE_RUNTIME_DIR": str(runtime_dir(folder))}
-    size = {"num_slabs": 24, "slab_bytes": SLAB_BYTES, "headroom_slabs": 6}
+    size: dict[str, Any] = {"num_slabs": 24, "slab_bytes": SLAB_BYTES, "headroom_slabs": 6}
     with start_daemon(pool, **size, runtime_dir=runtime_dir(folder)), log.open("w") as output:
         argv = [
             *(sys.executable, str(Path(__file__).with_name("v2_runs.py"))),
