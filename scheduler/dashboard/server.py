@@ -79,8 +79,9 @@ async def _serve(address: Address, key: str | None, feed: Feed, nodes: Sequence[
 
 def build_app(feed: Feed, key: str | None, nodes: Sequence[NodeFeed] = ()) -> web.Application:
     """The three routes, for those who give the key."""
-    page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
-    page = page.replace("{{example}}", html.escape(EXAMPLE))
+    folder = resources.files("rose.scheduler.dashboard")
+    page, style = (folder.joinpath(f"page.{kind}").read_text() for kind in ("html", "css"))
+    page = page.replace("{{example}}", html.escape(EXAMPLE)).replace("{{style}}", style)
     headers = {"Content-Security-Policy": _policy(page), **_UNCACHED}
 
     async def show(_: web.Request) -> web.Response:
