@@ -73,8 +73,9 @@ async def _serve(address: Address, key: str | None, feed: Feed, nodes: Sequence[
     print(f"rose sched dashboard ready http://{address}", flush=True)
     await stop.wait()
     await runner.cleanup()
-    for each in (feed, *nodes):
-        each.close()
+    feed.close()
+    for node in nodes:
+        node.close()
 
 
 def build_app(feed: Feed, key: str | None, nodes: Sequence[NodeFeed] = ()) -> web.Application:
