@@ -73,14 +73,16 @@ async def _serve(address: Address, key: str | None, feed: Feed, nodes: Sequence[
     print(f"rose sched dashboard ready http://{address}", flush=True)
     await stop.wait()
     await runner.cleanup()
-    for each in (feed, *nodes):
-        each.close()
+    feed.close()
+    for node in nodes:
+        node.close()
 
 
 def build_app(feed: Feed, key: str | None, nodes: Sequence[NodeFeed] = ()) -> web.Application:
     """The three routes, for those who give the key."""
-    page = resources.files("rose.scheduler.dashboard").joinpath("page.html").read_text()
-    page = page.replace("{{example}}", html.escape(EXAMPLE))
+    folder = resources.files("rose.scheduler.dashboard")
+    page, style = (folder.joinpath(f"page.{kind}").read_text() for kind in ("html", "css"))
+    page = page.replace("{{example}}", html.escape(EXAMPLE)).replace("{{style}}", style)
     headers = {"Content-Security-Policy": _policy(page), **_UNCACHED}
 
     async def show(_: web.Request) -> web.Response:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
@@ -86,11 +87,12 @@ def test_verls_manager_gives_its_loops_the_routers_client() -> None:
     assert isinstance(manager.llm_client, RouterLLMClient)
 
 
-def verl_rollout(**weights: Any) -> Any:
+def verl_rollout(checkpoint: Path | None = None, **weights: Any) -> Any:
     from rose.trainers.verl import RelayRollout
 
     config = SimpleNamespace(custom={"rose": {"router_url": "http://127.0.0.1:1", "weights": weights}})
-    return RelayRollout(config, SimpleNamespace(share_embeddings_and_output_weights=False), None)
+    model = SimpleNamespace(share_embeddings_and_output_weights=False, local_path=checkpoint)
+    return RelayRollout(config, model, None)
 
 
 async def test_an_adapter_alone_and_a_missing_relay_are_refused_with_the_key() -> None:
@@ -130,4 +132,23 @@ async def test_a_run_without_a_name_leaves_the_trainers_random_numbers_alone() -
     assert torch.equal(torch.rand(3), expected)
     assert rollout._publisher is not None
     rollout._publisher.close()
+    relay.stop()
+
+
+@pytest.mark.usefixtures("alone")
+async def test_what_verls_checkpoint_has_in_float32_is_published_in_float32(tmp_path: Path) -> None:
+    """verl hands out its master weights, which are all float32."""
+    weights = {"a": torch.randn(4, 4), "decay": torch.randn(4)}
+    save_file({**weights, "a": weights["a"].bfloat16()}, tmp_path / "model.safetensors")
+    relay = RelayProcess("embedded")
+    for given, expected in (
+        ({}, ["BF16", "F32"]),
+        ({"dtype": "bfloat16"}, ["BF16", "BF16"]),
+        ({"dtype": None}, ["F32", "F32"]),
+    ):
+        rollout = verl_rollout(tmp_path, relay_url=relay.url, **given)
+        await rollout.update_weights(iter(weights.items()), global_steps=0)
+        assert rollout._publisher is not None
+        assert sorted(spec.dtype for spec in rollout._publisher.layout.tensors) == sorted(expected)
+        rollout._publisher.close()
     relay.stop()

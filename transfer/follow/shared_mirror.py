@@ -10,7 +10,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,10 @@ KEPT_SHARE = 0.1
 waits for engines that would need more."""
 
 
+SPARE_SHARE = 0.05
+"""The most memory of a changes file that is kept for the next one, as a share of the weights' bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     """From one version to the next; path: None where engines have to load everything, for `reason`."""
@@ -51,6 +55,9 @@ class SharedMirror:
         """Raises: ValueError where another process keeps its mirror in the folder, OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
+        self._spare = folder / "changes-spare"
+        """A changes file that no engine needs, if there is one. To give its pages back and get others takes
+        two thirds of the time in which the next one is written."""
         self._lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +147,15 @@ class SharedMirror:
         while len(self._steps) > needed or self._is_too_much(list(self._steps)[:-1]):
             step = self._steps.popleft()
             if step.path is not None:
-                step.path.unlink(missing_ok=True)
+                self._put_aside(step.path, step.num_bytes)
+
+    def _put_aside(self, path: Path, num_bytes: int) -> None:
+        """Keeps the memory of a small changes file for the next one."""
+        assert self._planes is not None
+        if num_bytes <= SPARE_SHARE * self._planes.layout.num_bytes:
+            path.replace(self._spare)
+        else:
+            path.unlink()
 
     def close(self) -> None:
         """Removes all files."""
@@ -171,6 +186,8 @@ class SharedMirror:
             return f"{num_changed} of {num_elements} elements change"
         try:
             path = self._folder / "changes-partial"
+            with suppress(FileNotFoundError):
+                self._spare.replace(path)
             self._writer = ChangesWriter(path, planes.layout, self._state_hash, counts)
         except OSError as error:
             return f"changes can't be kept: {error}"

@@ -6,13 +6,16 @@
 
 An engine finds the elements of its parameters by the places, compares them with the old bits, and writes the
 new ones. Owns that format. A file appears under its name only when it is complete, and a bucket whose bytes
-do not have their checksum is refused.
+do not have their checksum is refused. A writer may take over the memory of an earlier file, which is most of
+its work otherwise; locks keep it from a file that a process still reads.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +62,8 @@ class ChangesWriter:
     def __init__(
         self, path: Path, layout: Layout, base_hash: str, counts: Sequence[tuple[Bucket, int]]
     ) -> None:
-        """path: where the file lies until finish(). counts: the buckets that come, and how many of their
-        elements change. Raises: OSError.
+        """path: where the file lies until finish(); an earlier one there is written over. counts: the buckets
+        that come, and how many of their elements change. Raises: OSError.
         """
         self._path = path
         self._entries: list[_BucketChanges] = []
@@ -77,7 +80,7 @@ class ChangesWriter:
         )
         self._checks: list[str] = []
         self._body_at = len(_packed(self._head))
-        self._file = path.open("wb")
+        self._file = _opened(path)
         self._file.seek(self._body_at)
 
     def put(self, bucket: Bucket, elements: Elements) -> None:
@@ -108,6 +111,7 @@ class ChangesWriter:
         with self._told_of_room():
             self._file.seek(0)
             self._file.write(head)
+            self._file.truncate(self._body_at + self._num_bytes)
             self._file.close()
             os.replace(self._path, path)
         return self._body_at + self._num_bytes
@@ -129,6 +133,19 @@ class ChangesWriter:
             raise OSError(error.errno, reason, str(self._path)) from error
 
 
+def _opened(path: Path) -> BufferedWriter:
+    """Opens a file that nobody reads: the one that is there, or else a new one. It stays locked until it is
+    closed. Raises: OSError."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except BlockingIOError:  # a reader keeps what it has
+        file.close()
+        path.unlink()
+        return path.open("xb")
+
+
 def _packed(head: ChangesHead) -> bytes:
     text = head.model_dump_json().encode()
     text += b" " * (-len(text) % 8)
@@ -139,10 +156,16 @@ class ChangesFile:
     """An open changes file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: FrameError on a file that is none, OSError."""
+        """Raises: FrameError on a file that is none, or is being written over; OSError."""
         self._path = path
-        # A plain array, because each slice of a memmap runs code in Python.
-        self._raw: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "c"))
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FrameError(f"{path} is being written over: its changes are no longer kept") from error
+            # The map has a copy of the descriptor, and with it the lock, as long as any of its elements is
+            # used. A plain array, because each slice of a memmap runs code in Python.
+            self._raw: NDArray[np.uint8] = np.asarray(np.memmap(file, np.uint8, "c"))
         size = int.from_bytes(self._raw[:8].tobytes(), "little")
         if size + 8 > self._raw.size:
             raise FrameError(f"{path}: not a changes file: head of {size} bytes in {self._raw.size}")

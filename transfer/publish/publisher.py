@@ -37,7 +37,7 @@ from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
 from rose.transfer.publish.kept_copy import open_kept_copy
-from rose.transfer.publish.published_dtypes import AUTO, as_published
+from rose.transfer.publish.published_dtypes import AUTO
 from rose.transfer.publish.quantized_source import source_of
 from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.trainer_ranks import TrainerRanks
@@ -153,10 +153,8 @@ class WeightPublisher:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         _check_pace(link_gbps, snapshot_every)
         num_threads = _num_encode_threads(encode_threads, num_ranks)
-        like = quantized_like if quantized_like is not None else checkpoint
-        self._source = source_of(*as_published(weights, dtype, like), quantized_like, num_ranks)
-        self._full_wait_s = full_wait_s
-        self._number, self._is_followed = -1, False
+        self._source = source_of(weights, dtype, quantized_like, num_ranks, checkpoint)
+        self._full_wait_s, self._number, self._is_followed = full_wait_s, -1, False
         settings = Settings.from_environment()
         signing_key = signing_key if signing_key is not None else settings.signing_key
         self._signer = Signer(signing_key) if signing_key is not None else None

@@ -12,6 +12,7 @@ from typing import Any
 
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.fp8_scheme import Fp8Checkpoint, Fp8Scheme
+from rose.transfer.publish.published_dtypes import as_published
 from rose.transfer.publish.torch_source import TensorShard, TorchSource
 
 _LARGEST = 448.0
@@ -101,12 +102,19 @@ class QuantizedSource(TorchSource):
 
 
 def source_of(
-    weights: Any, dtype: str | None, quantized_like: str | Path | None, num_ranks: int = 1
+    weights: Any,
+    dtype: str | None,
+    quantized_like: str | Path | None,
+    num_ranks: int = 1,
+    checkpoint: str | Path | None = None,
 ) -> TorchSource:
-    """Returns what a trainer publishes, quantized if there is a checkpoint that says how."""
+    """Returns what a trainer publishes, quantized if there is a checkpoint that says how. checkpoint: says in
+    which dtypes; one that is quantized says that, too."""
+    like = quantized_like if quantized_like is not None else checkpoint
+    found, cast = as_published(weights, dtype, like)
     if quantized_like is None:
-        return TorchSource(weights, dtype)
-    return QuantizedSource(weights, dtype, Path(quantized_like), num_ranks)
+        return TorchSource(found, cast)
+    return QuantizedSource(found, cast, Path(quantized_like), num_ranks)
 
 
 def _is_of_torch_ranks(num_ranks: int, scheme: Fp8Scheme) -> bool:

@@ -221,3 +221,53 @@ def test_two_mirrors_never_share_a_folder_and_what_a_killed_one_left_is_removed(
     (tmp_path / "weights.partial").write_bytes(b"left")
     SharedMirror(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
+
+
+def elements_of(path: str) -> list[Elements]:
+    return [elements for _, elements in ChangesFile(Path(path)).buckets(LAYOUT)]
+
+
+def test_the_memory_of_changes_is_used_again_but_not_while_a_process_reads_them(
+    store: SharedMirror,
+    versions: Versions,
+    mirror: WeightMirror,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for share in ("KEPT_SHARE", "SPARE_SHARE"):
+        monkeypatch.setattr(shared_mirror, share, 100.0)  # the weights of this test are tiny
+    spare = tmp_path / "mirror" / "changes-spare"
+
+    def changes_to(number: int) -> str:
+        apply_delta(mirror, *versions.deltas[number])
+        (path,) = update_of(store, f"run/{number - 1}").changes
+        store.forget({f"run/{number - 1}"})
+        return path
+
+    read = elements_of(changes_to(1))
+    before = [(each.places.copy(), each.old.copy(), each.new.copy()) for each in read]
+    store.forget({"run/1"})
+    inode = spare.stat().st_ino
+    second = changes_to(2)
+    assert Path(second).stat().st_ino != inode and not spare.exists()
+    for each, kept in zip(read, before, strict=True):
+        assert all(map(np.array_equal, (each.places, each.old, each.new), kept))
+
+    inode = Path(second).stat().st_ino
+    store.forget({"run/2"})
+    third = changes_to(3)
+    assert Path(third).stat().st_ino == inode
+    check_holds(mirror, versions, 3)
+    held = bits_of(versions.states[2])
+    for bucket, elements in ChangesFile(Path(third)).buckets(LAYOUT):
+        bits = held[bucket.dtype][bucket.begin : bucket.end]
+        assert np.array_equal(bits[elements.places], elements.old)
+        bits[elements.places] = elements.new
+    assert all(np.array_equal(held[name], plane) for name, plane in versions.states[3].planes.items())
+
+    del elements
+    store.forget({"run/3"})
+    writer = ChangesWriter(spare, LAYOUT, "", [])
+    with pytest.raises(FrameError, match="is being written over: its changes are no longer kept"):
+        ChangesFile(spare)
+    writer.discard()
