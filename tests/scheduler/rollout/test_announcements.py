@@ -172,8 +172,8 @@ async def test_only_the_key_of_a_runs_job_says_what_the_run_has_published() -> N
             assert found == status, answer
         status, answer = await one.post("/published", {"version": "next/0"}, Authorization="Bearer key-math")
         assert (status, "that of job math, which has run run;" in answer["error"]["message"]) == (403, True)
-        for body in ({"version": "run"}, {"version": 3}, {}, {"version": "run/4", "step": 1}):
-            assert (await one.post("/published", body, Authorization="Bearer key-math"))[0] == 400
+        for wrong in ({"version": "run"}, {"version": 3}, {}, {"version": "run/4", "step": 1}):
+            assert (await one.post("/published", wrong, Authorization="Bearer key-math"))[0] == 400
         newest = [each.router.plane.registry.newest for each in (one, other)]
         await until(lambda: [each.bound("run") for each in newest] == [3, 3])
         assert (worker.steps, [each.bound("next") for each in newest]) == ([], [0, 0])
