@@ -75,9 +75,9 @@ class SlabWatch:
 
     def write(self, path: Path) -> None:
         """Writes samples and events in their order, one JSON object a line."""
-        rows = [asdict(each) for each in (*self.samples, *self.events)]
-        rows.sort(key=lambda row: float(row["t_s"]))
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows: list[SlabSample | SlabEvent] = [*self.samples, *self.events]
+        rows.sort(key=lambda row: row.t_s)
+        path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
     def _run(self) -> None:
         ledger = self._ledger

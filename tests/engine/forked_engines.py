@@ -85,8 +85,14 @@ def forks_in_pool(
 ) -> Iterator[Callable[..., Fork]]:
     """``forks`` beside a pool, which ends after them."""
     folder.mkdir(exist_ok=True)
-    size = {"num_slabs": num_slabs, "headroom_slabs": headroom_slabs, "slab_bytes": slab_bytes}
-    with start_daemon(pool, runtime_dir=runtime_dir(folder), **size), forks(folder) as start:
+    daemon = start_daemon(
+        pool,
+        num_slabs=num_slabs,
+        slab_bytes=slab_bytes,
+        headroom_slabs=headroom_slabs,
+        runtime_dir=runtime_dir(folder),
+    )
+    with daemon, forks(folder) as start:
         yield start
 
 

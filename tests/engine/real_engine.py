@@ -23,6 +23,8 @@ READY_S = 1200.0
 """Seconds on an idle machine; several engines may start at once on a busy one."""
 CALL_S = 600.0
 MAX_SEQS = 12
+OWN_BLOCKS = 256
+"""KV blocks of an engine without a pool. It fills them with zeros when it starts: by default, a whole GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class RealEngine:
                 *("--served-model-name", "tiny", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)),
                 *("--max-num-seqs", str(MAX_SEQS), "--enable-prompt-tokens-details"),
                 "--disable-uvicorn-access-log",
+                *(("--num-gpu-blocks-override", str(OWN_BLOCKS)) if "pool" not in rose else ()),
                 *vllm_args,
             ),
             **rose,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import async_pair
 import async_runs
@@ -122,7 +123,7 @@ def test_two_engines_with_async_scheduling_take_turns_at_steps_edges(
 ) -> None:
     """One always has work, two steps in flight if it serves; the other one asks for the GPU now and then."""
     other = next(role for role in Role if role is not busy)
-    events = {name: FORKS.Event() for name in ("ready", "begin", "stop", "done")}
+    events: dict[str, Any] = {name: FORKS.Event() for name in ("ready", "begin", "stop", "done")}
     pair = async_pair.Pair(model=models.untied[0], pool=pool, **events)
     working = run(async_pair.work_on, pair=pair, role=busy)
     asking = run(async_pair.ask_now_and_then, pair=pair, role=other, num_asks=NUM_ASKS, seed=0)

@@ -7,11 +7,8 @@ import engine_runs
 import pytest
 from forked_engines import Reply, forks_in_pool
 from probes import prompt
-from real_engine import runtime_dir
 from references import ModelDirs
-from tiny_models import BLOCK_TOKENS, SLAB_BYTES
-
-from rose.memory.daemon.daemon import start_daemon
+from tiny_models import BLOCK_TOKENS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -29,8 +26,10 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
     store = folder / "store"
     store.mkdir(parents=True)
     given = {"model": models.serving, "prompts": PROMPTS}
-    decoders = start_daemon("decode", slab_bytes=SLAB_BYTES, runtime_dir=runtime_dir(folder), **SIZE)
-    with decoders, forks_in_pool(folder, "prefill", **SIZE) as fork:
+    with (
+        forks_in_pool(folder, "decode", **SIZE) as fork,
+        forks_in_pool(folder, "prefill", **SIZE),
+    ):
         stock = fork(engine_runs.stock_answers, **given, max_tokens=TOKENS)
         slabs = fork(connector_runs.prefill_and_send_late, **given, pool="prefill", store=store).result()
         replies: list[Reply] = fork(
@@ -42,9 +41,9 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
     # Out of service it lends all but one slab, and has its headroom back with the first request.
     assert slabs["lent"] == NUM_SLABS - 1
     assert slabs["back"] <= NUM_SLABS - HEADROOM_SLABS
-    for reply, tokens, given in zip(replies, expected, PROMPTS, strict=True):
+    for reply, tokens, asked in zip(replies, expected, PROMPTS, strict=True):
         assert reply.tokens == tokens
-        assert reply.num_cached_tokens == (len(given) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert reply.num_cached_tokens == (len(asked) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_offloaded_blocks_come_back_right_as_the_slabs_of_pending_copies_stay(

@@ -19,6 +19,9 @@ from rose.node.processes import ServerProcess
 from rose.scheduler.runtime.channel.messages import Cancel
 
 JOB = Path(__file__).with_name("ranked_job.py")
+HEADLESS_S = 30
+"""Ray's processes in the shared cluster do without their head for so long, and a scheduler for half of it. By
+default it is a minute."""
 
 
 class OnRay(ServedCluster):

@@ -18,7 +18,7 @@ from rose.jobs.on_ray.groups import GroupNodes
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Cancel
 from rose.scheduler.runtime.job.spec import PlacementStrategy, RayClusterSpec
-from tests.jobs.on_ray.ray_rig import JOB, OnRay, ray_nodes
+from tests.jobs.on_ray.ray_rig import HEADLESS_S, JOB, OnRay, ray_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +151,7 @@ def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp
         assert (
             len(said) == 1
             and "the Ray head at" in said[0]
+            and f"Ray's nodes end after {HEADLESS_S:.0f} s" in said[0]
             and "start Ray and then this command again" in said[0]
         )
 
