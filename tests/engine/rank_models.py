@@ -13,7 +13,8 @@ VOCABULARY = 330
 """Not a multiple of vLLM's padding."""
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_FIRST_OF_EXPONENT = {1: 0x40, 2: 0x4000, 4: 0x40000000}
 
 
 def dense(is_tied: bool) -> Any:
@@ -26,6 +27,14 @@ def experts() -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, **shape())
+
+
+def routing_bias() -> Any:
+    """A GLM-4 with experts, whose router has a bias in float32."""
+    from transformers import Glm4MoeConfig
+
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Glm4MoeConfig(first_k_dense_replace=1, num_nextn_predict_layers=0, **sizes, **shape())
 
 
 def biased() -> Any:
@@ -101,6 +110,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         experts,
         {"enable_expert_parallel": True, "has_stacked_experts": True},
     ),
+    "float32 among bfloat16": (routing_bias, {}),
     "latent": (latent, {}),
     "state space": (state_space, {}),
     "int8": (int8, {}),
@@ -147,6 +157,8 @@ class Checkpoint:
         model.save_pretrained(folder)
         (file,) = folder.glob("*.safetensors")
         tensors = safetensors.torch.load_file(file)
+        for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+            tensors[name] = tensors[name].float()  # as published checkpoints have it
         if has_stacked_experts:
             tensors = dict(model.state_dict())
             assert any(each.ndim == 3 for each in tensors.values())
@@ -251,7 +263,7 @@ def after_a_step(
         limits = torch.iinfo(old.dtype)
         drawn = torch.randint(limits.min, limits.max + 1, old.shape, dtype=old.dtype, generator=generator)
         if is_finite and tensor.is_floating_point():
-            drawn &= ~(0x4000 if tensor.element_size() == 2 else 0x40)  # the exponent's first bit
+            drawn &= ~_FIRST_OF_EXPONENT[tensor.element_size()]
         is_new = torch.rand(old.shape, generator=generator) < share * (only in name)
         later[name] = torch.where(is_new, drawn, old).view(tensor.dtype)
     return later
