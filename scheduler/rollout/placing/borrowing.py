@@ -37,6 +37,8 @@ class Borrower:
     """The models and runs that its turns ask for; None: any will do."""
     run_id: str | None = None
     """The run that was declared for it, whose weights a GPU may get for it; None: it takes what there is."""
+    published: AbstractSet[Wants] = frozenset()
+    """Those of `wants` for which base weights are too old, because a version has been published."""
 
     def joined(self, other: "Borrower") -> "Borrower":
         """Returns the job with what its turns at another router want as well."""
@@ -55,18 +57,27 @@ class Borrower:
         return any(not self._is_base_withheld(wants, each) for wants in met)
 
     def _is_base_withheld(self, wants: Wants, each: "Lendable") -> bool:
-        """Whether the GPU has base weights for this, and the job's run has published others."""
-        run_id = self.run_id
-        if run_id is None or wants.run_id != run_id or each.base_for is None or run_id in each.base_for:
+        """Whether the GPU has base weights for this, and others have been published."""
+        if version_for(wants.model, each.version, each.adapters) is not None:
             return False
-        return version_for(wants.model, each.version, each.adapters) is None
+        if wants in self.published:
+            return True
+        is_own = self.run_id is not None and wants.run_id == self.run_id
+        return is_own and each.base_for is not None and self.run_id not in each.base_for
 
     def _can_switch(self, each: "Lendable") -> bool:
         run_id, models = self.run_id, each.models
-        if run_id is None or not each.follows or run_id in each.refused or self.wants is None:
+        if run_id is None or not each.follows or self._is_refused(run_id, each) or self.wants is None:
             return False
         wanted = [wants.model for wants in self.wants if wants.run_id == run_id]
         return any(model is None or models is None or model in models for model in wanted)
+
+    def _is_refused(self, run_id: str, each: "Lendable") -> bool:
+        """Whether the GPU could not get the run's weights. That it found none says nothing any more once
+        there are some."""
+        has_published = any(wants.run_id == run_id for wants in self.published)
+        found_none = each.base_for is not None and run_id in each.base_for
+        return run_id in each.refused and not (has_published and found_none)
 
     def may_take(self, each: "Lendable", *, is_home: bool) -> bool:
         """Whether the job may have the GPU now, which is idle: changing its weights takes time, so it first

@@ -51,6 +51,8 @@ class NewestVersions:
         self._by_model: dict[str, dict[str, int]] = {}
         self._announced: dict[str, int] = {}
         self._announced_at: dict[str, float] = {}
+        self.num_changes = 0
+        """Grows when a run is announced for the first time, or forgotten."""
         self._unnamed: dict[str, int] = {}
         """The versions of workers that don't say what they serve. `_by_model` holds these as well."""
 
@@ -96,6 +98,7 @@ class NewestVersions:
     def announced(self, version: WeightVersion, now: float) -> None:
         """Notes what the run's publisher has published: the run's newest version, whatever workers have."""
         run_id = version.run_id
+        self.num_changes += run_id not in self._announced
         self._announced[run_id], self._announced_at[run_id] = version.number, now
         for numbers in (self._numbers, self._whole, self._unnamed, *self._by_model.values()):
             if run_id in numbers:
@@ -130,6 +133,7 @@ class NewestVersions:
         """Forgets a run that has ended or starts again under its old id. Raises: KeyError."""
         if self._announced.pop(run_id, None) is None or run_id in self._numbers:
             del self._numbers[run_id]
+        self.num_changes += 1
         self._adapters.discard(run_id)
         for numbers in (self._whole, self._unnamed, *self._by_model.values()):
             numbers.pop(run_id, None)
@@ -154,6 +158,11 @@ class VersionRule:
         """Returns whether any worker, lost ones included, has weights that a new session's turn may use."""
         turn = TurnView(session="", model=wants.model, run_id=wants.run_id)
         return bool(self._new_enough(turn, of_model(wants.model, list(cohorts))))
+
+    def is_base_too_old(self, wants: Wants) -> bool:
+        """Returns whether no turn that wants this begins on base weights, because a version is known."""
+        turn = TurnView(session="", model=wants.model, run_id=wants.run_id)
+        return bool(self._newest_numbers((), turn))
 
     def admits(self, turn: TurnView, cohorts: Sequence[Cohort]) -> list[Cohort]:
         """Returns the cohorts with live workers of the turn's model, whose weights the turn may use.

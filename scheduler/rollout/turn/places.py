@@ -9,10 +9,10 @@ Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rose.errors import NoWorkerError
-from rose.scheduler.rollout.placing.borrowing import Lendable, assign, lend_idle
+from rose.scheduler.rollout.placing.borrowing import Borrower, Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
 from rose.scheduler.rollout.placing.fleet import Fleet
 from rose.scheduler.rollout.placing.policy import PlacementPolicy
@@ -72,8 +72,9 @@ class Places:
         self._queue: FairQueue[Waiter, Wants] = FairQueue(
             lambda job: jobs.spec(job).weight, lambda job: jobs.spec(job).priority
         )
-        self._lent_at: tuple[int, int, int] | None = None
-        """The revisions of jobs, fleet and loans at which GPUs were assigned; None: they have to be again."""
+        self._lent_at: tuple[int, ...] | None = None
+        """The revisions of jobs, fleet, loans and announcements at which GPUs were assigned; None: they have
+        to be again."""
         self._entitled: dict[str, str] = {}
         self._expire_at = 0.0
         self._give_up_at = 0.0
@@ -94,7 +95,7 @@ class Places:
         if self.is_paused or account is None or not account.may_start:
             return False
         kinds = self._queue.kinds().get(job, ())
-        return bool(kinds) and account.borrower(kinds).can_use(_lendable(worker))
+        return bool(kinds) and self._informed(account.borrower(kinds)).can_use(_lendable(worker))
 
     def queued_by_job(self) -> dict[str, int]:
         return self._queue.lengths()
@@ -206,15 +207,22 @@ class Places:
         if now >= self._expire_at:
             self._jobs.expire(self._queue.lengths(), now)
             self._expire_at = now + _EXPIRE_EVERY_S
-        lent_at = (self._jobs.revision, self._members.fleet.revision, self._members.num_contests)
+        members, num_announced = self._members, self._policy.versions.known.num_changes
+        lent_at = (self._jobs.revision, members.fleet.revision, members.num_contests, num_announced)
         if lent_at == self._lent_at and not begins_anew:
             return
         self._lent_at = lent_at
         serving = _serving(self._members)
         held = {w.id: w.holder for w in serving if w.holder is not None and not begins_anew}
-        self._entitled = assign(self._jobs.borrowers(), [_lendable(w, now) for w in serving], held)
+        borrowers = [self._informed(each) for each in self._jobs.borrowers()]
+        self._entitled = assign(borrowers, [_lendable(w, now) for w in serving], held)
         for worker in serving:
             self._hand(worker, self._entitled[worker.id])
+
+    def _informed(self, borrower: Borrower) -> Borrower:
+        """Returns the borrower with what is known to be published of what it wants."""
+        wants, versions = borrower.wants or (), self._policy.versions
+        return replace(borrower, published=frozenset(w for w in wants if versions.is_base_too_old(w)))
 
     def _hand(self, worker: Worker, job: str) -> None:
         worker.lend(job, self._jobs.spec(job).run_id)
@@ -228,7 +236,9 @@ class Places:
         if all(_is_settled(worker, self._entitled) for worker in serving):
             return False  # a full fleet, at which every heartbeat looks while turns wait
         found = [(self._jobs.find(name), kinds) for name, kinds in self._queue.kinds().items()]
-        waiting = [job.borrower(kinds) for job, kinds in found if job is not None and job.may_start]
+        waiting = [
+            self._informed(job.borrower(kinds)) for job, kinds in found if job is not None and job.may_start
+        ]
         lendables = [_lendable(w, now) for w in serving]
         held = {w.id: w.holder or NOBODY for w in serving}
         busy = {w.id for w in serving if w.tenants[w.owner or NOBODY]}
@@ -295,9 +305,18 @@ def _no_weights(wants: Wants, workers: Sequence[WorkerView], weights_s: float, r
     flag, named = ("--adapter", "model") if is_adapter else ("--run", "job's run")
     if reasons:
         return f"for {weights_s:g} s no worker{model} has had {needed}; it can't get them: {reasons[0]}"
+    has_older = any(
+        version is not None and wants.run_id in (None, version.run_id)
+        for version in (version_for(wants.model, each.weight_version, each.adapters) for each in able)
+    )
+    fix = f"let a worker follow the run (rose serve {flag}), or correct the {named}"
+    if has_older:
+        fix = (
+            "if the trainer publishes faster than workers take versions, set version_mode max-lag, or have it"
+            f" wait for them (num_workers); otherwise {fix}"
+        )
     return (
-        f"for {weights_s:g} s no worker{model} has had {needed} that are new enough; workers: {shown}; let a"
-        f" worker follow the run (rose serve {flag}), or correct the {named}"
+        f"for {weights_s:g} s no worker{model} has had {needed} that are new enough; workers: {shown}; {fix}"
     )
 
 

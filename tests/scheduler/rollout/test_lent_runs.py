@@ -126,6 +126,24 @@ async def test_a_lent_gpu_gets_no_turn_on_base_weights_once_its_jobs_run_has_pub
         assert versions(await turn) == ["run-b/0"]
 
 
+async def test_a_gpu_that_keeps_its_base_weights_gives_way_to_one_that_gets_those_just_published(
+    start_router: StartRouter,
+) -> None:
+    jobs = {"b": {**JOBS["b"], "max_serving_gpus": 1}}
+    async with (
+        ScriptedWorker(leases=Leases()) as fixed,
+        lent_worker(None) as follower,
+        start_router((fixed, "serving"), jobs=jobs, admin_key="adm") as client,
+    ):
+        assert versions(await ask(client, "b")) == [None]
+        added = {"url": follower.url, "kind": "serving"}
+        assert (await client.post("/workers", added, Authorization="Bearer adm"))[0] == 201
+        assert (await published(client, "run-b/0", Authorization="Bearer key-b"))[0] == 200
+        turn = await lend_to_b(client, follower)
+        follower.version = "run-b/0"
+        assert versions(await turn) == ["run-b/0"]
+
+
 @pytest.mark.slow
 async def test_a_turn_whose_runs_published_weights_no_gpu_gets_ends_with_the_reason(
     start_router: StartRouter,

@@ -240,6 +240,15 @@ def test_gpus_that_get_other_weights_are_divided_with_as_few_changes_as_possible
     unread = replace(refusing[0], version=None, base_for=frozenset())
     assert assign([of_run("b")], [unread], {"w": "b"}) == {"w": NOBODY}
     assert assign([of_run("b")], [replace(unread, base_for=frozenset("b"))], {}) == {"w": "b"}
+    aware = replace(of_run("b"), published=of_run("b").wants)
+    has_base = replace(unread, base_for=None, follows=False, refused=frozenset())
+    assert assign([of_run("b")], [has_base], {}) == {"w": "b"}
+    assert assign([aware], [has_base], {"w": "b"}) == {"w": NOBODY}
+    bounded, follower = replace(aware, max_serving_gpus=1), replace(has_base, worker="x", follows=True)
+    assert assign([bounded], [has_base, follower], {"w": "b"}) == {"w": NOBODY, "x": "b"}
+    found_none = replace(follower, base_for=frozenset("b"), refused=frozenset("b"))
+    assert assign([aware], [found_none], {}) == {"x": "b"}  # it looks again, and then there are some
+    assert assign([aware], [replace(found_none, base_for=frozenset())], {}) == {"x": NOBODY}
     others = [replace(gpus[0], models={"n"}), replace(gpus[0], follows=False)]
     assert [assign([of_run("b")], [each], {}) for each in others] == [{"w": NOBODY}] * 2
 
