@@ -267,13 +267,17 @@ class WorkerStatus(RoutingStatus):
     pressure and its harm are those of the rank that has most of it, and what serving uses is their mean."""
 
 
+_MOST_DIGITS = 18
+"""Of a version's number, which then fits into 64 bits."""
+
+
 def parse_version(text: str | None) -> WeightVersion | None:
     """Reads a ``weight_version`` such as "run/7"; None stays None. Raises: WorkerError."""
     if text is None:
         return None
     run_id, _, number = text.rpartition("/")
-    if not run_id or not number.isdigit():
-        raise WorkerError(f"weight version {text!r}: want RUN/NUMBER")
+    if not run_id or not (number.isascii() and number.isdigit()) or len(number) > _MOST_DIGITS:
+        raise WorkerError(f"weight version {text[:100]!r}: want RUN/NUMBER, of at most {_MOST_DIGITS} digits")
     return WeightVersion(run_id=run_id, number=int(number))
 
 

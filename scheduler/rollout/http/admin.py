@@ -264,8 +264,14 @@ class Admin:
         is_signed = self._plane.config.public_key is not None  # which shows who says so
         if not is_signed and not self._guard.is_open:
             self._callers.require_run(request, version.run_id)
-        if self._is_news(version, kept):
-            await self._note("step", kept, version.run_id)
+        if not self._is_news(version, kept):
+            known = self._plane.registry.newest.bound(version.run_id)
+            raise Conflict(
+                f"version: {version} is older than {version.run_id}/{known}, which was announced before;"
+                " announce a newer one, or forget the run (DELETE /admin/runs/RUN) if it starts again"
+            )
+        self._plane.dispatcher.lend()  # base weights will not do any more
+        await self._note("step", kept, version.run_id)
         return web.json_response({"version": str(version)})
 
     def _is_news(self, version: WeightVersion, kept: dict[str, Any]) -> bool:
