@@ -124,7 +124,7 @@ class WeightPublisher:
     key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
     is signed, and the trainer sends its snapshots itself.
     Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
-    bad signing key; ValueError.
+    bad signing key or ROSE_ROUTER_URL; ValueError.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class WeightPublisher:
         settings = Settings.from_environment()
         signing_key = signing_key if signing_key is not None else settings.signing_key
         self._signer = Signer(signing_key) if signing_key is not None else None
-        self._relay = self.relay = open_relay(relay_url, key if key is not None else settings.key)
         self._announcer = RunAnnouncer.of(settings, self._signer)
+        self._relay = self.relay = open_relay(relay_url, key if key is not None else settings.key)
         self.is_adapter, self.num_ranks = adapter is not None, num_ranks
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
         try:
@@ -261,9 +261,7 @@ class WeightPublisher:
         self._source.load(planes)
 
     def acks(self) -> dict[str, Ack]:
-        """Returns each worker's last acknowledgement, with the worker's own state hash. Raises:
-        RelayError.
-        """
+        """Returns each worker's last acknowledgement, with its own state hash. Raises: RelayError."""
         return self._chain.acks()
 
     def acked(self) -> dict[str, int]:
@@ -305,6 +303,7 @@ class WeightPublisher:
             self._lease.stop()
         self._puts.shutdown()
         self._encoder.close()
+        self._announcer.close()
         self._relay.close()
 
     def _write(self, version: int, base: int | None, put: Callable[[VersionWriter], object]) -> VersionWriter:
@@ -355,9 +354,7 @@ class WeightPublisher:
         return self._chain.needs_snapshot(writer.version, num_bytes)
 
     def _hear_of_commit(self) -> None:
-        """Finds out whether a version whose publish failed was committed anyway; if not, takes the kept copy
-        back.
-        """
+        """Finds out whether a version that failed was committed anyway; if not, takes the kept copy back."""
         if not self._is_under_way:
             return
         base = self._number if self._number >= 0 else None

@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.typedefs import RawHeaders
 
 from rose.errors import RoseError
+from rose.http import PUBLISHED_PATH
 from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
 from rose.scheduler.rollout.http.errors import error_body, error_response, http_status
@@ -115,8 +116,10 @@ class Guard:
         )
 
     def _is_too_late(self, request: web.Request) -> bool:
-        """Whether the request is new work while draining; a front's turn is part of what was accepted."""
-        if not self.is_draining or request.method != "POST" or request.path.startswith(_ADMIN_PATHS):
+        """Whether the request is new work while draining; a front's turn is part of what was accepted, and
+        what a trainer has published holds for turns that wait."""
+        is_work = request.method == "POST" and not request.path.startswith((*_ADMIN_PATHS, PUBLISHED_PATH))
+        if not self.is_draining or not is_work:
             return False
         return not self._callers.is_front(request)
 

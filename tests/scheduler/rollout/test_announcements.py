@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from rose.config import Settings
-from rose.errors import WorkerError
+from rose.errors import ConfigError, WorkerError
 from rose.messages import parse_version
 from rose.ports import free_port
 from rose.scheduler.rollout.http.command import RunningRouter
 from rose.signature import Signer, make_signing_key
 from rose.trainers.router import router_announcer
+from rose.transfer.publish import announcer
 from rose.transfer.publish.announcer import RunAnnouncer
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.types import WeightVersion
@@ -27,6 +29,14 @@ from tests.scheduler.rollout.waiting import until
 from tests.transfer.relay_process import RelayProcess
 
 SIGNING_KEY = make_signing_key()
+
+
+def announcer_of(urls: str, signer: Signer | None = None) -> RunAnnouncer:
+    return RunAnnouncer.of(Settings.from_environment({"ROSE_ROUTER_URL": urls}), signer)
+
+
+async def tell(routers: RunAnnouncer, number: int) -> None:
+    await asyncio.to_thread(routers.announce, WeightVersion(run_id="run", number=number))
 
 
 @pytest.fixture
@@ -172,7 +182,10 @@ async def test_only_the_key_of_a_runs_job_says_what_the_run_has_published() -> N
             assert found == status, answer
         status, answer = await one.post("/published", {"version": "next/0"}, Authorization="Bearer key-math")
         assert (status, "that of job math, which has run run;" in answer["error"]["message"]) == (403, True)
-        for wrong in ({"version": "run"}, {"version": 3}, {}, {"version": "run/4", "step": 1}):
+        for number in ("", "/\N{SUPERSCRIPT TWO}", "/\N{ARABIC-INDIC DIGIT TWO}", "/" + "9" * 5000):
+            body = {"version": f"run{number}"}
+            assert (await one.post("/published", body, Authorization="Bearer key-math"))[0] == 400
+        for wrong in ({"version": 3}, {}, {"version": "run/4", "step": 1}):
             assert (await one.post("/published", wrong, Authorization="Bearer key-math"))[0] == 400
         newest = [each.router.plane.registry.newest for each in (one, other)]
         await until(lambda: [each.bound("run") for each in newest] == [3, 3])
@@ -195,6 +208,7 @@ async def test_a_publisher_tells_every_router_of_its_job_what_it_has_published(
         "public_key": Signer(SIGNING_KEY).public_key,
     }
     gone = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(announcer, "_TIMEOUT_S", 0.3)
     async with running_router(**settings) as one, running_router(**settings) as other:
         monkeypatch.setenv("ROSE_ROUTER_URL", f"{one.url},{gone},{other.url}")
         monkeypatch.setenv("ROSE_ROUTER_API_KEY", "key-math")
@@ -211,18 +225,15 @@ async def test_a_publisher_tells_every_router_of_its_job_what_it_has_published(
             publisher.close()
         (warning,) = [line for line in caplog.messages if "was not told" in line]
         assert warning == (
-            f"router {gone} was not told of run/0: [Errno 111] Connection refused. Turns may get older"
-            " weights until an engine has these"
+            f"router {gone} was not told of run/0: [Errno 111] Connection refused. Turns there may get older"
+            " weights until the next version is announced, or for 10 minutes"
         )
 
 
 async def test_a_router_whose_connections_clients_hold_is_told_once_one_of_them_leaves() -> None:
     async with running_router(max_connections=1) as full:
         _, held = await asyncio.open_connection(*full.url.removeprefix("http://").split(":"))
-        announcer = RunAnnouncer.of(Settings.from_environment({"ROSE_ROUTER_URL": full.url}), None)
-        telling = asyncio.create_task(
-            asyncio.to_thread(announcer.announce, WeightVersion(run_id="run", number=4))
-        )
+        telling = asyncio.create_task(tell(announcer_of(full.url), 4))
         await asyncio.sleep(0.3)
         assert full.plane.registry.newest.bound("run") == 0
         held.close()
@@ -236,3 +247,122 @@ async def test_a_step_is_announced_while_clients_hold_every_connection() -> None
         await asyncio.to_thread(router_announcer(full.url, None), 4)
         assert worker.steps == [4]
         held.close()
+
+
+async def test_a_router_that_starts_again_meanwhile_is_told() -> None:
+    port = free_port()
+    telling = asyncio.create_task(tell(announcer_of(f"http://127.0.0.1:{port}"), 4))
+    await asyncio.sleep(0.3)
+    async with running_router(port=port) as late:
+        await telling
+        assert late.plane.registry.newest.bound("run") == 4
+
+
+async def test_a_router_that_missed_a_version_is_told_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announcer, "_TIMEOUT_S", 0.3)
+    port = free_port()
+    routers = announcer_of(f"http://127.0.0.1:{port}")
+    await tell(routers, 4)
+    async with running_router(port=port) as late:
+        await tell(routers, 5)
+        assert late.plane.registry.newest.bound("run") == 5
+    routers.close()
+
+
+async def test_a_draining_router_is_told_because_turns_still_wait_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ScriptedWorker() as worker, running_router(worker.url) as router:
+        router_url = router.url
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{router_url}/admin/drain") as answer:
+                assert answer.status == 200
+            async with http.post(f"{router_url}/v1/completions", json={"prompt": [1]}) as answer:
+                assert answer.status == 503
+        await tell(announcer_of(router_url), 4)
+        assert (router.plane.registry.newest.bound("run"), caplog.messages) == (4, [])
+
+
+@asynccontextmanager
+async def silent_server(came: Callable[[int], None]) -> AsyncIterator[str]:
+    """A server that reads and answers nothing. `came` is called with 1 and -1 as clients come and leave."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came(1)
+        while await reader.read(4096):
+            pass
+        came(-1)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_routers_that_do_not_answer_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcer, "_TIMEOUT_S", 2.0)
+    present = 0
+
+    def came(change: int) -> None:
+        nonlocal present
+        present += change
+
+    async with silent_server(came) as one, silent_server(came) as other:
+        telling = asyncio.create_task(tell(announcer_of(f"{one},{other}"), 4))
+        await until(lambda: present == 2, 30.0)
+        await telling
+
+
+async def test_a_router_that_could_not_be_told_is_asked_once_with_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announcer, "_TIMEOUT_S", 0.5)
+    num_asked = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        routers = announcer_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await tell(routers, 4)
+        num_first = num_asked
+        await tell(routers, 5)
+        assert num_first > 1 and num_asked == num_first + 1
+
+
+async def test_a_signed_version_that_is_older_than_the_last_is_refused_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    signer = Signer(SIGNING_KEY)
+    async with running_router(public_key=signer.public_key) as router:
+        routers = announcer_of(router.url, signer)
+        await tell(routers, 7)
+        await tell(routers, 6)
+        assert router.plane.registry.newest.bound("run") == 7
+        await tell(routers, 7)  # again: its answer was lost
+    (warning,) = [line for line in caplog.messages if "was not told" in line]
+    assert "409" in warning and "run/6 is older than run/7" in warning
+
+
+@pytest.mark.parametrize("urls", ["http://router:80a", "http://router:8100,", "router:8100"])
+def test_a_malformed_address_of_a_router_is_named_before_the_relay_is_opened(
+    monkeypatch: pytest.MonkeyPatch, urls: str
+) -> None:
+    monkeypatch.setenv("ROSE_ROUTER_URL", urls)
+    with pytest.raises(ConfigError, match=f"ROSE_ROUTER_URL={urls}: "):
+        WeightPublisher({"weight": torch.zeros(4, 4)}, "embedded://127.0.0.1:1", "run")
+
+
+async def test_turns_for_which_all_workers_are_too_old_end_with_what_helps_a_fast_trainer(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker(version="run/3") as worker, start_router(worker, weights_s=0.2) as client:
+        assert (await client.post("/published", {"version": "run/4"}))[0] == 200
+        status, answer = await client.post("/v1/completions", {"prompt": [1]}, X_Rose_Run="run")
+        message = answer["error"]["message"]
+        assert (status, f"workers: {worker.id} run/3" in message) == (503, True)
+        assert "set version_mode max-lag" in message and "num_workers" in message
