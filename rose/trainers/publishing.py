@@ -40,7 +40,10 @@ class PublishWeights(TrainerCallback):
     ``every_s``: steps within so many seconds become one version. The last steps always become one.
     ``num_workers``: the number of workers, whichever they are, that must run a version before training goes
     on. Workers that die are not waited for, because the router gives turns only to the newest version. With
-    0, training goes on at once, and the router's version_mode says how far rollouts may lag behind.
+    0, training goes on at once, and the router's version_mode says how far rollouts may lag behind, if
+    ROSE_ROUTER_URL names the router, so that it is told of each version. Otherwise the first turns of a step
+    may get older weights. A trainer that publishes faster than workers take versions needs version_mode
+    max-lag, or ``num_workers`` of 1 or more.
     """
 
     def __init__(
