@@ -99,9 +99,9 @@ def _checked(text: str) -> tuple[str, ...]:
 def _problem(client: httpx.Client, url: str, body: dict[str, str], *, is_asked_once: bool) -> str | None:
     """Returns why a router could not be told; None if it was. One that is full makes room within moments, and
     one that starts again listens soon."""
-    timeout_s = _ONCE_TIMEOUT_S if is_asked_once else _TIMEOUT_S
-    until_s = time.monotonic() + timeout_s
+    until_s = time.monotonic() + (_ONCE_TIMEOUT_S if is_asked_once else _TIMEOUT_S)
     while True:
+        timeout_s = max(until_s - time.monotonic(), _ONCE_TIMEOUT_S)
         try:
             # An idle connection would take one of the router's until the next version.
             headers = {"Connection": "close"}

@@ -240,7 +240,7 @@ def test_gpus_that_get_other_weights_are_divided_with_as_few_changes_as_possible
     unread = replace(refusing[0], version=None, base_for=frozenset())
     assert assign([of_run("b")], [unread], {"w": "b"}) == {"w": NOBODY}
     assert assign([of_run("b")], [replace(unread, base_for=frozenset("b"))], {}) == {"w": "b"}
-    aware = replace(of_run("b"), published=of_run("b").wants)
+    aware = replace(of_run("b"), published={Wants("m", "b")})
     has_base = replace(unread, base_for=None, follows=False, refused=frozenset())
     assert assign([of_run("b")], [has_base], {}) == {"w": "b"}
     assert assign([aware], [has_base], {"w": "b"}) == {"w": NOBODY}
