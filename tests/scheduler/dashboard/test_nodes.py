@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 from browser import CHROMEDRIVER, CHROMIUM, Browser
 from http_calls import get, wait_answers
 from served_cluster import wait_until
@@ -16,6 +18,7 @@ from rose.errors import ConfigError
 from rose.node.processes import ServerProcess
 from rose.ports import free_port
 from rose.scheduler.dashboard.nodes import NodeFeed
+from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 
 TEXTS = [" ".join(f"w{number}" for number in range(start, start + 24)) for start in range(0, 72, 6)]
 
@@ -28,9 +31,36 @@ async def test_an_engine_that_does_not_answer_is_a_state_and_gives_the_reason() 
     feed.close()
 
 
-def test_what_is_no_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--node gpu0: expected the engine's URL"):
-        NodeFeed("gpu0", None, None)
+@pytest.mark.parametrize(
+    "url", ["gpu0", "http://gpu0:80a", "http://gpu 0:80", "http://:80", "http://gpu0:0", "http://gpu0:99999"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--node {url}: expected the engine's URL"):
+        NodeFeed(url, None, None)
+
+
+@pytest.mark.parametrize("metrics", ["rose_pauses_total many", 'rose_gate_decisions_total{role="a"} 1'])
+async def test_an_answer_that_is_no_engines_is_a_state_too(metrics: str) -> None:
+    """Its status is an engine's, and its metrics can't be read."""
+
+    async def told(_: web.Request) -> web.Response:
+        return web.Response(text=f"{metrics}\n")
+
+    async with ScriptedWorker() as worker, ClientSession() as session:
+        async with session.get(f"{worker.url}/rose/v1/status") as answer:
+            status = await answer.read()
+
+        async def serving(_: web.Request) -> web.Response:
+            return web.Response(body=status)
+
+        app = web.Application()
+        app.add_routes([web.get("/rose/v1/status", serving), web.get("/metrics", told)])
+        async with TestServer(app) as server:
+            feed = NodeFeed(str(server.make_url("")), None, None)
+            state = await feed.state()
+            assert (state["is_reachable"], state["engine"]) == (False, None)
+            assert state["error"] == "its answer is not that of a ROSE engine"
+            feed.close()
 
 
 @contextmanager
