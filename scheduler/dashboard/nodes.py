@@ -107,7 +107,7 @@ class NodeFeed:
             self._error = f"status {code}{_HINTS.get(code, '')}"
         except httpx.HTTPError as error:
             self._error = str(error) or type(error).__name__
-        except (ValueError, KeyError):
+        except (ValueError, LookupError):
             self._error = "its answer is not that of a ROSE engine"
         else:
             if self._readings and self._readings[-1].status.activated_at_s != reading.status.activated_at_s:

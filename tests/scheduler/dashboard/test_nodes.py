@@ -8,17 +8,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 from browser import CHROMEDRIVER, CHROMIUM, Browser
 from http_calls import get, wait_answers
 from served_cluster import wait_until
 
 from rose.errors import ConfigError
+from rose.messages import WorkerStatus
 from rose.node.processes import ServerProcess
 from rose.ports import free_port
 from rose.scheduler.dashboard.nodes import NodeFeed
-from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 
 TEXTS = [" ".join(f"w{number}" for number in range(start, start + 24)) for start in range(0, 72, 6)]
 
@@ -39,28 +39,39 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         NodeFeed(url, None, None)
 
 
-@pytest.mark.parametrize("metrics", ["rose_pauses_total many", 'rose_gate_decisions_total{role="a"} 1'])
-async def test_an_answer_that_is_no_engines_is_a_state_too(metrics: str) -> None:
-    """Its status is an engine's, and its metrics can't be read."""
+STATUS = {name: 0 for name, field in WorkerStatus.model_fields.items() if field.is_required()} | {
+    "role": "serving",
+    "model": "tiny",
+    "engine_id": "a",
+    "weight_version": None,
+    "pressure": "normal",
+    "gate": {"mode": "off", "admitted_steps": 0, "declined_steps": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error"),
+    [
+        ("rose_pauses_total 3", None),
+        ("rose_pauses_total many", "its answer is not that of a ROSE engine"),
+        ('rose_gate_decisions_total{role="a"} 1', "its answer is not that of a ROSE engine"),
+        ("rose_{=,\t={,}.", "its answer is not that of a ROSE engine"),
+    ],
+)
+async def test_metrics_that_cannot_be_read_are_a_state_too(metrics: str, error: str | None) -> None:
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response(STATUS)
 
     async def told(_: web.Request) -> web.Response:
         return web.Response(text=f"{metrics}\n")
 
-    async with ScriptedWorker() as worker, ClientSession() as session:
-        async with session.get(f"{worker.url}/rose/v1/status") as answer:
-            status = await answer.read()
-
-        async def serving(_: web.Request) -> web.Response:
-            return web.Response(body=status)
-
-        app = web.Application()
-        app.add_routes([web.get("/rose/v1/status", serving), web.get("/metrics", told)])
-        async with TestServer(app) as server:
-            feed = NodeFeed(str(server.make_url("")), None, None)
-            state = await feed.state()
-            assert (state["is_reachable"], state["engine"]) == (False, None)
-            assert state["error"] == "its answer is not that of a ROSE engine"
-            feed.close()
+    app = web.Application()
+    app.add_routes([web.get("/rose/v1/status", status), web.get("/metrics", told)])
+    async with TestServer(app) as server:
+        feed = NodeFeed(str(server.make_url("")), None, None)
+        state = await feed.state()
+        assert (state["is_reachable"], state["error"]) == (error is None, error)
+        feed.close()
 
 
 @contextmanager
