@@ -173,7 +173,8 @@ class RelayRollout(BaseRollout):
     def _of_one_run(self) -> dict[str, Any]:
         """Takes rank 0's dtypes, because the other hosts may lack the checkpoint. Returns the publisher's
         settings, with a run id that all ranks have in common."""
-        agreed = [self._relay.get("run_id") or f"verl-{uuid.uuid4().hex[:12]}", self._dtypes]
+        named = self._relay.get("run_id") or f"verl-{uuid.uuid4().hex[:12]}"
+        agreed: list[Any] = [named, self._dtypes]
         torch.distributed.broadcast_object_list(agreed)
         run_id, self._dtypes = agreed
         return {**self._relay, "run_id": run_id}
