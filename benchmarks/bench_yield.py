@@ -2,9 +2,10 @@
 
 `yield_ms[async, serving]`: a serving engine always has work, with two steps in flight while nobody wants its
 GPU, and a rollout request comes to the other engine now and then. `yield_ms[async, rollout]`: the other way
-round. The value is the time from the end of the step that ran when the request came, until the other engine
-had the claim on the GPU: P99 and, beside it, P50. The target is one step (the one that may be queued behind)
-and 2 ms. Beside it: the length of a step, and until the first step of the request began on the device.
+round. The time is taken from the end of the step that ran when the request came, until the other engine had
+the claim on the GPU. One more step may be queued behind the one that ran. The value is the time beyond that
+queued step's own length: P99 and, beside it, P50. Its target is 2 ms. Beside it: the time with the queued
+step, and the length of a step.
 
 Serving's TPOT target is so high that there is always slack, and its load prefills seldom: how long the gate
 waits for slack or for prefills (docs/gate.md) is another question.

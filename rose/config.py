@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
 
@@ -175,10 +176,17 @@ def devices_of_rank(rank: int, size: int, environ: Mapping[str, str] | None = No
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[number] for number in numbers if number < len(seen))}
 
 
+_NO_DEVICE = ("-1", "NoDevFiles")
+"""Entries of CUDA_VISIBLE_DEVICES that name no GPU. CUDA hides what comes after one, too."""
+
+
 def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | None:
     """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None if it hides none."""
     given = (environ if environ is not None else os.environ).get("CUDA_VISIBLE_DEVICES")
-    return [each for each in given.split(",") if each.strip()] if given is not None else None
+    if given is None:
+        return None
+    names = [each.strip() for each in given.split(",")]
+    return [each for each in takewhile(lambda name: name not in _NO_DEVICE, names) if each]
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

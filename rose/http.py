@@ -5,6 +5,7 @@ import random
 import socket
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -64,6 +65,18 @@ def urls_of(text: str) -> tuple[str, ...]:
     if not all(found):
         raise ValueError(f"{text!r}: want URL, or URL,URL,... of several routers before the same workers")
     return found
+
+
+def checked_url(url: str) -> str:
+    """Returns a server's URL without a last slash. Raises: ValueError for what is no http://HOST:PORT."""
+    try:
+        parts = urlsplit(url)
+        host, port = httpx.URL(url).host, parts.port  # without a port the scheme's own is used
+    except (ValueError, httpx.InvalidURL):
+        host, port = "", None
+    if not host or " " in url or port == 0 or parts.scheme not in ("http", "https"):
+        raise ValueError(f"expected http://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
 
 
 def http_client(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rose.node.processes import ServerProcess
 from rose.ports import check_port_free
 from rose.scheduler.dashboard.address import Address
-from rose.scheduler.dashboard.nodes import checked_url
+from rose.scheduler.dashboard.nodes import checked_node
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class DashboardProcess:
         module = "rose.scheduler.dashboard.server"
         self._argv = [sys.executable, "-m", module, "--http", str(address), "--channel", channel]
         self._argv += ["--insecure"] if is_insecure else []
-        self._argv += [f"--node={checked_url(url)}" for url in nodes]
+        self._argv += [f"--node={checked_node(url)}" for url in nodes]
         self._process: ServerProcess | None = None
         self._started_s = 0.0
 

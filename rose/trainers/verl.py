@@ -15,7 +15,7 @@ In verl's configuration:
 """
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -121,8 +121,9 @@ class RelayRollout(BaseRollout):
         self._ack_timeout_s = float(given.pop("ack_timeout_s", ACK_TIMEOUT_S))
         self._dtype = given.pop("dtype", AUTO)
         # The copies of the first step are kept, so their types are chosen before a publisher is made.
-        like = given.get("quantized_like", given.pop("checkpoint", self.model_config.local_path))
-        found = PublishedDtypes.of_checkpoint(like) if self._dtype == AUTO else None
+        like = given.get("quantized_like", given.pop("checkpoint", None))
+        is_read = self._dtype == AUTO
+        found = PublishedDtypes.find(like, self.model_config.local_path) if is_read else None
         self._dtypes = found if found is not None else PublishedDtypes()
         self._relay = given
         self._kept: dict[str, torch.Tensor] = {}
@@ -149,13 +150,12 @@ class RelayRollout(BaseRollout):
             return  # verl wakes servers that slept; the weights are those of before
         rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         is_tied = self.model_config.share_embeddings_and_output_weights
+        run = self._of_one_run() if self._publisher is None else {}
         for index, (name, tensor) in enumerate(weights):  # to the end: each tensor is gathered by all ranks
             if index % num_ranks == rank and not (is_tied and name == "lm_head.weight"):
                 self._keep(name, tensor)
         if self._publisher is None:
-            self._publisher = WeightPublisher(
-                self._kept, dtype=None, rank=rank, num_ranks=num_ranks, **self._of_one_run(self._relay)
-            )
+            self._publisher = WeightPublisher(self._kept, dtype=None, rank=rank, num_ranks=num_ranks, **run)
         publish_and_wait(self._publisher, self._num_workers, self._ack_timeout_s)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -170,11 +170,14 @@ class RelayRollout(BaseRollout):
         dtype: torch.dtype = getattr(torch, self._dtypes.most if self._dtype == AUTO else self._dtype)
         return dtype
 
-    def _of_one_run(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the publisher's settings, with a run id that all ranks have in common."""
-        named = [given.get("run_id") or f"verl-{uuid.uuid4().hex[:12]}"]
-        torch.distributed.broadcast_object_list(named)
-        return {**given, "run_id": named[0]}
+    def _of_one_run(self) -> dict[str, Any]:
+        """Takes rank 0's dtypes, because the other hosts may lack the checkpoint. Returns the publisher's
+        settings, with a run id that all ranks have in common."""
+        named = self._relay.get("run_id") or f"verl-{uuid.uuid4().hex[:12]}"
+        agreed: list[Any] = [named, self._dtypes]
+        torch.distributed.broadcast_object_list(agreed)
+        run_id, self._dtypes = agreed
+        return {**self._relay, "run_id": run_id}
 
 
 RolloutReplicaRegistry.register("rose", lambda: RouterReplica)

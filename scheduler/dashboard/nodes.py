@@ -15,10 +15,9 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import ValidationError
 
 from rose.errors import ConfigError
-from rose.http import http_client
+from rose.http import checked_url, http_client
 from rose.messages import WorkerStatus
 
 REFRESH_S = 1.0
@@ -41,11 +40,14 @@ def add_node_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checked_url(url: str) -> str:
+def checked_node(url: str) -> str:
     """Returns an engine's URL without a last slash. Raises: ConfigError for what is no URL."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--node {url}: expected the engine's URL, such as http://10.0.0.2:8000")
-    return url.rstrip("/")
+    try:
+        return checked_url(url)
+    except ValueError as error:
+        raise ConfigError(
+            f"--node {url}: expected the engine's URL with its host and port, such as http://10.0.0.2:8000"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class NodeFeed:
 
     def __init__(self, url: str, key: str | None, ca: Path | None) -> None:
         """Raises: ConfigError for what is no URL."""
-        self.url = checked_url(url)
+        self.url = checked_node(url)
         self._client = http_client(key=key, timeout=ANSWER_S, ca=ca)
         self._readings = deque[Reading]()
         self._asking: asyncio.Task[Reading] | None = None
@@ -103,10 +105,10 @@ class NodeFeed:
         except httpx.HTTPStatusError as error:
             code = error.response.status_code
             self._error = f"status {code}{_HINTS.get(code, '')}"
-        except ValidationError:
-            self._error = "its answer is not the status of a ROSE engine"
         except httpx.HTTPError as error:
             self._error = str(error) or type(error).__name__
+        except (ValueError, LookupError):
+            self._error = "its answer is not that of a ROSE engine"
         else:
             if self._readings and self._readings[-1].status.activated_at_s != reading.status.activated_at_s:
                 self._readings.clear()  # another engine, or one that has been started again

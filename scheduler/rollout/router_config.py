@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rose.config import Settings
 from rose.errors import ConfigError
+from rose.http import checked_url
 from rose.messages import ConcurrencyProfile
 from rose.ports import check_exposure
 from rose.scheduler.rollout.placing.versions import VersionMode
@@ -41,26 +42,12 @@ class WorkerSpec(_Settings):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        return _checked_url(url)
+        return checked_url(url)
 
     @property
     def id(self) -> str:
         """Returns host:port, which names the worker everywhere."""
         return urlsplit(self.url).netloc
-
-
-def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
-        raise ValueError(f"expected http://HOST:PORT, got {url!r}")
-    return url.rstrip("/")
-
-
-def _has_good_port(parts: SplitResult) -> bool:
-    try:
-        return parts.port != 0  # without a port the scheme's own is used
-    except ValueError:
-        return False
 
 
 class RouterJob(_Settings):
@@ -274,7 +261,7 @@ class RouterConfig(_Settings):
     @field_validator("peers")
     @classmethod
     def _check_peers(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_checked_url(url) for url in urls)
+        return tuple(checked_url(url) for url in urls)
 
     @property
     def has_keys(self) -> bool:

@@ -24,7 +24,10 @@ def test_a_host_keeps_as_much_as_the_phases_nodes_on_it_may(here: tuple[str, ...
     assert limit_bytes("rollout", phase, nodes) == num_bytes
 
 
-@pytest.mark.parametrize(("visible", "num_devices"), [("0,2,5", 3), ("GPU-aa", 1), ("", 0)])
+@pytest.mark.parametrize(
+    ("visible", "num_devices"),
+    [("0,2,5", 3), ("GPU-aa", 1), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("1, -1,2", 1)],
+)
 def test_a_hosts_devices_are_those_that_its_jobs_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, num_devices: int
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from relay_process import stored
+from safetensors.torch import save_file
 from training_steps import Weights
 
 from rose.errors import FrameError, RelayError
@@ -313,3 +314,21 @@ def test_a_missing_shard_and_another_shape_are_refused_by_every_rank(
         for attempt in attempts:
             with pytest.raises(ValueError, match=message):
                 attempt.result()
+
+
+def test_ranks_of_which_one_lacks_the_checkpoint_are_told_to_share_it(
+    embedded_url: str, tmp_path: Path
+) -> None:
+    weights = {"a": torch.zeros(4, 4), "decay": torch.zeros(4)}
+    save_file({**weights, "a": weights["a"].bfloat16()}, tmp_path / "model.safetensors")
+
+    def attempt(rank: int) -> None:
+        folder = (tmp_path, tmp_path / "nothing")[rank]
+        WeightPublisher(weights, embedded_url, "run", rank=rank, num_ranks=2, checkpoint=folder).close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for failed in [threads.submit(attempt, rank) for rank in range(2)]:
+            with pytest.raises(
+                ValueError, match=r"decay.*give all ranks the same dtype and the same checkpoint"
+            ):
+                failed.result()

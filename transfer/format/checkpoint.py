@@ -1,10 +1,13 @@
 """Safetensors files, as raw bits.
 
-Owns reading a checkpoint's bits, and their state hash. Never imports torch, never converts a value.
+Owns reading a checkpoint's headers and bits, and their state hash. Never imports torch, never converts a
+value.
 """
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +24,28 @@ def read_checkpoint(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]
 
     Raises: FrameError on a file that is no safetensors file; OSError when it can't be read.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     tensors: dict[str, tuple[TensorSpec, NDArray[np.uint8]]] = {}
-    for file in files:
+    for file in _files(path):
         tensors.update(_read_file(file))
     return tensors
+
+
+def read_dtypes(path: Path) -> dict[str, tuple[str, int]]:
+    """Returns every tensor's safetensors dtype and its number of bytes, as the headers have them. Dtypes that
+    can't be published are among them.
+
+    Raises: FrameError on a file that is no safetensors file; OSError when it can't be read.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for file in _files(path):
+        header, _ = _read_header(file)
+        try:
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                found[name] = (str(entry["dtype"]), int(end) - int(begin))
+        except (ValueError, KeyError, TypeError) as error:
+            raise FrameError(f"{file}: not a safetensors file: {error!r}") from error
+    return found
 
 
 def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
@@ -75,21 +95,38 @@ def _bits_of(piece: Extent, raw: NDArray[np.uint8]) -> Bits:
 
 def _read_file(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]]]:
     """Returns the tensors of one file, mapped."""
+    header, size = _read_header(path)
     raw: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
-    size = int.from_bytes(raw[:8].tobytes(), "little")
-    if size + 8 > raw.size:
-        raise FrameError(f"{path}: not a safetensors file: header of {size} bytes in a file of {raw.size}")
     try:
-        header = json.loads(raw[8 : 8 + size].tobytes())
-        header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():
             spec = TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
             begin, end = entry["data_offsets"]
-            data = raw[8 + size + begin : 8 + size + end]
+            data = raw[size + begin : size + end]
             if data.size != spec.num_bytes:
                 raise FrameError(f"{path}: {name} has {data.size} bytes, its shape needs {spec.num_bytes}")
             tensors[name] = (spec, data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FrameError(f"{path}: not a safetensors file: {error!r}") from error
     return tensors
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the entries of one file's tensors, and the place where their data begins."""
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        size = int.from_bytes(file.read(8), "little")
+        if size + 8 > num_bytes:
+            raise FrameError(
+                f"{path}: not a safetensors file: header of {size} bytes in a file of {num_bytes}"
+            )
+        try:
+            header: dict[str, Any] = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise FrameError(f"{path}: not a safetensors file: {error!r}") from error
+    return header, size + 8
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

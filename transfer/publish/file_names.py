@@ -29,6 +29,19 @@ def as_in_files(weights: Any) -> Any:
     return pairs
 
 
+def names_in_files(model: Any) -> dict[str, list[str]]:
+    """Returns, by the name of each tensor in state_dict(), under which names a transformers model's files
+    have it."""
+    conversions = _conversions(model)
+    tensors = model.state_dict(keep_vars=True)
+    if not conversions:
+        return {name: [name] for name in tensors}
+    return {
+        name: [renamed for renamed, _ in _converted(model, conversions, name, shard_of(value))]
+        for name, value in tensors.items()
+    }
+
+
 def _conversions(model: Any) -> list[Any]:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):

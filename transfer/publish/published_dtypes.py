@@ -5,15 +5,19 @@ correction bias or a state space's decay, in float32. A trainer may hold all of 
 of files, and never a weight.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rose.transfer.format.checkpoint import read_checkpoint
+from rose.errors import FrameError
+from rose.transfer.format.checkpoint import read_dtypes
 from rose.transfer.publish.file_names import as_in_files
 from rose.transfer.publish.torch_source import TensorShard, named_tensors, shard_of
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 _NARROW = {"BF16": "bfloat16", "F16": "float16"}
@@ -33,17 +37,34 @@ class PublishedDtypes:
     def of_checkpoint(cls, checkpoint: str | Path | None) -> "PublishedDtypes | None":
         """Reads a folder, or a model of Hugging Face's hub that was downloaded before.
 
-        Returns None if it has no files, or only floats of four bytes. Raises: FrameError on a damaged file.
+        Returns None if it has no files, or only floats of four bytes. Raises: FrameError on a damaged file,
+        OSError on one that can't be read.
         """
         folder = _folder(checkpoint)
-        specs = [spec for spec, _ in read_checkpoint(folder).values()] if folder is not None else []
+        tensors = read_dtypes(folder) if folder is not None else {}
         num_bytes = Counter[str]()
-        for spec in specs:
-            num_bytes[spec.dtype] += spec.num_bytes
+        for dtype, size in tensors.values():
+            num_bytes[dtype] += size
         if not num_bytes.keys() & _NARROW.keys():
             return None
         most = max(_NARROW, key=lambda dtype: num_bytes[dtype])
-        return cls(_NARROW[most], frozenset(spec.name for spec in specs if spec.dtype == "F32"))
+        return cls(_NARROW[most], frozenset(name for name, (dtype, _) in tensors.items() if dtype == "F32"))
+
+    @classmethod
+    def find(cls, checkpoint: str | Path | None, origin: str | Path | None) -> "PublishedDtypes | None":
+        """Reads the checkpoint that is asked for, or else the one from which the model says that it was
+        loaded.
+
+        Returns None as of_checkpoint() does, and where the model's own can't be read, which it logs. Raises:
+        FrameError or OSError if the one that is asked for can't be read.
+        """
+        if checkpoint is not None:
+            return cls.of_checkpoint(checkpoint)
+        try:
+            return cls.of_checkpoint(origin)
+        except (FrameError, OSError) as error:
+            logger.warning("dtypes of the model's checkpoint are not known checkpoint=%s %s", origin, error)
+            return None
 
     @classmethod
     def of_tensors(cls, pairs: Iterable[tuple[str, TensorShard]], model: Any) -> "PublishedDtypes":
@@ -66,25 +87,34 @@ class PublishedDtypes:
         return name in self.kept and str(tensor.dtype) == "torch.float32"
 
 
-def as_published(weights: Any, dtype: str | None, checkpoint: str | Path | None) -> tuple[Any, str | None]:
+def as_published(
+    weights: Any, dtype: str | PublishedDtypes | None, checkpoint: str | Path | None
+) -> tuple[Any, str | None]:
     """Returns a trainer's weights under the names that its files have, and the dtype their floats are cast
     to.
 
-    dtype: the one that is asked for; "auto" marks the tensors that stay float32. checkpoint: the one that
-    engines began with; None: that of a transformers model. Raises: FrameError on a damaged file.
+    dtype: the one that is asked for; "auto" and PublishedDtypes mark the tensors that stay float32.
+    checkpoint: the one that engines began with; None: that of a transformers model, if it can be read.
+    Raises: FrameError on a damaged file of a checkpoint that is given, OSError.
     """
     in_files = as_in_files(weights)
-    if dtype != AUTO:
+    if dtype != AUTO and not isinstance(dtype, PublishedDtypes):
         return in_files, dtype
     pairs = [(name, shard_of(value)) for name, value in named_tensors(in_files)]
-    own = getattr(getattr(weights, "config", None), "_name_or_path", None)
-    found = PublishedDtypes.of_checkpoint(checkpoint if checkpoint is not None else own)
-    dtypes = found if found is not None else PublishedDtypes.of_tensors(pairs, weights)
+    dtypes = dtype if isinstance(dtype, PublishedDtypes) else _found(weights, pairs, checkpoint)
     marked = [
         (name, replace(shard, keeps_dtype=shard.keeps_dtype or dtypes.keeps(name, shard.tensor)))
         for name, shard in pairs
     ]
     return marked, dtypes.most
+
+
+def _found(
+    weights: Any, pairs: list[tuple[str, TensorShard]], checkpoint: str | Path | None
+) -> PublishedDtypes:
+    own = getattr(getattr(weights, "config", None), "_name_or_path", None)
+    found = PublishedDtypes.find(checkpoint, own)
+    return found if found is not None else PublishedDtypes.of_tensors(pairs, weights)
 
 
 def _folder(checkpoint: str | Path | None) -> Path | None:

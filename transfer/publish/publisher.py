@@ -37,7 +37,7 @@ from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.bucket_encoder import BucketEncoder
 from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
 from rose.transfer.publish.kept_copy import open_kept_copy
-from rose.transfer.publish.published_dtypes import AUTO
+from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
 from rose.transfer.publish.quantized_source import source_of
 from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.trainer_ranks import TrainerRanks
@@ -105,9 +105,9 @@ class WeightPublisher:
     transformers model's are published under the names that its files have.
     dtype: what floats of two bytes or more are cast to; None: nothing is cast. "auto" publishes each tensor
     as the checkpoint has it: what is float32 there beside narrower floats stays float32.
-    checkpoint: its folder, or a name on Hugging Face's hub; None: the one a transformers model was read from.
-    If it is not on this machine, the trainer's own floats decide, and a trainer that has only float32
-    publishes bfloat16.
+    checkpoint: its folder, or a name on Hugging Face's hub; None: the one a transformers model was read from,
+    if that can be read. If it is not on this machine, the trainer's own floats decide, and a trainer that has
+    only float32 publishes bfloat16.
     codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
     relay.
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
@@ -124,7 +124,11 @@ class WeightPublisher:
     key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
     is signed, and the trainer sends its snapshots itself.
     Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
+<<<<<<< HEAD
     bad signing key or ROSE_ROUTER_URL; ValueError.
+=======
+    bad signing key; FrameError or OSError on a checkpoint that is given and can't be read; ValueError.
+>>>>>>> rest
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class WeightPublisher:
         weights: Any,
         relay_url: str,
         run_id: str | None = None,
-        dtype: str | None = AUTO,
+        dtype: str | PublishedDtypes | None = AUTO,
         *,
         codec: Codec | None = None,
         link_gbps: float = DEFAULT_LINK_GBPS,

@@ -12,7 +12,7 @@ from typing import Any
 
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.fp8_scheme import Fp8Checkpoint, Fp8Scheme
-from rose.transfer.publish.published_dtypes import as_published
+from rose.transfer.publish.published_dtypes import PublishedDtypes, as_published
 from rose.transfer.publish.torch_source import TensorShard, TorchSource
 
 _LARGEST = 448.0
@@ -103,7 +103,7 @@ class QuantizedSource(TorchSource):
 
 def source_of(
     weights: Any,
-    dtype: str | None,
+    dtype: str | PublishedDtypes | None,
     quantized_like: str | Path | None,
     num_ranks: int = 1,
     checkpoint: str | Path | None = None,

@@ -176,8 +176,20 @@ def _merge(bodies: list[RankBody]) -> tuple[list[TensorSpec], list[Holdings]]:
         held: Holdings = {}
         for shard in body.shards:
             spec = TensorSpec(name=shard.name, dtype=shard.dtype, shape=shard.shape)
-            if specs.setdefault(shard.name, spec) != spec:
-                raise ValueError(f"trainer rank {rank} has {spec}, another rank has {specs[shard.name]}")
+            other = specs.setdefault(shard.name, spec)
+            if other != spec:
+                raise ValueError(
+                    f"trainer rank {rank} has {spec}, another rank has {other}: {_fix(spec, other)}"
+                )
             held.setdefault(shard.name, []).append(Box(start=shard.start, stop=shard.stop))
         all_held.append(held)
     return list(specs.values()), all_held
+
+
+def _fix(spec: TensorSpec, other: TensorSpec) -> str:
+    if spec.dtype == other.dtype:
+        return "give all ranks the same model"
+    return (
+        "give all ranks the same dtype and the same checkpoint. With dtype='auto' each rank reads it from "
+        "its own host: have it on all hosts, or set dtype to that of the engines"
+    )

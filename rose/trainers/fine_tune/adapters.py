@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from rose.errors import ConfigError
 from rose.trainers.fine_tune.borders import decoder_layers
+from rose.transfer.publish.published_dtypes import PublishedDtypes
 from rose.transfer.publish.publisher import WeightPublisher
 
 _SCALE = 2.0
@@ -69,12 +70,10 @@ def merge_for_good(model: torch.nn.Module) -> None:
 
 
 class MergingPublisher(WeightPublisher):
-    """Publishes a model with adapters as whole weights. checkpoint: the one it was read from."""
+    """Publishes a model with adapters as whole weights."""
 
-    def __init__(
-        self, adapters: Adapters, relay_url: str, run_id: str, dtype: str, checkpoint: str | None = None
-    ) -> None:
-        super().__init__(adapters.weights, relay_url, run_id, dtype, checkpoint=checkpoint)
+    def __init__(self, adapters: Adapters, relay_url: str, run_id: str, dtypes: PublishedDtypes) -> None:
+        super().__init__(adapters.weights, relay_url, run_id, dtypes)
         self._adapters = adapters
 
     def _begin(self) -> None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PrinterCallback,
@@ -47,8 +48,10 @@ from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward
 from rose.trainers.fine_tune.sequences import Sequences, padded
 from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines, on_one_gpu
 from rose.trainers.publishing import PublishWeights
-from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
+from rose.transfer.publish.file_names import as_in_files, names_in_files
+from rose.transfer.publish.published_dtypes import PublishedDtypes
 from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.torch_source import named_tensors, shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +87,8 @@ class Loaded:
     model: Any
     """The model, in single precision."""
     tokenizer: Any
-    published: str
-    """The data type in which weights are published: that of the checkpoint."""
+    published: PublishedDtypes
+    """The data types in which weights are published and saved: those of the checkpoint."""
     data: Sequences | Preferences | RewardedPrompts
     reference: Any = None
     """The model as it is before training, which preferences are compared with."""
@@ -95,21 +98,32 @@ def load(model_name: str, options: FineTuneOptions) -> Loaded:
     """Reads the model and the examples. Raises: ConfigError."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_name)
-        model: Any = AutoModelForCausalLM.from_pretrained(model_name, dtype="auto")
+        said = AutoConfig.from_pretrained(model_name).dtype
+        # In a model of another type, what the checkpoint has in float32 would be rounded as it is read.
+        model: Any = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_name}: not a causal language model ({error})") from error
-    published = str(model.dtype).removeprefix("torch.")
     most = getattr(model.config, "max_position_embeddings", options.tokens)
     length = min(options.tokens, most)
     data = _data(options, tokenizer, length)
-    model = model.float().to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     return Loaded(
         model=model,
         tokenizer=tokenizer,
-        published=published,
+        published=_published(model, said),
         data=data,
         reference=copy.deepcopy(model) if isinstance(data, Preferences) else None,
     )
+
+
+def _published(model: Any, said: torch.dtype | None) -> PublishedDtypes:
+    """said: what the checkpoint's configuration says of its type, which counts where its files don't tell."""
+    found = PublishedDtypes.find(None, model.name_or_path)
+    if found is not None:
+        return found
+    pairs = [(name, shard_of(value)) for name, value in named_tensors(as_in_files(model))]
+    most = str(said if said is not None else torch.float32).removeprefix("torch.")
+    return replace(PublishedDtypes.of_tensors(pairs, model), most=most)
 
 
 def _data(options: FineTuneOptions, tokenizer: Any, length: int) -> Sequences | Preferences | RewardedPrompts:
@@ -163,11 +177,9 @@ def make_trainer(
 
 
 def _publisher(place: argparse.Namespace, loaded: Loaded, adapters: Adapters | None) -> WeightPublisher:
-    # Of what is float32 in a checkpoint with narrower floats, the engine keeps all bits.
-    dtype = loaded.published if loaded.published == "float32" else AUTO
     if adapters is None:
-        return WeightPublisher(loaded.model, place.relay, place.run, dtype)
-    return MergingPublisher(adapters, place.relay, place.run, dtype, loaded.model.name_or_path)
+        return WeightPublisher(loaded.model, place.relay, place.run, loaded.published)
+    return MergingPublisher(adapters, place.relay, place.run, loaded.published)
 
 
 def _publishing(
@@ -188,11 +200,13 @@ def save(loaded: Loaded, folder: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     merge_for_good(loaded.model)
-    model = loaded.model
-    found = PublishedDtypes.of_checkpoint(model.name_or_path)
-    dtypes = found if found is not None else PublishedDtypes()
-    wide = {name: each.clone() for name, each in model.state_dict().items() if dtypes.keeps(name, each)}
-    model.to(getattr(torch, loaded.published))
+    model, dtypes, names = loaded.model, loaded.published, names_in_files(loaded.model)
+    wide = {
+        name: each.clone()
+        for name, each in model.state_dict().items()
+        if any(dtypes.keeps(in_file, each) for in_file in names[name])
+    }
+    model.to(getattr(torch, dtypes.most))
     model.save_pretrained(folder, state_dict={**model.state_dict(), **wide})
     loaded.tokenizer.save_pretrained(folder)
     logger.info("saved the trained model to %s", folder)

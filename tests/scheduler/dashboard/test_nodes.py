@@ -8,11 +8,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from browser import CHROMEDRIVER, CHROMIUM, Browser
 from http_calls import get, wait_answers
 from served_cluster import wait_until
 
 from rose.errors import ConfigError
+from rose.messages import WorkerStatus
 from rose.node.processes import ServerProcess
 from rose.ports import free_port
 from rose.scheduler.dashboard.nodes import NodeFeed
@@ -28,9 +31,47 @@ async def test_an_engine_that_does_not_answer_is_a_state_and_gives_the_reason() 
     feed.close()
 
 
-def test_what_is_no_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--node gpu0: expected the engine's URL"):
-        NodeFeed("gpu0", None, None)
+@pytest.mark.parametrize(
+    "url", ["gpu0", "http://gpu0:80a", "http://gpu 0:80", "http://:80", "http://gpu0:0", "http://gpu0:99999"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--node {url}: expected the engine's URL"):
+        NodeFeed(url, None, None)
+
+
+STATUS = {name: 0 for name, field in WorkerStatus.model_fields.items() if field.is_required()} | {
+    "role": "serving",
+    "model": "tiny",
+    "engine_id": "a",
+    "weight_version": None,
+    "pressure": "normal",
+    "gate": {"mode": "off", "admitted_steps": 0, "declined_steps": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error"),
+    [
+        ("rose_pauses_total 3", None),
+        ("rose_pauses_total many", "its answer is not that of a ROSE engine"),
+        ('rose_gate_decisions_total{role="a"} 1', "its answer is not that of a ROSE engine"),
+        ("rose_{=,\t={,}.", "its answer is not that of a ROSE engine"),
+    ],
+)
+async def test_metrics_that_cannot_be_read_are_a_state_too(metrics: str, error: str | None) -> None:
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response(STATUS)
+
+    async def told(_: web.Request) -> web.Response:
+        return web.Response(text=f"{metrics}\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/rose/v1/status", status), web.get("/metrics", told)])
+    async with TestServer(app) as server:
+        feed = NodeFeed(str(server.make_url("")), None, None)
+        state = await feed.state()
+        assert (state["is_reachable"], state["error"]) == (error is None, error)
+        feed.close()
 
 
 @contextmanager

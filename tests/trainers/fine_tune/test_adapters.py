@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from rose.errors import ConfigError
 from rose.measure.models import numbered_words, word_tokenizer
+from rose.node.fine_tune.options import FineTuneOptions
 from rose.trainers.fine_tune.adapters import Adapters
-from rose.trainers.fine_tune.command import Loaded, save
+from rose.trainers.fine_tune.command import Loaded, load, save
+from rose.transfer.publish.published_dtypes import PublishedDtypes
 
 
 def test_only_adapters_are_trained_and_merged_weights_answer_like_the_model(model: Any) -> None:
@@ -69,7 +71,9 @@ def test_a_saved_model_answers_like_the_trained_one(
         trained = model(input_ids=tokens).logits
     tokenizer: Any = word_tokenizer(numbered_words(40), 64)
     nothing_to_learn: Any = None
-    loaded = Loaded(model=model, tokenizer=tokenizer, published="float32", data=nothing_to_learn)
+    loaded = Loaded(
+        model=model, tokenizer=tokenizer, published=PublishedDtypes("float32"), data=nothing_to_learn
+    )
     save(loaded, tmp_path)
     saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -77,23 +81,33 @@ def test_a_saved_model_answers_like_the_trained_one(
     assert AutoTokenizer.from_pretrained(tmp_path)("w1 w2")["input_ids"] == tokenizer("w1 w2")["input_ids"]
 
 
-def test_what_the_checkpoint_has_in_float32_is_saved_in_float32(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoModelForCausalLM
+def renamed() -> Any:
+    """A mixture whose files call its modules otherwise than transformers does."""
+    from transformers import MixtralConfig, MixtralForCausalLM
 
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 24, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(num_local_experts=3, **shape, **heads))
+
+
+@pytest.mark.parametrize(
+    ("is_renamed", "name"),
+    [(False, "model.norm.weight"), (True, "model.layers.0.block_sparse_moe.gate.weight")],
+)
+def test_what_the_checkpoint_has_in_float32_is_trained_and_saved_with_all_its_bits(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_renamed: bool, name: str
+) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "before")
-    file = tmp_path / "before" / "model.safetensors"
-    name, tensors = "model.norm.weight", load_file(file)
-    save_file({**tensors, name: torch.rand(tensors[name].shape)}, file, metadata={"format": "pt"})
-    trained: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "before", dtype=torch.float32)
-    expected = {key: each.clone() for key, each in trained.state_dict().items()}
-    nothing: Any = None
-    tokenizer = word_tokenizer(numbered_words(40), 64)
-    save(Loaded(model=trained, tokenizer=tokenizer, published="bfloat16", data=nothing), tmp_path / "after")
+    before = tmp_path / "before"
+    (renamed() if is_renamed else model).to(torch.bfloat16).save_pretrained(before)
+    word_tokenizer(numbered_words(40), 64).save_pretrained(before)
+    tensors = load_file(before / "model.safetensors")
+    tensors[name] = torch.rand(tensors[name].shape)
+    save_file(tensors, before / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "texts.jsonl").write_text('{"text": "w1 w2 w3"}\n')
+    loaded = load(str(before), FineTuneOptions(data=tmp_path / "texts.jsonl"))
+    assert {each.dtype for each in loaded.model.state_dict().values()} == {torch.float32}
+    save(loaded, tmp_path / "after")
     saved = load_file(tmp_path / "after" / "model.safetensors")
-    assert {key: each.dtype for key, each in saved.items()} == {
-        key: torch.float32 if key == name else torch.bfloat16 for key in tensors
-    }
-    assert all(torch.equal(each, expected[key].to(each.dtype)) for key, each in saved.items())
+    assert {key: each.dtype for key, each in saved.items()} == {k: e.dtype for k, e in tensors.items()}
+    assert all(torch.equal(each, tensors[key]) for key, each in saved.items())

@@ -56,6 +56,9 @@ def test_another_dtype_or_a_missing_tensor_or_a_broken_file_is_refused(tmp_path:
     safetensors.torch.save_file({"a.scale": TENSORS["a.scale"]}, tmp_path / "y.safetensors")
     with pytest.raises(FrameError, match="no tensor"):
         fill_from_checkpoint(WeightPlanes(expected.layout), tmp_path / "y.safetensors")
+    (tmp_path / "empty.safetensors").touch()
+    with pytest.raises(FrameError, match="not a safetensors file"):
+        checkpoint_state_hash(tmp_path / "empty.safetensors")
     (tmp_path / "z.safetensors").write_bytes(b"\x05" + bytes(7) + b"hello")
     with pytest.raises(FrameError, match="not a safetensors file"):
         checkpoint_state_hash(tmp_path / "z.safetensors")

@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from rose.errors import FrameError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.publisher import WeightPublisher
@@ -134,3 +135,30 @@ def test_a_checkpoint_that_is_not_on_this_machine_leaves_the_choice_to_the_train
 ) -> None:
     weights = {"weight": torch.randn(8, 4).bfloat16(), "decay": torch.randn(8)}
     assert_equal(published(weights, checkpoint="nobody/has-this-model"), weights)
+
+
+def test_tensors_of_a_checkpoint_that_are_never_published_may_have_any_dtype(
+    checkpoint: Path, published: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = in_files(checkpoint)
+    trainer: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    others = {"position_ids": torch.arange(4), "scale": torch.ones(2).double()}
+    safetensors.torch.save_file(others, checkpoint / "others.safetensors")
+    assert_equal(published(trainer), expected)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\nsize 12\n"])
+def test_only_a_checkpoint_that_is_asked_for_has_to_be_readable(
+    checkpoint: Path, published: Any, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    (checkpoint / "pointer.safetensors").write_bytes(content)
+    found = published(trainer)
+    assert {name for name, each in found.items() if each.dtype == torch.float32} == {BIAS}
+    assert [each.levelname for each in caplog.records if "pointer.safetensors" in each.message] == ["WARNING"]
+    with pytest.raises(FrameError, match=r"pointer\.safetensors: not a safetensors file"):
+        published(trainer, checkpoint=checkpoint)
