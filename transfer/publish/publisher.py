@@ -124,11 +124,8 @@ class WeightPublisher:
     key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
     is signed, and the trainer sends its snapshots itself.
     Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
-<<<<<<< HEAD
-    bad signing key or ROSE_ROUTER_URL; ValueError.
-=======
-    bad signing key; FrameError or OSError on a checkpoint that is given and can't be read; ValueError.
->>>>>>> rest
+    bad signing key or ROSE_ROUTER_URL; FrameError or OSError on a checkpoint that is given and can't be read;
+    ValueError.
     """
 
     def __init__(
