@@ -1,10 +1,9 @@
 """verl's real client and manager classes, with ROSE's in their place."""
 
-import asyncio
-import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,30 +156,18 @@ async def test_what_verls_checkpoint_has_in_float32_is_published_in_float32(tmp_
     relay.stop()
 
 
-def publish_as_rank(rank: int, world: Path, url: str, checkpoint: Path | None) -> list[str]:
-    """Runs in a process of its own. Returns the dtypes of the run's tensors."""
-    from torch import distributed
-
-    distributed.init_process_group("gloo", init_method=f"file://{world}", rank=rank, world_size=2)
-    rollout = verl_rollout(checkpoint, relay_url=url)
-    weights = {"a": torch.ones(4, 4), "decay": torch.ones(4)}
-    asyncio.run(rollout.update_weights(iter(weights.items()), global_steps=0))
-    assert rollout._publisher is not None
-    dtypes = sorted(spec.dtype for spec in rollout._publisher.layout.tensors)
-    rollout._publisher.close()
-    distributed.destroy_process_group()
-    return dtypes
-
-
 def test_ranks_without_the_checkpoint_publish_in_the_dtypes_that_rank_0_has_read(tmp_path: Path) -> None:
     """Rank 1 publishes the tensor that is float32 in the checkpoint."""
     weights = {"a": torch.ones(4, 4).bfloat16(), "decay": torch.ones(4)}
     save_file(weights, tmp_path / "model.safetensors")
     relay = RelayProcess("embedded")
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
-        ranks = [
-            processes.submit(publish_as_rank, rank, tmp_path / "world", relay.url, folder)
-            for rank, folder in enumerate((tmp_path, None))
-        ]
-        assert [rank.result() for rank in ranks] == [["BF16", "F32"], ["BF16", "F32"]]
+    program = [sys.executable, str(Path(__file__).with_name("verl_rank.py"))]
+    ranks = [
+        subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, text=True)
+        for arguments in (
+            ("0", str(tmp_path / "world"), relay.url, str(tmp_path)),
+            ("1", str(tmp_path / "world"), relay.url),
+        )
+    ]
+    assert [rank.communicate()[0] for rank in ranks] == ["BF16 F32\n"] * 2
     relay.stop()

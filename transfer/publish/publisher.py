@@ -50,9 +50,7 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 100
 SNAPSHOT_SHARE = 0.5
 DEFAULT_LINK_GBPS = 1.0
-"""Where the link's speed is not given: this chooses G8S with zstd, the smallest codec that costs little
-time.
-"""
+"""Where the link's speed is not given: G8S with zstd is chosen, the smallest codec of little cost."""
 FULL_WAIT_S = 30.0
 RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
