@@ -277,7 +277,9 @@ class FollowedLoans:
             with self._changing:
                 held = self._held()
                 others = [each for each in self._lent.values() if each is not run]
-                free = available_bytes() - sum(each.awaited_bytes for each in others)
+                # What a fetch takes between the two questions counts twice, not never.
+                awaited = sum(each.awaited_bytes for each in others)
+                free = available_bytes() - awaited
                 if free >= needed:
                     run.granted_bytes = needed
                     return

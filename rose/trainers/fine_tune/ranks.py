@@ -28,6 +28,8 @@ TELL_S = 30.0
 """Rank 0 tells the others so often that it still waits for a grant: serving may leave no time for long. Less
 than LATE_S."""
 
+_GLOO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "a remote worker hanging")
+
 
 class Ranks:
     """One process among those of a trainer.
@@ -64,6 +66,8 @@ class Ranks:
             error = raised if isinstance(raised, Exception) else raised.__context__
             if not isinstance(error, Exception) or not _is_one_of_several():
                 raise
+            if _says_another_has_gone(error):
+                error = _another_has_gone(error)
             if isinstance(error, RoseError):
                 os._exit(report(name, error))
             traceback.print_exc()
@@ -79,8 +83,18 @@ class Ranks:
         try:
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
-            raise WorkerError(f"another process of the trainer has gone or hangs: {error}") from error
+            raise _another_has_gone(error) from error
         return float(shared)
+
+
+def _another_has_gone(error: Exception) -> WorkerError:
+    return WorkerError(f"another process of the trainer has gone or hangs: {error}")
+
+
+def _says_another_has_gone(error: Exception) -> bool:
+    """Whether a collective of the trainer's own failed: gloo raises a plain RuntimeError."""
+    is_gloos = isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO_TEXTS)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 def _is_one_of_several() -> bool:
