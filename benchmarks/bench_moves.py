@@ -138,12 +138,16 @@ class _Runs:
                 answers, moved = self._beside_a_pair(run, stock, pool=name, num_moves=num_moves, **given)
             else:
                 over_cuts = self._in_program if name == "v2" else partial(self._over_cuts, run, feature)
-                moves = over_cuts(pool=name, num_rounds=1, num_moves=num_moves, **given)
+                moves = over_cuts(pool=name, num_moves=num_moves, **given)
                 answers, moved = _pairs(moves.replies, stock.result()), moves.num_moves
-        num_equal = sum(reply.tokens == tokens[: len(reply.tokens)] for reply, tokens in answers)
+        unequal = [
+            (reply, tokens) for reply, tokens in answers if reply.tokens != tokens[: len(reply.tokens)]
+        ]
+        for reply, tokens in unequal:
+            print(f"{name}: unlike stock's {tokens}: {reply}", file=sys.stderr)
         return Figure(
             name=f"greedy_equal_moves[{name}]",
-            value=num_equal / len(answers),
+            value=1 - len(unequal) / len(answers),
             unit="share",
             target="== 1",
             peers={
@@ -154,7 +158,7 @@ class _Runs:
         )
 
     def _over_cuts(self, run: Callable[..., Any], feature: Feature, **given: Any) -> Any:
-        given |= feature.args
+        given |= {"num_rounds": 1, **feature.args}
         if feature.has_drafter:
             drafter = self._model("drafter", "make_rollout_model", version=1)
             given["speculative_config"] = {
