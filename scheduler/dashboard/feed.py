@@ -1,8 +1,7 @@
 """The scheduler's answers for all who look at once: asked seldom, kept, and never waited for long.
 
-Owns the connection to the scheduler, the last answer, and since when there is none. However many clients
-look, at most one question is on its way, and none while nobody looks. An absent scheduler is a state and not
-an error. Only questions are sent.
+Owns the connection to the scheduler, the last answer, and since when there is none. An absent scheduler is a
+state and not an error. Only questions are sent.
 """
 
 import asyncio
@@ -13,6 +12,7 @@ import time
 from typing import Any
 
 from rose.errors import ChannelError
+from rose.scheduler.dashboard.question import Question
 from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import Answer, Call, History, Overview
@@ -41,9 +41,7 @@ class Feed:
         self._channel = ChannelUrl.parse(channel)
         self._client: ControlClient | None = None
         self._num_answers = 0
-        self._asking: asyncio.Task[dict[str, Any]] | None = None
-        self._asked_s = 0.0
-        self._next_s = 0.0
+        self._question = Question(self._ask_all, ANSWER_S)
         self._view: dict[str, Any] | None = None
         self._answered_at: float | None = None
         self._absent_since: float | None = None
@@ -56,13 +54,11 @@ class Feed:
 
     async def state(self) -> dict[str, Any]:
         """The last answer and its age, after asking again if it is time. Wall-clock times, for people."""
-        if self._asking is None and time.monotonic() >= self._next_s:
-            self._asked_s = time.monotonic()
-            self._asking = asyncio.create_task(asyncio.to_thread(self._ask_all))
-        if self._asking is not None:
-            left_s = self._asked_s + ANSWER_S - time.monotonic()
-            await asyncio.wait([self._asking], timeout=max(0.0, left_s))
-            self._settle()
+        try:
+            if (asked := await self._question.settled()) is not None:
+                self._settle(asked)
+        except TimeoutError as error:
+            self._lost(str(error))
         return {
             "now": time.time(),
             "is_reachable": self.is_reachable,
@@ -77,23 +73,17 @@ class Feed:
         if self._client is not None:
             self._client.close()
 
-    def _settle(self) -> None:
-        """Whatever has become of the question; several who waited for it may call this."""
-        asking = self._asking
-        if asking is None:
-            return
-        if not asking.done():
-            self._lost(f"no answer in {ANSWER_S:g} s")
-            return
-        self._asking, self._next_s = None, time.monotonic() + RETRY_S
+    def _settle(self, asked: asyncio.Task[dict[str, Any]]) -> None:
+        """Takes what has become of the question."""
+        self._question.wait(RETRY_S)
         try:
-            self._view = asking.result()
+            self._view = asked.result()
         except ChannelError as error:
             self._lost(without_password(str(error)))
             return
         if self._error is not None:
             logger.info("the scheduler answers again")
-        self._next_s = time.monotonic() + REFRESH_S
+        self._question.wait(REFRESH_S)
         self._answered_at, self._absent_since, self._error = time.time(), None, None
 
     def _lost(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """What the engines of shared nodes tell: each serves, and trainers and rollouts compute in its gaps.
 
-Owns the questions to one engine, its last answers, and since when there are none. However many clients look,
-at most one question is on its way, and none while nobody looks. Shares are those of the last seconds.
+Owns what one engine is asked, its last answers, and since when there are none. Shares are those of the last
+seconds.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rose.errors import ConfigError
 from rose.http import checked_url, http_client
 from rose.messages import WorkerStatus
+from rose.scheduler.dashboard.question import Question
 
 REFRESH_S = 1.0
 RETRY_S = 2.0
@@ -68,18 +69,17 @@ class NodeFeed:
         self.url = checked_node(url)
         self._client = http_client(key=key, timeout=ANSWER_S, ca=ca)
         self._readings = deque[Reading]()
-        self._asking: asyncio.Task[Reading] | None = None
-        self._next_s = 0.0
+        self._question = Question(self._ask, ANSWER_S)
         self._answered_at: float | None = None
         self._error: str | None = None
 
     async def state(self) -> dict[str, Any]:
         """The last answer, after asking again if it is time."""
-        if self._asking is None and time.monotonic() >= self._next_s:
-            self._asking = asyncio.create_task(asyncio.to_thread(self._ask))
-        if self._asking is not None:
-            await asyncio.wait([self._asking], timeout=ANSWER_S)
-            self._settle()
+        try:
+            if (asked := await self._question.settled()) is not None:
+                self._settle(asked)
+        except TimeoutError as error:
+            self._error = str(error)
         return {
             "url": self.url,
             "is_reachable": self._error is None and self._answered_at is not None,
@@ -91,17 +91,11 @@ class NodeFeed:
     def close(self) -> None:
         self._client.close()
 
-    def _settle(self) -> None:
-        """Whatever has become of the question; several who waited for it may call this."""
-        asking = self._asking
-        if asking is None:
-            return
-        if not asking.done():
-            self._error = f"no answer in {ANSWER_S:g} s"
-            return
-        self._asking, self._next_s = None, time.monotonic() + RETRY_S
+    def _settle(self, asked: asyncio.Task[Reading]) -> None:
+        """Takes what has become of the question."""
+        self._question.wait(RETRY_S)
         try:
-            reading = asking.result()
+            reading = asked.result()
         except httpx.HTTPStatusError as error:
             code = error.response.status_code
             self._error = f"status {code}{_HINTS.get(code, '')}"
@@ -115,7 +109,7 @@ class NodeFeed:
             self._readings.append(reading)
             while len(self._readings) > 2 and reading.taken_s - self._readings[1].taken_s >= WINDOW_S:
                 self._readings.popleft()
-            self._next_s = time.monotonic() + REFRESH_S
+            self._question.wait(REFRESH_S)
             self._answered_at, self._error = time.time(), None
 
     def _ask(self) -> Reading:
@@ -134,7 +128,7 @@ def node_view(readings: "deque[Reading]") -> dict[str, Any]:
     status, wall_s = now.status, now.taken_s - before.taken_s
 
     def rate(value: float | None, earlier: float | None) -> float | None:
-        """Of a counter, in units per second; a counter that fell was begun anew."""
+        """Returns how fast a counter grew, in units per second; None if it was begun anew."""
         if value is None or earlier is None or wall_s <= 0 or value < earlier:
             return None
         return (value - earlier) / wall_s
