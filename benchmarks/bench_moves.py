@@ -4,8 +4,9 @@
 cut ended as far as it came. A rollout engine is alone in its pool. In each round it gets all prompts at
 once (delta_net: one after the other), and in the midst of decoding it loses half of the slabs that it uses;
 the next round gets them back. A slab that leaves is overwritten with NaN. Rounds go on until slabs have
-changed hands 1,000 times for each feature; with `--quick`, 60 times. Beside it: how many answers were
-compared and came whole, and the moves.
+changed hands 1,000 times for each feature; with `--quick`, 60 times. Prompts whose greedy tokens float32's
+rounding decides, and with it the batch, are left out. Beside it: how many answers were compared and came
+whole, and the moves.
 
     sync, async      dense attention, without and with async scheduling
     mamba2, parallel, delta_net   states beside attention (Granite, Falcon-H1, Qwen3-Next), prefix cache on
@@ -50,6 +51,8 @@ NUM_DRAFTS = 3
 NUM_SLABS, HEADROOM_SLABS = 24, 6
 SMALL_SLAB, SLAB, WIDE_SLAB = 256 << 10, 512 << 10, 768 << 10
 CACHED = {"prefix_match_unit": 16}
+CLEAR_MARGIN = 1e-4
+"""In nats: a hundred times what the rounding of float32 changes a log probability by."""
 ROUNDS_OF_A_DECODER = 4
 """It gets all prompts so often, and then another one starts."""
 
@@ -80,7 +83,7 @@ FEATURES = {
     "delta_net": Feature(
         make_model="make_delta_net_model",
         slab_bytes=WIDE_SLAB,
-        # In bfloat16, stock vLLM's answers change with the batch.
+        # In bfloat16, stock vLLM's answers change with the batch, so there is none.
         stock={"num_at_once": 1, "dtype": "bfloat16"},
     ),
     "draft_model": Feature(make_model="make_rollout_model", is_late=True, has_drafter=True),
@@ -125,6 +128,8 @@ class _Runs:
         feature = FEATURES[name]
         model = self._model(name, feature.make_model)
         given = {"model": model, "prompts": self._prompts, "max_tokens": MAX_TOKENS, **feature.stock}
+        if "num_at_once" not in feature.stock:
+            given["prompts"] = self._clear_prompts(run, **given)
         stock = run(self._tests["engine_runs"].stock_answers, **given)
         with start_daemon(
             name,
@@ -171,7 +176,7 @@ class _Runs:
         elif feature.num_shards > 1:
             late = run(self._tests["async_runs"].answer_over_cuts_on_ranks, **given).result()
         else:
-            given.setdefault("num_at_once", NUM_PROMPTS)
+            given.setdefault("num_at_once", len(given["prompts"]))
             return run(self._tests["engine_runs"].answer_over_cuts, **given).result()
         if late.most_in_flight < 2:
             raise WorkerError("no step was queued behind another one")
@@ -195,7 +200,9 @@ class _Runs:
         slabs."""
         events, runs = self._tests["preloaded"].FORKS, self._tests["prefill_decode_runs"]
         asked, told, stop = events.Queue(), events.Queue(), events.Event()
-        rolled = {**given, "model": self._model("rollout", "make_rollout_model")}
+        rolled = {"model": self._model("rollout", "make_rollout_model"), "max_tokens": MAX_TOKENS}
+        rolled["prompts"] = self._clear_prompts(run, prompts=self._prompts, **rolled)
+        num_prompts = len(given["prompts"])
         rollout = run(runs.roll_out, **rolled, pool=pool, stop=stop)
         rollout_stock = run(self._tests["engine_runs"].stock_answers, **rolled)
         prefiller = run(runs.prefill, model=given["model"], pool=pool, asked=asked, told=told, stop=stop)
@@ -211,12 +218,19 @@ class _Runs:
                 decoder = run(runs.decode, **again, pool=pool, asked=asked, told=told, has_window=True)
                 decoded = decoder.result()
                 decoder.stop()
-                replies += [decoded[at : at + NUM_PROMPTS] for at in range(0, len(decoded), NUM_PROMPTS)]
+                replies += [decoded[at : at + num_prompts] for at in range(0, len(decoded), num_prompts)]
         stop.set()
         moves = rollout.result()
         prefiller.result()
         answers = _pairs(replies, stock.result()) + _pairs(moves.replies, rollout_stock.result())
         return answers, moves.num_moves
+
+    def _clear_prompts(self, run: Callable[..., Any], *, prompts: Any, **given: Any) -> list[Any]:
+        margins = run(self._tests["engine_runs"].stock_margins, prompts=prompts, **given).result()
+        clear = [prompt for prompt, nats in zip(prompts, margins, strict=True) if nats >= CLEAR_MARGIN]
+        if len(clear) < len(prompts):
+            print(f"left out: prompts with margins of {[nats for nats in margins if nats < CLEAR_MARGIN]}")
+        return clear
 
     def _model(self, name: str, make: str, **how: Any) -> Path:
         folder: Path = getattr(self._tests["tiny_models"], make)(self._folder / f"model-{name}", **how)

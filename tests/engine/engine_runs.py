@@ -31,6 +31,25 @@ def stock_answers(
     return [reply.tokens for batch in batches for reply in batch]
 
 
+def stock_margins(model: Path, prompts: Prompts, max_tokens: int, **args: Any) -> list[float]:
+    """Returns for each prompt by how many nats the tokens of stock's answer are likelier than the next likely
+    ones, at the least. Near 0, rounding decides which token is the greedy one, and it changes with the
+    batch."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2
+    )
+    margins = []
+    for answer in make_engine(model, None, **args).generate(asked, params, use_tqdm=False):
+        tokens = answer.outputs[0].logprobs
+        two = [sorted((token.logprob for token in each.values()), reverse=True)[:2] for each in tokens]
+        margins.append(min(first - second for first, second in two))
+    return margins
+
+
 def _batches(prompts: Prompts, num_at_once: int) -> list[Prompts]:
     return [prompts[start : start + num_at_once] for start in range(0, len(prompts), num_at_once)]
 
