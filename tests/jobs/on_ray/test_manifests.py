@@ -35,10 +35,19 @@ def test_kuberays_workers_hold_the_nodes_of_its_cluster_file() -> None:
     content = yaml.safe_load(kinds["ConfigMap"]["data"]["cluster.yaml"])
     spec = parse_config(content, ServeSpec, "kuberay.yaml").ray
     assert spec is not None
-    workers = kinds["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    workers = kinds["RayCluster"]["spec"]["workerGroupSpecs"]
     nodes = [node for each in workers for node in each["replicas"] * [ray_node(each)]]
     replicas = {each["groupName"]: each["replicas"] for each in workers}
     assert held(spec, nodes) == {kind: replicas[kind] for kind in Phase}
+
+
+def test_kuberays_head_keeps_its_state_where_its_scheduler_keeps_the_jobs() -> None:
+    kinds = {each["kind"]: each for each in yaml.safe_load_all((EXAMPLES / "kuberay.yaml").read_text())}
+    [scheduler] = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    address = kinds["RayCluster"]["spec"]["gcsFaultToleranceOptions"]["redisAddress"]
+    channel = next(each["value"] for each in scheduler["env"] if each["name"] == "ROSE_CHANNEL")
+    assert address in channel
+    assert f"{kinds['RayCluster']['metadata']['name']}-head-svc:6379" in scheduler["args"][0]
 
 
 def ray_node(worker: dict[str, Any]) -> dict[str, float]:
