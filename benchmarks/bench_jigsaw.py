@@ -61,13 +61,14 @@ POOLS = (2, 3, 4, 5, 6)
 GPU = ModelledGpu()
 PARTS = ("simulated", "decision", "real")
 PAIRS = {
-    "complementary": (),
+    "complementary": ("--width", "256", "--layers", "4"),
     "saturating": (
         *("--max-tokens", "8", "--samples", "256", "--microbatch", "256"),
         *("--epochs", "12", "--decode-threads", "2"),
     ),
 }
-"""Options of the pipelines. Decoding a few samples is one core's work; a long training is all cores'."""
+"""Options of the pipelines. Decoding a few samples is one core's work; a long training is all cores'. An
+iteration takes about a second, so that the scheduler, which runs on the same cores, takes little of it."""
 ITERATIONS = 16
 
 
@@ -153,10 +154,10 @@ def _num_different(one: MeasuredPair, two: MeasuredPair) -> int:
 
 def _decode_threads(iterations: int) -> float:
     """The serial seconds of rollouts on all cores' threads over those on one; training is a single step."""
-    training = ("--microbatch", "1", "--train-samples", "1")
+    options = (*PAIRS["complementary"], "--microbatch", "1", "--train-samples", "1")
     cores = len(os.sched_getaffinity(0))
     many, one = (
-        run_pair(("--decode-threads", str(threads), *training), iterations, "--serial").elapsed_s
+        run_pair((*options, "--decode-threads", str(threads)), iterations, "--serial").elapsed_s
         for threads in (cores, 1)
     )
     return many / one
