@@ -64,11 +64,12 @@ LEARNING_RATE = 1e-3
 PUBLISH_S = 15.0
 GIVE_WAY_MS = 5.0
 NUM_EVALUATED = 32
+WINDOW_S = 15.0
 TRAINING_S = 1800.0
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    num_steps, rounds, window_s = (200, 1, 15.0) if args.quick else (1000, 4, 40.0)
+    num_steps, rounds = (200, 1) if args.quick else (1000, 6)
     with Rig() as rig:
         bench = _Bench(rig, args, num_steps)
         alone = bench.train_alone()
@@ -78,7 +79,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         steps: list[list[dict[str, float]]] = []
         for index in range(rounds):
             for is_training in random.Random(args.seed + index).sample((True, False), 2):
-                window = bench.window(index, window_s, is_training=is_training)
+                window = bench.window(index, WINDOW_S, is_training=is_training)
                 windows[is_training].append(window)
                 if is_training:
                     steps.append(bench.steps_in(window))
