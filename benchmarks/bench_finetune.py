@@ -69,7 +69,7 @@ TRAINING_S = 1800.0
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:
-    num_steps, rounds = (200, 1) if args.quick else (1000, 6)
+    num_steps, rounds = (200, 1) if args.quick else (1500, 6)
     with Rig() as rig:
         bench = _Bench(rig, args, num_steps)
         alone = bench.train_alone()
