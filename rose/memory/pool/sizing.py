@@ -97,9 +97,9 @@ class OpenSize:
             if not models or len(known) < len(models):
                 unknown = [model for model, one in zip(models, needs, strict=True) if one is None]
                 raise ConfigError(
-                    f"--num-slabs is missing, and the models that the pool must leave memory to are unknown "
-                    f"({', '.join(unknown) or 'none is given'}): set --num-slabs, or --model to the "
-                    f"directory of each model"
+                    f"--num-slabs is missing, and can't be chosen, because the sizes of the models that will "
+                    f"share the pool are unknown ({', '.join(unknown) or 'no --model is given'}): set "
+                    f"--num-slabs, or --model to the directory of each model"
                 )
             num_slabs = self._num_slabs(slab_bytes, known)
         headroom = self.headroom_slabs
