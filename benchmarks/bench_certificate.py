@@ -30,7 +30,7 @@ from lib.harness import median_figure, run_benchmark
 from sim.group.fifo import longest_iteration_s
 from sim.group.scenario import group_of, joined, random_group, random_order, tightened
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, install_hint
 from rose.measure.figures import Figure
 from rose.scheduler.group.certificate import certify, limit_s
 from rose.scheduler.group.cycle import round_robin_s
@@ -98,7 +98,7 @@ def _is_broken(seed: int) -> bool:
 
 def _exact(args: argparse.Namespace) -> list[Figure]:
     if importlib.util.find_spec("ortools") is None:
-        print("best_order: not measured, it needs ortools: pip install 'vllm-rose[cluster]'", file=sys.stderr)
+        print(f"best_order: not measured, it needs ortools; {install_hint('cluster')}", file=sys.stderr)
         return [Figure(name="best_order[multi-node]", value=None, unit="share", kind="simulated")]
     figures = []
     for case, is_single in (("multi-node", False), ("single-node", True)):

@@ -1,4 +1,4 @@
-"""The main job as a benchmark: runs the demo and writes its figures.
+"""The demo as a benchmark: runs it and writes its figures.
 
 Claim: rollouts run in a serving engine's slack within its SLOs, with unchanged greedy output and
 bit-exact weights, at 0.6 or more of the rollout engine's throughput alone.

@@ -1,7 +1,7 @@
 """`rose doctor`: what is installed on this machine, what each part enables, and how to get what is missing.
 
 The checks are independent, so that one broken part can't hide the others. The exit status is 0 exactly when
-the main job (`rose demo`) can run. Nothing is installed or changed.
+`rose demo` can run. Nothing is installed or changed.
 """
 
 import importlib
@@ -44,13 +44,13 @@ class Finding:
     enables: str
     fix: str = ""
     is_required: bool = False
-    """Whether the main job needs it."""
+    """Whether `rose demo` needs it."""
     is_optional: bool = False
     """Whether only some users need it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings; returns 1 if something that the main job needs is missing."""
+    """Prints the findings; returns 1 if something that `rose demo` needs is missing."""
     arguments = _parser().parse_args(list(argv))
     findings = examine()
     can_run = all(finding.is_ok for finding in findings if finding.is_required)
@@ -140,7 +140,7 @@ def _torch() -> Finding:
         is_ok=version is not None,
         detail=version or "not installed",
         enables="engines and the trainer",
-        fix="comes with vllm-rose[cpu] or vllm-rose[cuda]",
+        fix=f"comes with vLLM; {install_hint('cpu', 'cuda')}",
         is_required=True,
     )
 
@@ -153,7 +153,7 @@ def _gpu() -> Finding:
         is_ok=is_there,
         detail=f"{GPU_DRIVER.read_text().splitlines()[0]}; {len(gpus)} GPUs" if is_there else "none",
         enables="engines on GPUs (without one they run on the CPU)",
-        fix="install NVIDIA's driver and vllm-rose[cuda]",
+        fix=f"only for GPUs: install NVIDIA's driver; {install_hint('cuda')}",
         is_optional=True,
     )
 
@@ -255,9 +255,9 @@ def _print(findings: Sequence[Finding], can_run: bool) -> None:
     console.print(table)
     for finding in findings:
         if not finding.is_ok:
-            # Not through rich's markup, which would swallow the brackets of vllm-rose[cpu].
+            # Not through rich's markup, which would swallow the brackets of '.[cpu]'.
             console.print(f"{finding.name}: {finding.fix}", markup=False, soft_wrap=True)
-    verdict = "The main job can run: rose demo" if can_run else "The main job can't run: fix what is MISSING."
+    verdict = "The demo can run: rose demo" if can_run else "The demo can't run: fix what is MISSING."
     console.print(verdict, style="green" if can_run else "red")
 
 

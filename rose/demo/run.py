@@ -1,4 +1,4 @@
-"""`rose demo`: the main job, end to end, on one machine without a GPU.
+"""`rose demo`: the whole system, end to end, on one machine without a GPU.
 
 Owns the order of things: start everything, measure the baselines and ROSE, train through the whole loop,
 compare with stock vLLM, report. Promises that every process it started is stopped, also on Ctrl-C and on an

@@ -62,8 +62,8 @@ class EngineSettings(BaseModel):
     chunk_tokens: int = Field(default=512, gt=0, le=512)
     """The most tokens of a rollout step, 512 at most."""
     stall_s: float = Field(default=2.0, gt=0)
-    """How long a rollout request may hold a place while no step runs, or while memory refuses it, before it
-    ends as stalled."""
+    """How long a rollout request may hold a place while no rollout step runs, or while serving has the memory
+    that it needs, before it ends as a stall."""
     lease_s: float = Field(default=10.0, gt=0)
     """How long an idle rollout slab keeps its prefix cache."""
     high_watermark: float = Field(default=0.5, gt=0, le=1)
@@ -71,12 +71,13 @@ class EngineSettings(BaseModel):
     takes_weights: bool = False
     """Whether a serving engine takes new weights while it runs, as a rollout engine always does."""
     has_subscriber: bool = False
-    """Whether a subscriber beside the engine gives it the weights of runs. Until it has, base weights answer
-    no job of a declared run that may have published others."""
+    """Whether a subscriber beside the engine brings it new weights; rose serve and rose node set this. Until
+    it has, the engine gets no turns of a job whose run may have published weights."""
     insecure: bool = False
     """Whether the engine may listen beyond this machine without keys."""
     poison_slabs: bool = False
-    """Fills a slab with NaN before it leaves, to make a later read of it visible. Costs 70 us per 2 MiB."""
+    """For tests: fills a slab with NaN before it leaves, to make a later read of it visible. Costs 70 us
+    per 2 MiB."""
     serving_window_s: float = Field(default=30.0, gt=0)
     """Window of serving's recent peak usage, which rollout budgets leave to it."""
     floor_slabs: int | None = Field(default=None, ge=0)

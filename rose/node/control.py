@@ -110,7 +110,8 @@ class EngineControl:
             headers = {} if path.startswith("/rose/") else self._worker_headers
             answer = self._client.request(method, path, json=body, timeout=timeout_s, headers=headers)
         except httpx.HTTPError as error:
-            raise WorkerError(f"{self.url}{path}: {error!r}") from error
+            why = str(error) or type(error).__name__
+            raise WorkerError(f"{self.url}{path}: no answer ({why}); is an engine running there?") from error
         if answer.is_error:
             raise WorkerError(f"{self.url}{path}: {answer.status_code} {answer.text[:300]}")
         return answer.json()

@@ -1,4 +1,4 @@
-"""The files that users write about pools and jobs: JOB.yaml and CLUSTER.yaml.
+"""The files that users write about jobs: JOB.yaml, and JOBS.yaml with several jobs and the pools for them.
 
 A file that parses gives jobs that each fit the pools' nodes alone. Every error names the job, the constraint
 and the numbers.
@@ -14,7 +14,7 @@ from rose.errors import ConfigError
 from rose.scheduler.cluster.pools import GPUS_PER_NODE, H20, H800, HOST_BYTES, Pool, Pools
 from rose.scheduler.group.model import Job, Phase, SloKind
 
-CLUSTER_EXAMPLE = """\
+JOBS_EXAMPLE = """\
 pools:
   rollout: {name: h20, dollars_per_gpu_hour: 1.85, host_gb: 2000, num_nodes: 40}
   train: {name: h800, dollars_per_gpu_hour: 5.28, host_gb: 2000, num_nodes: 20}
@@ -302,7 +302,7 @@ class PoolsSpec(Section):
 
 
 class ClusterSpec(Section):
-    """CLUSTER.yaml: pools, and jobs in the order in which they come."""
+    """JOBS.yaml: pools, and jobs in the order in which they come."""
 
     pools: PoolsSpec = PoolsSpec()
     jobs: tuple[JobSpec, ...] = ()

@@ -143,7 +143,7 @@ class Player:
         return self._policy.decide((self._runs[0].upcoming(worker), self._runs[1].upcoming(worker)), first)
 
     def _rate(self, worker: int, index: int) -> float:
-        """How fast a pipeline's head goes on on a worker; 0 if it pauses, or waits at a barrier."""
+        """How fast a pipeline's head continues on a worker; 0 if it pauses, or waits at a barrier."""
         heads, action = self._heads(worker), self._actions[worker]
         head, share = heads[index], action.shares[index]
         if head is None or head.kind is SubStageKind.TOOL:

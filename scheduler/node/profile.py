@@ -52,7 +52,7 @@ def read_profile(path: Path, hardware: str | None = None) -> NodeProfile:
     try:
         profile = _FILE.validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: can't be read ({error.strerror}); check the path") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -369,4 +369,7 @@ def _first_problem(error: ValidationError) -> str:
         kind = WorkerSpec if is_worker else kinds.get(str(first["loc"][0]), RouterConfig)
         known = RouterConfig.model_fields if len(first["loc"]) == 1 and not is_worker else kind.model_fields
         return f"{key}: unknown key; known: {', '.join(known)}"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+    message, value = first["msg"].removeprefix("Value error, "), repr(first["input"])
+    if not key or value in message:
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message} (got {value})"

@@ -170,7 +170,7 @@ def _decisions(case: _Case, result: PairResult | None, worker: int) -> Iterator[
 def _decision(case: _Case, event: PlayerEvent) -> str:
     if event.merged is not None:
         return (
-            f"the tail of {case.names[event.merged]} goes on on worker {event.worker} alone: "
+            f"the tail of {case.names[event.merged]} continues on worker {event.worker} alone: "
             f"saves {event.gain_s:.1f} s"
         )
     assert event.action is not None

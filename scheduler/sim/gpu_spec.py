@@ -101,7 +101,7 @@ def load_iteration(spec: PipelineSpec, path: Path) -> Iteration:
             with log_path.open(errors="replace") as lines:
                 logs.append(read_steps(lines))
         except OSError as error:
-            raise ConfigError(f"{log_path}: {error.strerror}") from error
+            raise ConfigError(f"{log_path}: can't be read ({error.strerror}); check the path") from error
         if not any(steps.seconds for steps in logs[-1]):
             raise ConfigError(
                 f"{log_path}: no steps of a rollout; start the engine with --enable-logging-iteration-details"

@@ -1,6 +1,6 @@
 """`--level group`: the order of each group, its promise to each job, and a simulation of it.
 
-A policy forms the groups from a CLUSTER.yaml. `explain` names the bottleneck of each group's cycle.
+A policy forms the groups from a JOBS.yaml. `explain` names the bottleneck of each group's cycle.
 `simulate` plays passes with phases that are shorter than the worst case. Never runs a real job.
 """
 
@@ -143,7 +143,7 @@ def _groups(arguments: argparse.Namespace) -> list[Group]:
 
 def _parser(command: str, description: str) -> CommandParser:
     name = f"rose sched {command} --level group"
-    parser = CommandParser(name, description, f"{name} cluster.yaml")
+    parser = CommandParser(name, description, f"{name} jobs.yaml")
     add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

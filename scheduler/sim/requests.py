@@ -38,7 +38,7 @@ def load_trace(path: Path) -> list[TraceRow]:
                 first_s = at_s if first_s is None else first_s
                 rows.append(TraceRow(arrival_s=at_s - first_s, prompt_tokens=prompt, output_tokens=output))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: can't be read ({error.strerror}); check the path") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: not a CSV file ({error})") from error
     if not rows:

@@ -63,12 +63,13 @@ def read_trace(path: Path) -> list[Arrival]:
             wanted = {"arrival_s", "duration_s"}
             if missing := wanted - set(reader.fieldnames or ()):
                 raise ConfigError(
-                    f"{path}: no column {', '.join(sorted(missing))}; want arrival_s,duration_s,num_gpus"
+                    f"{path}: no column {', '.join(sorted(missing))}; a trace has arrival_s, duration_s and, "
+                    "if wanted, priority and team"
                 )
             for row in reader:
                 arrivals.append(_arrival(path, reader.line_num, row))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: can't be read ({error.strerror}); check the path") from error
     if not arrivals:
         raise ConfigError(f"{path}: no jobs")
     return sorted(arrivals, key=lambda arrival: arrival.arrival_s)

@@ -24,7 +24,7 @@ def why_no_redis(binary: str = "redis-server") -> str | None:
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:
-        return "needs the extra: vllm-rose[redis]"
+        return "needs the extra `redis`"
     return None
 
 

@@ -97,9 +97,9 @@ class OpenSize:
             if not models or len(known) < len(models):
                 unknown = [model for model, one in zip(models, needs, strict=True) if one is None]
                 raise ConfigError(
-                    f"--num-slabs is missing, and the models that the pool must leave memory to are unknown "
-                    f"({', '.join(unknown) or 'none is given'}): set --num-slabs, or --model to the "
-                    f"directory of each model"
+                    f"--num-slabs is missing, and can't be chosen, because the sizes of the models that will "
+                    f"share the pool are unknown ({', '.join(unknown) or 'no --model is given'}): set "
+                    f"--num-slabs, or --model to the directory of each model"
                 )
             num_slabs = self._num_slabs(slab_bytes, known)
         headroom = self.headroom_slabs
@@ -133,9 +133,9 @@ class OpenSize:
         num_slabs = int(_MEMORY_SHARE[self.backend] * (free_bytes - taken)) // slab_bytes
         if num_slabs < _FEWEST_SLABS:
             raise ConfigError(
-                f"--num-slabs is missing, and {free_bytes / 1e9:.1f} GB are free for each rank, of which the "
-                f"models need {taken / 1e9:.1f}: that leaves too little for slabs of {slab_bytes / 1e6:.1f} "
-                f"MB: use smaller models or more ranks, or set --num-slabs"
+                f"--num-slabs is missing, and can't be chosen: each rank has {free_bytes / 1e9:.1f} GB free, "
+                f"the engines need {taken / 1e9:.1f} GB, and too little is left for slabs of "
+                f"{slab_bytes / 1e6:.1f} MB; use smaller models or more ranks, or set --num-slabs"
             )
         return min(num_slabs, MAX_SLABS)
 

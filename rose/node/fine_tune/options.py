@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from rose.config import Section, parse_config
-from rose.errors import ConfigError
+from rose.errors import ConfigError, install_hint
 from rose.host_memory import available_bytes
 from rose.memory.pool.sizing import model_folder
 from rose.node.fine_tune.examples import Preference, read_examples, read_prompts
@@ -204,9 +204,7 @@ def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
     needed = (*_PACKAGES, *(_TRL_PACKAGES if needs_trl else ()))
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"--fine-tune: {', '.join(missing)} not installed; run: pip install 'vllm-rose[train]'"
-        )
+        raise ConfigError(f"--fine-tune needs {', '.join(missing)}, not installed; {install_hint('train')}")
     if options.log is not None:
         check_log(options.log)
     if options.output is not None:

@@ -5,6 +5,7 @@ Every group's verdict comes from the checks that decide.
 """
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rose.scheduler.cluster.choice import MULTI_RATE, POLICIES
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.policies import explain
 from rose.scheduler.cluster.right_sizing import fewest_certified
-from rose.scheduler.cluster.spec import ClusterSpec
+from rose.scheduler.cluster.spec import JOBS_EXAMPLE, ClusterSpec
 from rose.scheduler.group.cycle import promised_s
 from rose.scheduler.group.model import Job
 from rose.scheduler.runtime.command.connection import add_channel_flag
@@ -31,14 +32,15 @@ def main(argv: Sequence[str]) -> int:
         "Says why a running job runs where it runs, or where a job of a file would go.\n\n"
         "--level group explains the orders of a file's groups, --level node the first decisions on nodes, "
         "and --level gpu the plan of two pipelines. `rose sched explain --level gpu --help` shows its "
-        "options.",
+        "options.\n\n"
+        f"a complete JOBS.yaml:\n{textwrap.indent(JOBS_EXAMPLE, '  ')}",
         "rose sched explain --job math-7b",
     )
     parser.add_argument(
         "cluster",
         nargs="?",
         type=Path,
-        metavar="CLUSTER.yaml",
+        metavar="JOBS.yaml",
         help="a file whose jobs are placed in their order (default: ask the running scheduler)",
     )
     parser.add_argument(
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(list(argv))
     if arguments.cluster is None:
         if arguments.job is None:
-            parser.error("name a running job with --job, or give a CLUSTER.yaml")
+            parser.error("name a running job with --job, or give a JOBS.yaml")
         return explain_running(arguments.job, arguments.channel, as_json=arguments.json)
     spec = load_yaml(arguments.cluster, ClusterSpec)
     jobs = spec.to_jobs()

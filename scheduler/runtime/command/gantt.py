@@ -1,4 +1,4 @@
-"""`rose sched gantt CLUSTER.yaml`: draws when each job runs on which node, as text or as a picture.
+"""`rose sched gantt JOBS.yaml`: draws when each job runs on which node, as text or as a picture.
 
 It shows the timetable that certifies each group, at worst-case times, and not what really ran.
 """
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         "rose sched gantt",
         "Places the jobs of a file in order, and draws when each runs where, at worst-case times.",
-        "rose sched gantt cluster.yaml -o groups.png",
+        "rose sched gantt jobs.yaml -o groups.png",
     )
     add_cluster(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="PNG", help="draw a picture instead of text")
@@ -46,8 +46,8 @@ def add_cluster(parser: CommandParser) -> None:
     parser.add_argument(
         "cluster",
         type=Path,
-        metavar="CLUSTER.yaml",
-        help="a file with pools and jobs, as for rose sched explain",
+        metavar="JOBS.yaml",
+        help="a file with pools and jobs, as rose sched explain --help shows it",
     )
     parser.add_argument(
         "--policy",

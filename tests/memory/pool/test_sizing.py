@@ -145,9 +145,11 @@ def test_what_cannot_be_chosen_is_refused_with_the_fix(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "available_bytes", lambda: 3 * GIB)
-    with pytest.raises(ConfigError, match=r"3\.2 GB are free .* models need 2\.1: .* or set --num-slabs"):
+    with pytest.raises(ConfigError, match=r"3\.2 GB free, the engines need 2\.1 GB.* or set --num-slabs"):
         OpenSize().completed([model])
-    with pytest.raises(ConfigError, match=r"--num-slabs is missing, .*\(none is given\): set --num-slabs"):
+    with pytest.raises(
+        ConfigError, match=r"--num-slabs is missing, .*\(no --model is given\): set --num-slabs"
+    ):
         OpenSize().completed([])
     with pytest.raises(ConfigError, match=r"are unknown \(nobody/has-this\)"):
         OpenSize().completed([model, "nobody/has-this"])

@@ -8,12 +8,12 @@ import yaml
 from rose.cli import main
 from rose.config import load_yaml, parse_config
 from rose.errors import ConfigError
-from rose.scheduler.cluster.spec import CLUSTER_EXAMPLE, ClusterSpec
+from rose.scheduler.cluster.spec import JOBS_EXAMPLE, ClusterSpec
 from rose.scheduler.runtime.job.spec import ServeSpec
 
 
 def example(**changes: Any) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(CLUSTER_EXAMPLE)
+    content: dict[str, Any] = yaml.safe_load(JOBS_EXAMPLE)
     content["jobs"][0] |= changes
     return content
 

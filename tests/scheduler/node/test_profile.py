@@ -66,5 +66,5 @@ def test_a_profile_with_negative_bytes_is_refused(tmp_path: Path, name: str) -> 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.json: No such file"):
+    with pytest.raises(ConfigError, match=r"none.json: can't be read \(No such file"):
         read_profile(tmp_path / "none.json")

@@ -207,8 +207,8 @@ def test_an_slo_that_no_node_can_keep_holds_no_training_back(capsys: pytest.Capt
         (["--slo-s", "-1"], "--slo-s -1.0: an SLO must be above 0 s"),
         (["--gpus", "1"], "has 2 stages and a node has 1 GPUs"),
         (["--hardware", "H800"], "--hardware H800: the published times are of A100, from LeMix Table II"),
-        (["--profile", "/nowhere.json"], "/nowhere.json: No such file"),
-        (["--trace", "/nowhere.csv"], "/nowhere.csv: No such file"),
+        (["--profile", "/nowhere.json"], "/nowhere.json: can't be read (No such file"),
+        (["--trace", "/nowhere.csv"], "/nowhere.csv: can't be read (No such file"),
     ],
 )
 def test_wrong_input_is_named(argv: list[str], message: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rose import _delta
+from rose.errors import install_hint
 from rose.transfer.format.device.kernels import WIDTHS, DeviceKernels, device_kernels
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ def device_deltas(device: Any) -> "DeviceDeltas | None":
         kernels = device_kernels(device.index if device.index is not None else 0)
     except ImportError as error:
         logger.info(
-            "codec=processor: weights are on %s, but cuda-python is missing (install vllm-rose[cuda]): %s",
-            *(device, error),
+            "codec=processor: weights are on %s, but cuda-python is missing (%s); %s",
+            *(device, error, install_hint("cuda")),
         )
         return None
     except RuntimeError as error:
