@@ -27,8 +27,8 @@ _DEFAULT = "bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class PublishedDtypes:
-    """most: the dtype, by torch's name, that floats are cast to. kept: the names of those that stay
-    float32."""
+    """most: the dtype, by torch's name, that floats are cast to. kept: the names of those that stay float32,
+    because the checkpoint has them in no less."""
 
     most: str = _DEFAULT
     kept: frozenset[str] = frozenset()
@@ -37,8 +37,8 @@ class PublishedDtypes:
     def of_checkpoint(cls, checkpoint: str | Path | None) -> "PublishedDtypes | None":
         """Reads a folder, or a model of Hugging Face's hub that was downloaded before.
 
-        Returns None if it has no files, or only floats of four bytes. Raises: FrameError on a damaged file,
-        OSError on one that can't be read.
+        Returns None if it has no files, or only wider floats. Raises: FrameError on a damaged file, OSError
+        on one that can't be read.
         """
         folder = _folder(checkpoint)
         tensors = read_dtypes(folder) if folder is not None else {}
@@ -48,7 +48,9 @@ class PublishedDtypes:
         if not num_bytes.keys() & _NARROW.keys():
             return None
         most = max(_NARROW, key=lambda dtype: num_bytes[dtype])
-        return cls(_NARROW[most], frozenset(name for name, (dtype, _) in tensors.items() if dtype == "F32"))
+        return cls(
+            _NARROW[most], frozenset(name for name, (dtype, _) in tensors.items() if dtype in ("F32", "F64"))
+        )
 
     @classmethod
     def find(cls, checkpoint: str | Path | None, origin: str | Path | None) -> "PublishedDtypes | None":
