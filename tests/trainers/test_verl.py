@@ -156,6 +156,14 @@ async def test_what_verls_checkpoint_has_in_float32_is_published_in_float32(tmp_
     relay.stop()
 
 
+@pytest.mark.parametrize("key", ["checkpoint", "quantized_like"])
+def test_a_checkpoint_folder_that_is_not_there_is_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=f"checkpoint {tmp_path}/none: this machine has no such folder; give"
+    ):
+        verl_rollout(relay_url="embedded://127.0.0.1:1", **{key: str(tmp_path / "none")})
+
+
 def test_ranks_without_the_checkpoint_publish_in_the_dtypes_that_rank_0_has_read(tmp_path: Path) -> None:
     """Rank 1 publishes the tensor that is float32 in the checkpoint."""
     weights = {"a": torch.ones(4, 4).bfloat16(), "decay": torch.ones(4)}

@@ -149,10 +149,32 @@ def test_a_dtype_that_is_asked_for_is_that_of_all_floats(checkpoint: Path, publi
 
 
 def test_a_checkpoint_that_is_not_on_this_machine_leaves_the_choice_to_the_trainers_floats(
-    published: Any,
+    published: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     weights = {"weight": torch.randn(8, 4).bfloat16(), "decay": torch.randn(8)}
     assert_equal(published(weights, checkpoint="nobody/has-this-model"), weights)
+    assert sum("nobody/has-this-model" in each.message for each in caplog.records) == 1
+
+
+def test_a_checkpoint_folder_that_is_not_there_is_refused(published: Any, tmp_path: Path) -> None:
+    weights = {"weight": torch.randn(8, 4)}
+    (tmp_path / "file").touch()
+    wrongs = [
+        tmp_path / "none",
+        Path("none"),
+        str(tmp_path / "none"),
+        "./none",
+        "~/none",
+        "a/b/none",
+        "none/",
+    ]
+    for wrong in [*wrongs, tmp_path / "file"]:
+        for dtype in ("auto", "bfloat16"):
+            with pytest.raises(
+                ValueError, match=f"checkpoint {wrong}: this machine has no such folder; give"
+            ):
+                published(weights, checkpoint=wrong, dtype=dtype)
 
 
 def test_tensors_of_a_checkpoint_that_are_never_published_may_have_any_dtype(
