@@ -161,7 +161,7 @@ def test_a_checkpoint_folder_that_is_not_there_is_refused(key: str, tmp_path: Pa
     with pytest.raises(
         ValueError, match=f"checkpoint {tmp_path}/none: this machine has no such folder; give"
     ):
-        verl_rollout(relay_url="embedded://127.0.0.1:1", **{key: str(tmp_path / "none")})
+        verl_rollout(None, relay_url="embedded://127.0.0.1:1", **{key: str(tmp_path / "none")})
 
 
 def test_ranks_without_the_checkpoint_publish_in_the_dtypes_that_rank_0_has_read(tmp_path: Path) -> None:

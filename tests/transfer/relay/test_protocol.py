@@ -100,8 +100,8 @@ def test_objects_that_are_larger_than_the_clients_memory_together_are_read_one_a
     while names:
         came = relay.get_several(names)
         assert len(came) == (min(2, len(names)) if relay.batch_bytes > 0 else 1)
-        for data in came:
-            assert data == objects[names.pop(0)]
+        assert came == [objects[name] for name in names[: len(came)]]
+        del names[: len(came)]
 
 
 def test_of_several_objects_those_are_put_for_which_a_relay_has_room(relay: Relay) -> None:
