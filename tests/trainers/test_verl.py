@@ -89,7 +89,7 @@ def test_verls_manager_gives_its_loops_the_routers_client() -> None:
     assert isinstance(manager.llm_client, RouterLLMClient)
 
 
-def verl_rollout(checkpoint: Path | None = None, **weights: Any) -> Any:
+def verl_rollout(checkpoint: Path | None = None, /, **weights: Any) -> Any:
     from rose.trainers.verl import RelayRollout
 
     config = SimpleNamespace(custom={"rose": {"router_url": "http://127.0.0.1:1", "weights": weights}})
