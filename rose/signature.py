@@ -15,6 +15,7 @@ from base64 import b64decode, b64encode
 from typing import Any
 
 from rose.errors import ConfigError, RelayError
+from rose.types import BytesLike
 
 ANNOUNCED = "announced version"
 """In place of an object's key, for the version that a trainer announces to a router."""
@@ -71,7 +72,7 @@ def body_of(data: bytes) -> bytes:
     return data.partition(b"\n")[2] if data.startswith(_PREFIX) else data
 
 
-def frame_digest(frame: bytes) -> str:
+def frame_digest(frame: BytesLike) -> str:
     """Returns the digest of a frame, as a signed manifest has it."""
     return hashlib.sha256(frame).hexdigest()
 

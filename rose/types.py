@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+BytesLike = bytes | memoryview
+"""Bytes, or a view of bytes in memory that belongs to somebody else."""
+
 
 class Role(StrEnum):
     """What an engine on a shared GPU is for."""

@@ -26,7 +26,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 
 from rose.trainers.publishing import ACK_TIMEOUT_S, publish_and_wait
 from rose.trainers.turns import RouterTurns
-from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
+from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes, require_checkpoint
 from rose.transfer.publish.publisher import WeightPublisher
 
 _KEY = "actor_rollout_ref.rollout.custom.rose"
@@ -123,6 +123,9 @@ class RelayRollout(BaseRollout):
         # The copies of the first step are kept, so their types are chosen before a publisher is made.
         like = given.get("quantized_like", given.pop("checkpoint", None))
         is_read = self._dtype == AUTO
+        torch_ranks = torch.distributed
+        if like is not None and not (torch_ranks.is_initialized() and torch_ranks.get_rank() > 0):
+            require_checkpoint(like)
         found = PublishedDtypes.find(like, self.model_config.local_path) if is_read else None
         self._dtypes = found if found is not None else PublishedDtypes()
         self._relay = given

@@ -89,7 +89,7 @@ def test_verls_manager_gives_its_loops_the_routers_client() -> None:
     assert isinstance(manager.llm_client, RouterLLMClient)
 
 
-def verl_rollout(checkpoint: Path | None = None, **weights: Any) -> Any:
+def verl_rollout(checkpoint: Path | None = None, /, **weights: Any) -> Any:
     from rose.trainers.verl import RelayRollout
 
     config = SimpleNamespace(custom={"rose": {"router_url": "http://127.0.0.1:1", "weights": weights}})
@@ -154,6 +154,14 @@ async def test_what_verls_checkpoint_has_in_float32_is_published_in_float32(tmp_
         assert sorted(spec.dtype for spec in rollout._publisher.layout.tensors) == sorted(expected)
         rollout._publisher.close()
     relay.stop()
+
+
+@pytest.mark.parametrize("key", ["checkpoint", "quantized_like"])
+def test_a_checkpoint_folder_that_is_not_there_is_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=f"checkpoint {tmp_path}/none: this machine has no such folder; give"
+    ):
+        verl_rollout(None, relay_url="embedded://127.0.0.1:1", **{key: str(tmp_path / "none")})
 
 
 def test_ranks_without_the_checkpoint_publish_in_the_dtypes_that_rank_0_has_read(tmp_path: Path) -> None:

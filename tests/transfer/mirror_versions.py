@@ -117,7 +117,7 @@ class Versions:
 
 def fetch_from(manifest: Manifest, frames: Sequence[bytes]) -> Fetch:
     by_key = {entry.key: frame for entry, frame in zip(manifest.buckets, frames, strict=True)}
-    return lambda entry: by_key[entry.key]
+    return lambda entries: iter([by_key[entry.key] for entry in entries])
 
 
 def apply_delta(mirror: WeightMirror, manifest: Manifest, frames: Sequence[bytes]) -> None:

@@ -9,7 +9,8 @@ writes does no harm. Never talks to a worker, never sleeps except in wait().
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rose.errors import ConfigError, FrameError, RelayError
@@ -29,6 +30,7 @@ from rose.transfer.format.manifest import (
     unpack_body,
 )
 from rose.transfer.relay.protocol import Relay
+from rose.types import BytesLike
 
 logger = logging.getLogger(__name__)
 
@@ -192,26 +194,29 @@ class Follower:
         planes = self.mirror.planes
         if planes is None or self._unreadable == (run_id, coming):
             return False
+        missing = planes.held - self.mirror.buckets_ahead
+        wanted = {key: bucket for key in names if (bucket := keys.bucket_of(key)) in missing}
         found = False
-        for key in names:
-            bucket = keys.bucket_of(key)
-            if bucket not in planes.held or bucket in self.mirror.buckets_ahead:
-                continue
-            data = self._relay.get(key)
-            if data is None:
-                continue  # the attempt failed and its frames were removed
-            self.fetched_bytes += len(data)
+        frames = self._fetched(list(wanted))
+        for key, bucket in wanted.items():
             try:
-                self.mirror.read_ahead(data, bucket)
+                found = self._read_frame(bucket, next(frames)) or found
             except FrameError as error:
                 # The manifest will tell whether the frame belongs to the version.
                 logger.warning("stops reading ahead at a bad frame: key=%s error=%s", key, error)
                 self._unreadable = (run_id, coming)
                 return False
-            if self._verifier is not None:
-                self._digests_ahead[bucket] = frame_digest(data)
-            found = True
         return found
+
+    def _read_frame(self, bucket: int, data: BytesLike | None) -> bool:
+        """Returns whether the frame is there. Raises: FrameError."""
+        if data is None:
+            return False  # the attempt failed and its frames were removed
+        self.fetched_bytes += len(data)
+        self.mirror.read_ahead(data, bucket)
+        if self._verifier is not None:
+            self._digests_ahead[bucket] = frame_digest(data)
+        return True
 
     def _current_run(self) -> str | None:
         if self._choice is None:
@@ -265,7 +270,7 @@ class Follower:
     def _apply_delta(self, run_id: str, number: int) -> None:
         manifest = self._body(keys.manifest_key(run_id, number, number - 1), Manifest)
         self._forget_unsigned(manifest)
-        self.mirror.apply_delta(manifest, self._frame)
+        self.mirror.apply_delta(manifest, self._frames)
 
     def _start_of_walk(self, run_id: str, head: Head) -> int:
         """Returns the version from which deltas lead to HEAD: the mirror's own, or the snapshot, which it
@@ -299,7 +304,7 @@ class Follower:
                 return
             except (FrameError, OSError) as error:
                 logger.info("base checkpoint is not snapshot %s/%s: %s", run_id, number, error)
-        self.mirror.load_snapshot(manifest, layout, self._frame)
+        self.mirror.load_snapshot(manifest, layout, self._frames)
 
     def _require_kind(self, run_id: str, adapter: AdapterBody | None) -> None:
         """Raises: RelayError where the run has an adapter and whole weights are followed, or the reverse."""
@@ -320,8 +325,20 @@ class Follower:
             self.mirror.take_back_ahead()
         self._digests_ahead.clear()
 
-    def _frame(self, entry: BucketEntry) -> bytes:
-        data = self._object(entry.key)
+    def _frames(self, entries: Sequence[BucketEntry]) -> Iterator[BytesLike]:
+        return map(self._checked, entries, self._fetched([entry.key for entry in entries]))
+
+    def _fetched(self, names: list[str]) -> Iterator[BytesLike | None]:
+        """Yields these objects, several of which come from the relay together. Keeps none of them."""
+        while names:
+            came = deque(self._relay.get_several(names))
+            del names[: len(came)]
+            while came:
+                yield came.popleft()
+
+    def _checked(self, entry: BucketEntry, data: BytesLike | None) -> BytesLike:
+        if data is None:
+            raise _Missing(f"{entry.key} is not in the relay")
         self.fetched_bytes += len(data)
         if self._verifier is not None and (found := frame_digest(data)) != entry.digest:
             raise FrameError(f"{entry.key}: its SHA-256 is {found}, the trainer signed {entry.digest}")

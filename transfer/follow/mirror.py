@@ -9,7 +9,7 @@ take_back_ahead(). Where other processes read the bits (MirrorStore), such frame
 ahead, and written with the rest of their version. Pure: no relay, no files, no clock. One thread at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,9 +21,10 @@ from rose.transfer.format.layout import Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.state_hash import StateHash
-from rose.types import WeightVersion
+from rose.types import BytesLike, WeightVersion
 
-Fetch = Callable[[BucketEntry], bytes]
+Fetch = Callable[[Sequence[BucketEntry]], Iterator[BytesLike]]
+"""Yields the entries' frames in order. A frame is dropped before the next one is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +107,16 @@ class WeightMirror:
     def load_snapshot(self, manifest: Manifest, layout: Layout, fetch: Fetch) -> None:
         """Replaces everything by a snapshot.
 
-        fetch: returns an entry's frame; called for each bucket. Raises: FrameError, and then keeps the
-        old state.
+        fetch: called for all buckets. Raises: FrameError, and then keeps the old state.
         """
         if manifest.base is not None or manifest.layout != layout.digest:
             raise FrameError(f"version {manifest.version} is not a snapshot of layout {layout.digest}")
         if [entry.index for entry in manifest.buckets] != [bucket.index for bucket in layout.buckets]:
             raise FrameError(f"snapshot {manifest.version} does not hold each bucket of its layout once")
         planes = self.make_planes(layout)
-        for entry in manifest.buckets:
-            bucket = layout.buckets[entry.index]
-            # A dense frame needs no base, so it may belong to the version's delta.
-            frame = Frame.unpack(fetch(entry))
-            frame.check_place(bucket, layout.digest)
-            frame.check_version(manifest.run_id, frame.base, manifest.version)
-            bits = dense_bits(frame.codec, frame.payload, bits_dtype(bucket.dtype), bucket.num_elements)
-            planes.fill(bucket, bits)
+        frames = fetch(manifest.buckets)
+        for bucket in layout.buckets:
+            _fill(planes, manifest, bucket, next(frames))
         self.adopt(manifest, planes)
 
     def adopt(self, manifest: Manifest, planes: WeightPlanes) -> None:
@@ -144,7 +139,7 @@ class WeightMirror:
         """The buckets of which read_ahead() has taken a frame."""
         return frozenset(self._ahead)
 
-    def read_ahead(self, data: bytes, bucket: int) -> None:
+    def read_ahead(self, data: BytesLike, bucket: int) -> None:
         """Checks this bucket's frame of the next version before its manifest is there, and writes it unless
         others read the bits.
 
@@ -175,18 +170,16 @@ class WeightMirror:
     def apply_delta(self, manifest: Manifest, fetch: Fetch) -> None:
         """Moves on to the manifest's version.
 
-        fetch: returns an entry's frame; called for buckets that were not read ahead. Raises: FrameError,
-        and then keeps the old state.
+        fetch: called for the buckets that were not read ahead. Raises: FrameError, and then keeps the old
+        state.
         """
         planes, before = self._require_base(manifest)
-        buckets = _buckets(manifest, planes.layout)
+        _require_buckets(manifest, planes.layout)
         whole = _require_changes(manifest, before)
         self._take_back_others(manifest)
-        steps = [
-            self._fetch_step(planes, manifest, entry, bucket, fetch)
-            for entry, bucket in zip(manifest.buckets, buckets, strict=True)
-            if bucket.index not in self._ahead
-        ]
+        missing = [entry for entry in manifest.buckets if entry.index not in self._ahead]
+        frames = fetch(missing)
+        steps = [self._read_step(planes, manifest, entry, next(frames)) for entry in missing]
         if self._store is None:
             _apply_all(planes, steps)
             self._arrive(manifest, planes, whole)
@@ -238,10 +231,14 @@ class WeightMirror:
         if self._store is None:
             self.planes.revert(step.bucket, step.patch, step.before)
 
-    def _fetch_step(
-        self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, bucket: Bucket, fetch: Fetch
+    def _read_step(
+        self, planes: WeightPlanes, manifest: Manifest, entry: BucketEntry, data: BytesLike
     ) -> _Step:
-        step = self._check_step(planes, _open_frame(fetch(entry), manifest, bucket), bucket)
+        bucket = planes.layout.buckets[entry.index]
+        frame = Frame.unpack(data)
+        frame.check_place(bucket, manifest.layout)
+        frame.check_version(manifest.run_id, manifest.base, manifest.version)
+        step = self._check_step(planes, frame, bucket)
         if str(step.change) != entry.change:
             raise FrameError(f"bucket {bucket.index}: its frame does not change its hash by {entry.change}")
         return step
@@ -257,6 +254,15 @@ class WeightMirror:
                 f"bucket {bucket.index} has {patch.num_changed} changes, its frame says {frame.num_changed}"
             )
         return _Step(bucket=bucket, patch=patch, before=before, after=frame.new_hash)
+
+
+def _fill(planes: WeightPlanes, manifest: Manifest, bucket: Bucket, data: BytesLike) -> None:
+    """Writes one bucket of a snapshot, straight from its frame."""
+    # A dense frame needs no base, so it may belong to the version's delta.
+    frame = Frame.unpack(data)
+    frame.check_place(bucket, planes.layout.digest)
+    frame.check_version(manifest.run_id, frame.base, manifest.version)
+    planes.fill(bucket, dense_bits(frame.codec, frame.payload, bits_dtype(bucket.dtype), bucket.num_elements))
 
 
 def _apply_all(planes: WeightPlanes, steps: Sequence[_Step], note: Note | None = None) -> None:
@@ -292,15 +298,7 @@ def _require_changes(manifest: Manifest, before: StateHash) -> StateHash:
     return after
 
 
-def _buckets(manifest: Manifest, layout: Layout) -> list[Bucket]:
+def _require_buckets(manifest: Manifest, layout: Layout) -> None:
     indices = [entry.index for entry in manifest.buckets]
     if any(index >= len(layout.buckets) for index in indices) or len(set(indices)) != len(indices):
         raise FrameError(f"version {manifest.version} names buckets {indices} of {len(layout.buckets)}")
-    return [layout.buckets[index] for index in indices]
-
-
-def _open_frame(data: bytes, manifest: Manifest, bucket: Bucket) -> Frame:
-    frame = Frame.unpack(data)
-    frame.check_place(bucket, manifest.layout)
-    frame.check_version(manifest.run_id, manifest.base, manifest.version)
-    return frame

@@ -50,6 +50,8 @@ class Architecture:
 
     shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, JsonValue]
+    kept: frozenset[str] = frozenset()
+    """Tensors that are in no run, because publishers leave such integers out: engines keep their own."""
 
     @classmethod
     def known(cls, layout: Layout | None, checkpoint: Path | None) -> "Architecture | None":
@@ -65,7 +67,8 @@ class Architecture:
             return None
         path = checkpoint / "config.json" if checkpoint is not None else None
         config = json.loads(path.read_text()) if path is not None and path.is_file() else {}
-        return cls(shapes={each.name: each.shape for each in specs}, config=config)
+        kept = frozenset(each.name for each in specs if each.dtype in ("I64", "U64"))
+        return cls(shapes={each.name: each.shape for each in specs}, config=config, kept=kept)
 
     def require(self, run_id: str, body: LayoutBody) -> None:
         """Raises: RelayError unless a run's weights are of this architecture."""
@@ -83,7 +86,7 @@ class Architecture:
                 # An engine without a head has a tied one, unless the run says that it is not.
                 may_differ = self.config.get(_IS_TIED) is True if is_own else said.get(_IS_TIED) is not False
             else:
-                may_differ = self._is_beside(name)
+                may_differ = name in self.kept or self._is_beside(name)
             if not may_differ:
                 return f"{name} {'is missing' if is_own else 'is not known'}"
         for name, shape in found.items():

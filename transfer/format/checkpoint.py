@@ -21,6 +21,7 @@ from rose.transfer.format.state_hash import StateHash
 
 def read_checkpoint(path: Path) -> dict[str, tuple[TensorSpec, NDArray[np.uint8]]]:
     """Returns every tensor's spec and raw bytes, mapped, from one file or from all *.safetensors in a folder.
+    Specs that can't be published are among them.
 
     Raises: FrameError on a file that is no safetensors file; OSError when it can't be read.
     """
@@ -67,13 +68,14 @@ def fill_from_checkpoint(planes: WeightPlanes, path: Path) -> None:
 
 
 def checkpoint_state_hash(path: Path) -> StateHash:
-    """Returns the state hash of a checkpoint's tensors, which a worker compares with the publisher's.
+    """Returns the state hash of a checkpoint's tensors, which a worker compares with the publisher's. Those
+    that can't be published are left out.
 
     Reads piece by piece and keeps nothing, because the worker may have no memory for a second copy. Raises:
     FrameError, OSError.
     """
     tensors = read_checkpoint(path)
-    layout = Layout(spec for spec, _ in tensors.values())
+    layout = Layout(spec for spec, _ in tensors.values() if spec.is_publishable)
     total = StateHash()
     for bucket in layout.buckets:
         for piece in layout.pieces(bucket):

@@ -27,6 +27,7 @@ from rose import _delta
 from rose.errors import FrameError
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.format.streams import pack_streams, unpack_streams
+from rose.types import BytesLike
 
 _INTERFACE = 2
 if (_found := getattr(_delta, "INTERFACE", 1)) != _INTERFACE:
@@ -176,7 +177,7 @@ def dense_payload(bits: NewBits) -> bytes:
 
 
 def dense_bits(
-    codec: Codec, payload: bytes, dtype: np.dtype[np.unsignedinteger[Any]], num_elements: int
+    codec: Codec, payload: BytesLike, dtype: np.dtype[np.unsignedinteger[Any]], num_elements: int
 ) -> Bits:
     """Returns the bits of a bucket that needs no base. Raises: FrameError unless the payload holds them."""
     num_bytes = num_elements * dtype.itemsize
@@ -223,11 +224,13 @@ def encode(codec: Codec, old: Bits, new: NewBits, first_index: int, dtype: str =
     return Encoded(codec=codec, payload=payload, patch=patch, change=change)
 
 
-def decode(codec: Codec, payload: bytes, base: Bits) -> Patch:
-    """Checks `payload` against `base`, the old bits, and returns the patch. Writes nothing.
+def decode(codec: Codec, payload: BytesLike, base: Bits) -> Patch:
+    """Checks `payload` against `base`, the old bits, and returns the patch. Writes nothing, and keeps nothing
+    of a payload in memory of somebody else.
 
     Raises: FrameError when the payload is malformed for a base of this length and width.
     """
+    payload = bytes(payload)
     if codec is Codec.DENSE:
         if len(payload) != base.nbytes:
             raise FrameError(f"dense payload has {len(payload)} bytes, the bucket {base.nbytes}")

@@ -37,6 +37,7 @@ from rose.errors import FrameError
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.format.state_hash import StateHash
+from rose.types import BytesLike
 
 MAGIC = b"ROSEWGHT"
 FORMAT = 2
@@ -69,7 +70,7 @@ class Frame:
     num_changed: int
     base_hash: StateHash
     new_hash: StateHash
-    payload: bytes
+    payload: BytesLike
 
     @classmethod
     def of(
@@ -81,7 +82,7 @@ class Frame:
         version: int,
         *,
         codec: Codec,
-        payload: bytes,
+        payload: BytesLike,
         num_changed: int,
         before: StateHash,
         after: StateHash,
@@ -128,10 +129,11 @@ class Frame:
         return fields + xxhash.xxh3_128_digest(fields) + self.payload
 
     @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Returns the frame in `data`. Raises: FrameError on anything but the exact bytes that pack()
-        made.
+    def unpack(cls, data: BytesLike) -> Self:
+        """Returns the frame in `data`, where its payload stays. Raises: FrameError on anything but the exact
+        bytes that pack() made.
         """
+        data = memoryview(data)
         if len(data) < HEADER_BYTES:
             raise FrameError(f"frame of {len(data)} bytes is shorter than its header ({HEADER_BYTES})")
         fields = data[: _FIELDS.size]
@@ -140,7 +142,7 @@ class Frame:
         return cls._from_fields(_FIELDS.unpack(fields), data[HEADER_BYTES:])
 
     @classmethod
-    def _from_fields(cls, fields: tuple[Any, ...], payload: bytes) -> Self:
+    def _from_fields(cls, fields: tuple[Any, ...], payload: memoryview) -> Self:
         (magic, version_of_format, codec, width, bucket, run, base, version, layout) = fields[:9]
         (dtype, num_elements, first_index, num_changed, size, check, base_hash, new_hash) = fields[9:]
         if magic != MAGIC or version_of_format != FORMAT:

@@ -41,6 +41,8 @@ DTYPE_BYTES = {
     "BOOL": 1,
 }
 """The width of an element by its safetensors dtype name. Other dtypes can't be published."""
+WIDE_BYTES = {"F64": 8, "I64": 8, "U64": 8}
+"""The same of dtypes that a checkpoint may have and that can't be published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,13 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"tensor {self.name}: dtype {self.dtype} is none of {', '.join(DTYPE_BYTES)}")
+        known = {**DTYPE_BYTES, **WIDE_BYTES}
+        if self.dtype not in known:
+            raise ValueError(f"tensor {self.name}: dtype {self.dtype} is none of {', '.join(known)}")
+
+    @property
+    def is_publishable(self) -> bool:
+        return self.dtype in DTYPE_BYTES
 
     @property
     def num_elements(self) -> int:
@@ -61,7 +68,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_elements * DTYPE_BYTES[self.dtype]
+        return self.num_elements * {**DTYPE_BYTES, **WIDE_BYTES}[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +178,8 @@ class Layout:
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"tensor names used twice: {', '.join(twice)}")
+        if wide := [tensor for tensor in self.tensors if not tensor.is_publishable]:
+            raise ValueError(f"tensor {wide[0].name}: dtype {wide[0].dtype} can't be published")
         self.plane_elements: dict[str, int] = {}
         self.parts = tuple(self._place_parts())
         self._parts_by_dtype = {

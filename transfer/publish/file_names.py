@@ -7,6 +7,7 @@ views: nothing is copied. What transformers converts in another way stays as the
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +18,18 @@ _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 """How files' matrices of experts become one tensor: laid on each other, after gate and up were joined."""
 
 
-def as_in_files(weights: Any) -> Any:
+def as_in_files(weights: Any, tensors: Mapping[str, Any] | None = None) -> Any:
     """Returns pairs of a transformers model's names and tensors as its files have them; anything else as it
-    is."""
+    is.
+
+    tensors: what to take instead of the model's own tensors, by the names in its state_dict().
+    """
     conversions = _conversions(weights)
     if not conversions:
-        return weights
+        return weights if tensors is None else tensors
+    tensors = tensors if tensors is not None else weights.state_dict(keep_vars=True)
     pairs: Pairs = []
-    for name, value in weights.state_dict(keep_vars=True).items():
+    for name, value in tensors.items():
         pairs += _converted(weights, conversions, name, shard_of(value))
     return pairs
 

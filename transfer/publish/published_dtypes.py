@@ -6,6 +6,7 @@ of files, and never a weight.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,14 +22,15 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 _NARROW = {"BF16": "bfloat16", "F16": "float16"}
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _DEFAULT = "bfloat16"
 """vLLM, too, computes in it where a checkpoint has only wider floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedDtypes:
-    """most: the dtype, by torch's name, that floats are cast to. kept: the names of those that stay
-    float32."""
+    """most: the dtype, by torch's name, that floats are cast to. kept: the names of those that stay float32,
+    because the checkpoint has them in no less."""
 
     most: str = _DEFAULT
     kept: frozenset[str] = frozenset()
@@ -37,8 +39,8 @@ class PublishedDtypes:
     def of_checkpoint(cls, checkpoint: str | Path | None) -> "PublishedDtypes | None":
         """Reads a folder, or a model of Hugging Face's hub that was downloaded before.
 
-        Returns None if it has no files, or only floats of four bytes. Raises: FrameError on a damaged file,
-        OSError on one that can't be read.
+        Returns None if it has no files, or only wider floats. Raises: FrameError on a damaged file, OSError
+        on one that can't be read.
         """
         folder = _folder(checkpoint)
         tensors = read_dtypes(folder) if folder is not None else {}
@@ -48,7 +50,9 @@ class PublishedDtypes:
         if not num_bytes.keys() & _NARROW.keys():
             return None
         most = max(_NARROW, key=lambda dtype: num_bytes[dtype])
-        return cls(_NARROW[most], frozenset(name for name, (dtype, _) in tensors.items() if dtype == "F32"))
+        return cls(
+            _NARROW[most], frozenset(name for name, (dtype, _) in tensors.items() if dtype in ("F32", "F64"))
+        )
 
     @classmethod
     def find(cls, checkpoint: str | Path | None, origin: str | Path | None) -> "PublishedDtypes | None":
@@ -87,6 +91,17 @@ class PublishedDtypes:
         return name in self.kept and str(tensor.dtype) == "torch.float32"
 
 
+def require_checkpoint(checkpoint: str | Path) -> None:
+    """Raises: ValueError if this is a path that leads to no folder. A name on Hugging Face's hub may be of a
+    model that this machine has not downloaded."""
+    is_name = isinstance(checkpoint, str) and _HUB_NAME.fullmatch(checkpoint) is not None
+    if not is_name and not Path(checkpoint).is_dir():
+        raise ValueError(
+            f"checkpoint {checkpoint}: this machine has no such folder; give that of the checkpoint that the "
+            "engines began with, or its name on Hugging Face's hub"
+        )
+
+
 def as_published(
     weights: Any, dtype: str | PublishedDtypes | None, checkpoint: str | Path | None
 ) -> tuple[Any, str | None]:
@@ -95,8 +110,11 @@ def as_published(
 
     dtype: the one that is asked for; "auto" and PublishedDtypes mark the tensors that stay float32.
     checkpoint: the one that engines began with; None: that of a transformers model, if it can be read.
-    Raises: FrameError on a damaged file of a checkpoint that is given, OSError.
+    Raises: FrameError on a damaged file of a checkpoint that is given, OSError; ValueError as
+    require_checkpoint() does.
     """
+    if checkpoint is not None:
+        require_checkpoint(checkpoint)
     in_files = as_in_files(weights)
     if dtype != AUTO and not isinstance(dtype, PublishedDtypes):
         return in_files, dtype
@@ -126,4 +144,5 @@ def _folder(checkpoint: str | Path | None) -> Path | None:
 
         return Path(snapshot_download(str(checkpoint), local_files_only=True))
     except (ImportError, OSError, ValueError):
+        logger.info("checkpoint is not on this machine: the trainer's tensors tell dtypes: %s", checkpoint)
         return None

@@ -1,11 +1,13 @@
 """Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
 
 Owns what a trainer hands over. Imports torch only when a source is made or bits are loaded. A tensor that
-several names share is published once, under its first name; torch casts wider floats (round to nearest even)
-on their device, before they are copied to the host. Never keeps a copy of the weights, and writes to a
-trainer's only in load().
+several names share is published once, under its first name. Integers of eight bytes, such as position ids,
+are left out: training does not change them, and engines keep their own. Torch casts wider floats (round to
+nearest even) on their device, before they are copied to the host. Never keeps a copy of the weights, and
+writes to a trainer's only in load().
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from rose.transfer.format.codec import Bits
 from rose.transfer.format.layout import Bucket, Extent, Layout, TensorSpec
 from rose.transfer.format.planes import WeightPlanes, bits_dtype
 from rose.transfer.format.shard_plan import Box
+
+logger = logging.getLogger(__name__)
 
 _SAFETENSORS_NAMES = {
     "bfloat16": "BF16",
@@ -34,6 +38,7 @@ _SAFETENSORS_NAMES = {
     "bool": "BOOL",
 }
 _CASTS = ("bfloat16", "float16", "float32")
+_LEFT_OUT = ("int64", "uint64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +88,7 @@ class TorchSource:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(_CASTS)}")
         self._torch = torch
         self._cast = getattr(torch, dtype) if dtype is not None else None
-        self._shards = _untied(named_tensors(weights))
-        if not self._shards:
-            raise ValueError("no tensors to publish")
+        self._shards = _published(_untied(named_tensors(weights)))
         self._formats = self._read_formats()
         self._scratch = threading.local()
         self._views = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
@@ -268,6 +271,18 @@ def _untied(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[TensorShard]]:
         seen.add(place)
         kept.setdefault(name, []).append(shard)
     return kept
+
+
+def _published(shards: dict[str, list[TensorShard]]) -> dict[str, list[TensorShard]]:
+    """Leaves integers of eight bytes out. Raises: ValueError if nothing else is there."""
+    dtypes = {name: str(parts[0].tensor.dtype).removeprefix("torch.") for name, parts in shards.items()}
+    left_out = [name for name in shards if dtypes[name] in _LEFT_OUT]
+    said = f"tensors of {' or '.join(_LEFT_OUT)} that are not published: {len(left_out)}"
+    if len(left_out) == len(shards):
+        raise ValueError(f"no tensors to publish; {said}")
+    if left_out:
+        logger.info("%s, first %s; engines keep their own", said, left_out[0])
+    return {name: parts for name, parts in shards.items() if name not in left_out}
 
 
 def shard_of(value: Any) -> TensorShard:

@@ -4,11 +4,14 @@ Owns the keys, sizes and times of one version's way into the relay. `written` na
 written, so that an aborted version can be cleared away. Used once, by one thread.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+
+import numpy as np
 
 from rose.errors import RelayFull
 from rose.signature import Signer, frame_digest
@@ -19,6 +22,7 @@ from rose.transfer.format.layout import DTYPE_BYTES, Bucket, Layout
 from rose.transfer.format.manifest import BucketEntry, Manifest, sealed
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.relay.protocol import Relay
+from rose.types import BytesLike
 
 _FULL_POLL_S = 0.05
 _MAX_PENDING_BYTES = 256 << 20
@@ -62,6 +66,8 @@ class VersionWriter:
         self.encode_s = 0.0
         self.put_s = 0.0
         self._entries: list[BucketEntry] = []
+        self._queued: deque[tuple[str, bytes]] = deque()
+        self._queue_lock = threading.Lock()
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._pending_bytes = 0
 
@@ -78,13 +84,13 @@ class VersionWriter:
 
     def put_dense(self, bucket: Bucket, bits: Bits, after: StateHash) -> None:
         """Sends one bucket of a snapshot. Raises: RelayError, also for an earlier bucket."""
-        self._put(bucket, Codec.DENSE, bits.tobytes(), bucket.num_elements, StateHash(), after)
+        self._put(bucket, Codec.DENSE, bits.view(np.uint8).data, bucket.num_elements, StateHash(), after)
 
     def _put(
         self,
         bucket: Bucket,
         codec: Codec,
-        payload: bytes,
+        payload: BytesLike,
         num_changed: int,
         before: StateHash,
         after: StateHash,
@@ -162,15 +168,32 @@ class VersionWriter:
     def _send(self, key: str, data: bytes) -> None:
         self._written.append(key)
         self.wire_bytes += len(data)
-        self._pending.append((self._executor.submit(self._put_patiently, key, data), len(data)))
+        self._queued.append((key, data))
+        self._pending.append((self._executor.submit(self._put_queued), len(data)))
         self._pending_bytes += len(data)
 
-    def _put_patiently(self, key: str, data: bytes) -> None:
+    def _put_queued(self) -> None:
+        """Puts the object that was queued first, with those behind it that the relay takes together.
+
+        There is a call for each object, so all are put when all calls have ended. Raises: as
+        _put_patiently() does.
+        """
+        with self._queue_lock:
+            objects = [self._queued.popleft()] if self._queued else []
+            num_bytes = sum(len(data) for _, data in objects)
+            while (
+                self._queued and (num_bytes := num_bytes + len(self._queued[0][1])) <= self._relay.batch_bytes
+            ):
+                objects.append(self._queued.popleft())
+        self._put_patiently(objects)
+
+    def _put_patiently(self, objects: list[tuple[str, bytes]]) -> None:
         """Puts, waiting while the relay is full. Raises: RelayFull when no room came in time; RelayError."""
         deadline_s = time.monotonic() + self._full_wait_s
-        while True:
+        while objects:
             try:
-                return self._relay.put(key, data)
+                del objects[: self._relay.put_several(objects)]
+                continue
             except RelayFull:
                 if time.monotonic() >= deadline_s:
                     raise

@@ -2,8 +2,9 @@
 
 Owns the only import of mooncake, its client, the start of a master process, and the probe of its libraries.
 Keeps the Relay protocol where Mooncake behaves differently: put() on an existing key raises (the store would
-answer 0 without writing), remove() overrides read leases, and every object is pinned against eviction. Never
-decides what to store or when to remove it.
+answer 0 without writing), remove() overrides read leases, and every object is pinned against eviction. New
+objects are sent from where they lie, and several objects are read into the client's buffer together, from
+which the caller takes them. Never decides what to store or when to remove it.
 """
 
 import ctypes
@@ -16,17 +17,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rose.config import default_variable
 from rose.errors import ConfigError, RelayError, RelayFull, RelayUnreachable, install_hint
 from rose.transfer.relay.calls import RelayCalls
 from rose.transfer.relay.protocol import Relay, RelayChanges
+from rose.types import BytesLike
 
-# The buffer holds one object on its way in or out: a 64 MB frame, and room for the store's own alignment.
 CLIENT_BUFFER_BYTES = 160 << 20
+_READ_BYTES = CLIENT_BUFFER_BYTES // 2
+"""What is read into the buffer together. The reader may still hold a 64 MB frame of those before."""
+_PUT_BYTES = 8 << 20
+"""What is put together. Followers see none of it before all of it has arrived."""
+_MOST_TOGETHER = 64
 MASTER_START_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.02
 _RETRIES = 3
@@ -41,6 +51,8 @@ class MooncakeRelay(Relay):
     admin_port: the master's metrics port, which also lists keys. protocol: tcp or rdma, the same for all who
     use a store; cards: this host's RDMA cards that it goes over.
     """
+
+    batch_bytes = _PUT_BYTES
 
     def __init__(
         self,
@@ -79,12 +91,30 @@ class MooncakeRelay(Relay):
             )
 
     def put(self, key: str, data: bytes) -> None:
-        if self._exists(key):
-            raise RelayError(f"{key} exists already and is immutable")
-        self._write("put", key, data)
+        self.put_several([(key, data)])
+
+    def put_several(self, objects: Sequence[tuple[str, bytes]]) -> int:
+        names = [key for key, _ in objects]
+        if found := sorted(set(names) - self.lacking(names)):
+            raise RelayError(f"{found[0]} exists already and is immutable")
+        _require_not_empty(objects)
+        arrays = [np.frombuffer(data, np.uint8) for _, data in objects]
+        with self._lock, self._registered(arrays) as places:
+            codes = self._store.batch_put_from(
+                names, places, [array.nbytes for array in arrays], self._config
+            )
+        num_put = next((number for number, code in enumerate(codes) if code != 0), len(names))
+        self.remove(name for name, code in zip(names[num_put:], codes[num_put:], strict=True) if code == 0)
+        if num_put == 0:
+            raise _refusal("put", names[0], arrays[0].nbytes, codes[0])
+        return num_put
 
     def upsert(self, key: str, data: bytes) -> None:
-        self._write("upsert", key, data)
+        _require_not_empty([(key, data)])
+        with self._lock:
+            code = self._store.upsert(key, data, self._config)
+        if code != 0:
+            raise _refusal("upsert", key, len(data), code)
 
     def get(self, key: str) -> bytes | None:
         for attempt in range(_RETRIES):
@@ -97,6 +127,32 @@ class MooncakeRelay(Relay):
             # The object was replaced or removed between the two calls, or the lease expired: look again.
             time.sleep(_RETRY_PAUSE_S * (attempt + 1))
         raise RelayUnreachable(f"mooncake master {self._master}: get {key} failed {_RETRIES} times")
+
+    def get_several(self, keys: Sequence[str]) -> list[BytesLike | None]:
+        """The objects lie in the client's buffer."""
+        names = list(keys[:_MOST_TOGETHER])
+        missing = self.lacking(names)
+        with self._lock:
+            names = names[: self._num_fitting(names, missing)]
+            present = [name for name in names if name not in missing]
+            handles = self._store.batch_get_buffer(present) if present else []
+        found: dict[str, BytesLike | None] = {}
+        for name, handle in zip(present, handles, strict=True):  # one that was being removed has no handle
+            found[name] = memoryview(handle).cast("B") if handle is not None else self.get(name)
+        return [found.get(name) for name in names]
+
+    def _num_fitting(self, names: Sequence[str], missing: set[str]) -> int:
+        """Returns for how many of these objects, from the first on, the buffer has room; 1 at least."""
+        if len(names) == 1:
+            return 1
+        replicas = self._store.batch_get_replica_desc([name for name in names if name not in missing])
+        num_bytes = 0
+        for number, name in enumerate(names):
+            copies = [each.get_memory_descriptor() for each in replicas.get(name, ())]
+            num_bytes += max((copy.buffer_descriptor.size for copy in copies), default=0)
+            if number > 0 and num_bytes > _READ_BYTES:
+                return number
+        return len(names)
 
     def get_all(self, prefix: str) -> dict[str, bytes]:
         names = self.keys(prefix)
@@ -151,14 +207,31 @@ class MooncakeRelay(Relay):
         self._admin.close()
         self._store.close()
 
-    def _write(self, verb: str, key: str, data: bytes) -> None:
+    @contextmanager
+    def _registered(self, arrays: Sequence[NDArray[np.uint8]]) -> Iterator[list[int]]:
+        """Lets the store send from these arrays; gives where they lie. Raises: RelayError."""
+        places: list[int] = []
+        try:
+            for array in arrays:
+                place = array.ctypes.data
+                if place not in places and (code := self._store.register_buffer(place, array.nbytes)) != 0:
+                    raise RelayError(f"mooncake register_buffer of {array.nbytes} bytes answered {code}")
+                places.append(place)
+            yield places
+        finally:
+            for place in set(places):
+                self._store.unregister_buffer(place)
+
+
+def _require_not_empty(objects: Sequence[tuple[str, bytes]]) -> None:
+    for key, data in objects:
         if not data:
             raise ValueError(f"{key} is empty: Mooncake can't tell an empty object from a missing one")
-        with self._lock:
-            code = getattr(self._store, verb)(key, data, self._config)
-        if code != 0:
-            failed = f"mooncake {verb} {key} of {len(data)} bytes answered {code}"
-            raise RelayFull(f"{failed}: the store is full") if code == -200 else RelayUnreachable(failed)
+
+
+def _refusal(verb: str, key: str, num_bytes: int, code: int) -> RelayError:
+    failed = f"mooncake {verb} {key} of {num_bytes} bytes answered {code}"
+    return RelayFull(f"{failed}: the store is full") if code == -200 else RelayUnreachable(failed)
 
 
 class MooncakeMaster:

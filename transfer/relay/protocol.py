@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose.transfer.format.manifest import run_prefix, run_sign_key
+from rose.types import BytesLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class Relay(Protocol):
 
     The methods with a body are right for one relay that stands alone; implementations inherit them.
     """
+
+    batch_bytes: int = 0
+    """Callers hand put_several() new objects of up to this many bytes together; 0: one by one."""
 
     def put(self, key: str, data: bytes) -> None:
         """Stores a new object. Raises: RelayError when the key exists or the relay is full."""
@@ -53,6 +57,21 @@ class Relay(Protocol):
 
     def close(self) -> None:
         """Closes connections and buffers; the objects stay in the relay."""
+
+    def put_several(self, objects: Sequence[tuple[str, bytes]]) -> int:
+        """Stores the first of some new objects, or several from the first on, and returns how many. Raises:
+        as put() does.
+        """
+        self.put(*objects[0])
+        return 1
+
+    def get_several(self, keys: Sequence[str]) -> list[BytesLike | None]:
+        """Returns the object of the first of some keys, or those of several from the first on; None where
+        there is none.
+
+        They may lie in memory of the relay's client, which has no room for others until they are dropped.
+        """
+        return [self.get(keys[0])]
 
     def put_with_copies(
         self, key: str, data: bytes, *, is_replacing: bool, copy_to: Sequence[str]

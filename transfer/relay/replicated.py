@@ -22,6 +22,7 @@ from rose.transfer.format import manifest
 from rose.transfer.relay.copies import RelayCopy
 from rose.transfer.relay.owed_frames import MOST_OWED_BYTES, pair_up
 from rose.transfer.relay.protocol import Relay, RelayChanges
+from rose.types import BytesLike
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class ReplicatedRelay(Relay):
         if len(failures) == len(self._copies):
             raise failures[0]
         return None
+
+    def get_several(self, keys: Sequence[str]) -> list[BytesLike | None]:
+        found = self._first(lambda relay: relay.get_several(keys))
+        return [data if data is not None else self.get(key) for key, data in zip(keys, found, strict=False)]
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)

@@ -34,6 +34,9 @@ TORCH_DTYPES = {
     "I32": torch.int32,
     "U32": torch.uint32,
     "BOOL": torch.bool,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
 }
 
 
@@ -93,7 +96,7 @@ class StagedFile:
         """Returns the layout of the run's tensors."""
         if self.planes is not None:
             return self.planes.layout
-        return Layout(spec for spec, _ in read_checkpoint(self._path).values())
+        return Layout(spec for spec, _ in read_checkpoint(self._path).values() if spec.is_publishable)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors by name. Call it inside reading()."""

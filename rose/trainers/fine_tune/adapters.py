@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from rose.errors import ConfigError
 from rose.trainers.fine_tune.borders import decoder_layers
+from rose.transfer.publish.file_names import as_in_files
 from rose.transfer.publish.published_dtypes import PublishedDtypes
 from rose.transfer.publish.publisher import WeightPublisher
 
@@ -41,8 +42,10 @@ class Adapters:
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         """Raises: ConfigError if the decoder has no linear layer, or only ones too narrow for the rank."""
+        self.model = model
         self.weights: dict[str, Any] = dict(model.state_dict(keep_vars=True))
-        """The weights to publish, by the checkpoint's names. They are up to date after ``merge``."""
+        """The whole weights, by the names that the model had for them. They are up to date after ``merge``.
+        """
         model.requires_grad_(False)
         in_layers = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
         self._merged: list[tuple[torch.nn.Linear, torch.Tensor]] = []
@@ -73,7 +76,7 @@ class MergingPublisher(WeightPublisher):
     """Publishes a model with adapters as whole weights."""
 
     def __init__(self, adapters: Adapters, relay_url: str, run_id: str, dtypes: PublishedDtypes) -> None:
-        super().__init__(adapters.weights, relay_url, run_id, dtypes)
+        super().__init__(as_in_files(adapters.model, adapters.weights), relay_url, run_id, dtypes)
         self._adapters = adapters
 
     def _begin(self) -> None:

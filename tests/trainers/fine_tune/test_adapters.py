@@ -13,9 +13,14 @@ from safetensors.torch import load_file, save_file
 from rose.errors import ConfigError
 from rose.measure.models import numbered_words, word_tokenizer
 from rose.node.fine_tune.options import FineTuneOptions
-from rose.trainers.fine_tune.adapters import Adapters
+from rose.trainers.fine_tune.adapters import Adapters, MergingPublisher
 from rose.trainers.fine_tune.command import Loaded, load, save
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.published_dtypes import PublishedDtypes
+from rose.transfer.publish.torch_source import load_planes
+from rose.transfer.relay.opening import open_relay
+from tests.transfer.relay_process import RelayProcess
 
 
 def test_only_adapters_are_trained_and_merged_weights_answer_like_the_model(model: Any) -> None:
@@ -88,6 +93,36 @@ def renamed() -> Any:
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 24, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return MixtralForCausalLM(MixtralConfig(num_local_experts=3, **shape, **heads))
+
+
+def test_merged_weights_are_published_as_they_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    model, relay = renamed(), RelayProcess("embedded")
+    adapters = Adapters(model, rank=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".up"):
+                parameter.normal_()
+    gate = "model.layers.0.block_sparse_moe.gate.weight"
+    published = PublishedDtypes("bfloat16", frozenset([gate]))
+    publisher = MergingPublisher(adapters, relay.url, "run", published)
+    publisher.publish()
+    client, mirror = open_relay(relay.url), WeightMirror()
+    assert Follower(client, "run", mirror).advance() and mirror.planes is not None
+    for each in (client, publisher):
+        each.close()
+    relay.stop()
+    tokenizer: Any = word_tokenizer(numbered_words(40), 64)
+    nothing_to_learn: Any = None
+    save(Loaded(model=model, tokenizer=tokenizer, published=published, data=nothing_to_learn), tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved[gate].dtype == torch.float32
+    assert {each.name for each in mirror.planes.layout.tensors} == saved.keys()
+    held = {name: torch.zeros_like(each) for name, each in saved.items()}
+    load_planes(mirror.planes, held)
+    assert [name for name, each in saved.items() if not torch.equal(held[name], each)] == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from loading_worker import LoadingWorker
 from pydantic import JsonValue
+from safetensors.torch import save_file
 from training_steps import Weights, step
 from waiting_for import DEADLINE_S, wait_for
 
@@ -314,6 +315,14 @@ def test_a_lent_run_leaves_the_files_of_another_subscriber_alone(embedded_url: s
 def body(num_tensors: int = 2, rows: int = 4, **config: JsonValue) -> LayoutBody:
     specs = [TensorSpec(name=f"t{i}", dtype="BF16", shape=(rows, 2)) for i in range(num_tensors)]
     return LayoutBody.of(Layout(specs), config=config)
+
+
+def test_a_run_may_lack_integers_of_eight_bytes_that_a_model_has(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.zeros(4, 2, dtype=torch.bfloat16) for i in range(2)}
+    save_file({**tensors, "position_ids": torch.arange(4)}, tmp_path / "model.safetensors")
+    own = Architecture.known(None, tmp_path)
+    assert own is not None
+    own.require("r", body())
 
 
 def test_weights_with_other_tensors_or_another_config_are_of_another_architecture() -> None:

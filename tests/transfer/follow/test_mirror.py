@@ -1,5 +1,7 @@
 """A mirror moves from version to version exactly, or stays where it is."""
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.frame import Frame
 from rose.transfer.format.manifest import BucketEntry
+from rose.types import BytesLike
 
 
 def mirror_at_zero(versions: Versions) -> WeightMirror:
@@ -126,9 +129,9 @@ def test_frames_read_ahead_are_not_fetched_again_and_can_be_taken_back(codec: Co
     assert str(mirror.version) == "run/0" and mirror.state_hash == versions.states[0].state_hash
     fetched: list[str] = []
 
-    def fetch(entry: BucketEntry) -> bytes:
-        fetched.append(entry.key)
-        return fetch_from(manifest, frames)(entry)
+    def fetch(entries: Sequence[BucketEntry]) -> Iterator[BytesLike]:
+        fetched.extend(entry.key for entry in entries)
+        return fetch_from(manifest, frames)(entries)
 
     mirror.apply_delta(manifest, fetch)
     assert fetched == [manifest.buckets[-1].key] and not mirror.buckets_ahead

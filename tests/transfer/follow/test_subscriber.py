@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from rose.transfer.format.leases import ACK_EVERY_S, ACK_LEASE_S
 from rose.transfer.format.manifest import BucketEntry, worker_name
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
+from rose.types import BytesLike
 
 Subscribe = Callable[..., subprocess.Popen[bytes]]
 
@@ -250,15 +251,15 @@ def test_what_an_earlier_try_found_is_told_neither_when_a_run_is_wanted_again_no
     assert subscribed.problem("w") == NOTHING_PUBLISHED
     publisher = WeightPublisher(weights, embedded_url, "run")
     publisher.publish()
-    told, fetch = [], subscribed._follower._frame
+    told, fetch = [], subscribed._follower._frames
 
-    def watched(entry: BucketEntry) -> bytes:
+    def watched(entries: Sequence[BucketEntry]) -> Iterator[BytesLike]:
         told.append(subscribed.problem("w"))
-        return fetch(entry)
+        return fetch(entries)
 
-    monkeypatch.setattr(subscribed._follower, "_frame", watched)
+    monkeypatch.setattr(subscribed._follower, "_frames", watched)
     with monkeypatch.context() as broken:
-        broken.setattr(subscribed._follower, "_frame", lambda entry: b"")
+        broken.setattr(subscribed._follower, "_frames", lambda entries: iter([b""]))
         subscribed.step(0.0)
     assert subscribed.error is not None
     subscribed.want("w", is_wanted=False)

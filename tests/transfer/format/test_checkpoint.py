@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from rose.errors import FrameError
-from rose.transfer.format.checkpoint import checkpoint_state_hash, fill_from_checkpoint
+from rose.transfer.format.checkpoint import checkpoint_state_hash, fill_from_checkpoint, read_checkpoint
 from rose.transfer.format.layout import Layout
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.torch_source import TorchSource
@@ -34,6 +34,15 @@ def test_the_state_hash_of_a_file_is_the_publishers_whoever_wrote_the_file(tmp_p
     planes = planes_of(TENSORS)
     safetensors.torch.save_file(TENSORS, tmp_path / "theirs.safetensors")
     assert checkpoint_state_hash(tmp_path / "theirs.safetensors") == planes.state_hash
+
+
+def test_integers_of_eight_bytes_are_no_part_of_a_checkpoints_hash(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({**TENSORS, "position_ids": torch.arange(4)}, file)
+    assert checkpoint_state_hash(file) == planes_of(TENSORS).state_hash
+    assert read_checkpoint(file)["position_ids"][0].num_bytes == 32
+    with pytest.raises(ValueError, match="position_ids: dtype I64 can't be published"):
+        Layout(spec for spec, _ in read_checkpoint(file).values())
 
 
 def test_a_sharded_checkpoint_folder_fills_the_planes(tmp_path: Path) -> None:

@@ -118,8 +118,10 @@ def test_a_layout_body_with_a_changed_table_is_refused() -> None:
 
 
 def test_bad_tensors_and_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="I64"):
-        TensorSpec(name="a", dtype="I64", shape=(1,))
+    with pytest.raises(ValueError, match="C64"):
+        TensorSpec(name="a", dtype="C64", shape=(1,))
+    with pytest.raises(ValueError, match="tensor a: dtype I64 can't be published"):
+        Layout([TensorSpec(name="a", dtype="I64", shape=(1,))])
     spec = TensorSpec(name="a", dtype="BF16", shape=(1,))
     with pytest.raises(ValueError, match="twice: a"):
         Layout([spec, spec])

@@ -125,16 +125,56 @@ def test_a_trainer_with_only_float32_publishes_bfloat16(tmp_path: Path, publishe
     assert_equal(published(weights, dtype="float32"), weights)
 
 
+def test_what_a_checkpoint_has_in_float64_is_published_in_float32(tmp_path: Path, published: Any) -> None:
+    weights = {"weight": torch.randn(8, 4), "decay": torch.randn(8)}
+    narrow = {"weight": weights["weight"].bfloat16()}
+    safetensors.torch.save_file(
+        {**narrow, "decay": weights["decay"].double()}, tmp_path / "model.safetensors"
+    )
+    assert_equal(published(weights, checkpoint=tmp_path), {**narrow, "decay": weights["decay"]})
+
+
+def test_integers_of_eight_bytes_are_left_out(published: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a vision tower's position ids, which training does not change."""
+    caplog.set_level("INFO")
+    weights = {"weight": torch.randn(8, 4).bfloat16(), "position_ids": torch.arange(4)}
+    assert_equal(published(weights), {"weight": weights["weight"]})
+    said = "tensors of int64 or uint64 that are not published: 1, first position_ids; engines keep their own"
+    assert [each.message for each in caplog.records if "position_ids" in each.message] == [said]
+
+
 def test_a_dtype_that_is_asked_for_is_that_of_all_floats(checkpoint: Path, published: Any) -> None:
     found = published(in_files(checkpoint), dtype="bfloat16")
     assert {each.dtype for each in found.values()} == {torch.bfloat16}
 
 
 def test_a_checkpoint_that_is_not_on_this_machine_leaves_the_choice_to_the_trainers_floats(
-    published: Any,
+    published: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     weights = {"weight": torch.randn(8, 4).bfloat16(), "decay": torch.randn(8)}
     assert_equal(published(weights, checkpoint="nobody/has-this-model"), weights)
+    assert sum("nobody/has-this-model" in each.message for each in caplog.records) == 1
+
+
+def test_a_checkpoint_folder_that_is_not_there_is_refused(published: Any, tmp_path: Path) -> None:
+    weights = {"weight": torch.randn(8, 4)}
+    (tmp_path / "file").touch()
+    wrongs = [
+        tmp_path / "none",
+        Path("none"),
+        str(tmp_path / "none"),
+        "./none",
+        "~/none",
+        "a/b/none",
+        "none/",
+    ]
+    for wrong in [*wrongs, tmp_path / "file"]:
+        for dtype in ("auto", "bfloat16"):
+            with pytest.raises(
+                ValueError, match=f"checkpoint {wrong}: this machine has no such folder; give"
+            ):
+                published(weights, checkpoint=wrong, dtype=dtype)
 
 
 def test_tensors_of_a_checkpoint_that_are_never_published_may_have_any_dtype(

@@ -12,8 +12,9 @@ from relay_process import SharedRelays, StartRelay
 from slow_proxy import SlowProxy
 
 from rose.arguments import run_command
-from rose.errors import RelayError
+from rose.errors import RelayError, RelayFull
 from rose.transfer.relay import calls as relay_calls
+from rose.transfer.relay import mooncake
 from rose.transfer.relay.change_log import ChangeLog
 from rose.transfer.relay.mooncake import INSTALL_LIBRARIES, explain_import_failure, mooncake_available
 from rose.transfer.relay.object_store import ObjectStore
@@ -67,6 +68,50 @@ def test_a_relay_tells_which_of_some_keys_it_lacks(relay: Relay) -> None:
     names = [f"rose/run/1-0/{name}" for name in (0, 1, 10, "MANIFEST")]
     assert relay.lacking(names) == set(names[1:])
     assert relay.lacking(names[:1]) == relay.lacking([]) == set()
+
+
+def test_several_objects_are_put_and_read_together(relay: Relay) -> None:
+    objects = [(f"rose/run/1-0/{number:02}", os.urandom(300_000 + number)) for number in range(20)]
+    left = list(objects)
+    while left:
+        del left[: relay.put_several(left)]
+    names = ["rose/run/1-0/none", *(key for key, _ in objects)]
+    found: list[bytes | None] = []
+    num_calls = 0
+    while len(found) < len(names):
+        came = relay.get_several(names[len(found) :])
+        found += [bytes(data) if data is not None else None for data in came]
+        num_calls += 1
+    assert found == [None, *(data for _, data in objects)]
+    assert num_calls == (1 if relay.batch_bytes > 0 else len(names))
+    with pytest.raises(RelayError, match="00 exists already and is immutable"):
+        relay.put_several([objects[0], ("rose/run/1-0/new", b"new")])
+    assert relay.keys("rose/") == names[1:]
+
+
+def test_objects_that_are_larger_than_the_clients_memory_together_are_read_one_after_another(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "_READ_BYTES", 5 << 20)
+    objects = {f"rose/run/1-0/{number}": os.urandom(2 << 20) for number in range(5)}
+    for key, data in objects.items():
+        relay.put(key, data)
+    names = list(objects)
+    while names:
+        came = relay.get_several(names)
+        assert len(came) == (min(2, len(names)) if relay.batch_bytes > 0 else 1)
+        assert came == [objects[name] for name in names[: len(came)]]
+        del names[: len(came)]
+
+
+def test_of_several_objects_those_are_put_for_which_a_relay_has_room(relay: Relay) -> None:
+    objects = [(f"rose/run/{number}", os.urandom(20 << 20)) for number in range(5)]
+    left = list(objects)
+    with pytest.raises(RelayFull):
+        while True:
+            del left[: relay.put_several(left)]
+    assert 0 < len(left) < 5
+    assert relay.keys("rose/") == [key for key, _ in objects[: 5 - len(left)]]
 
 
 def test_a_relay_names_the_copies_that_it_handed_an_object_to(relay: Relay, start_relay: StartRelay) -> None:
