@@ -323,8 +323,8 @@ def test_ranks_of_which_one_lacks_the_checkpoint_are_told_to_share_it(
     save_file({**weights, "a": weights["a"].bfloat16()}, tmp_path / "model.safetensors")
 
     def attempt(rank: int) -> None:
-        known = (tmp_path, "nobody/has-this-model")[rank]
-        WeightPublisher(weights, embedded_url, "run", rank=rank, num_ranks=2, checkpoint=known).close()
+        folder = (tmp_path, tmp_path / "nothing")[rank]
+        WeightPublisher(weights, embedded_url, "run", rank=rank, num_ranks=2, checkpoint=folder).close()
 
     with ThreadPoolExecutor(2) as threads:
         for failed in [threads.submit(attempt, rank) for rank in range(2)]:

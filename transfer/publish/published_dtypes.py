@@ -110,11 +110,8 @@ def as_published(
 
     dtype: the one that is asked for; "auto" and PublishedDtypes mark the tensors that stay float32.
     checkpoint: the one that engines began with; None: that of a transformers model, if it can be read.
-    Raises: FrameError on a damaged file of a checkpoint that is given, OSError; ValueError as
-    require_checkpoint() does.
+    Raises: FrameError on a damaged file of a checkpoint that is given, OSError.
     """
-    if checkpoint is not None:
-        require_checkpoint(checkpoint)
     in_files = as_in_files(weights)
     if dtype != AUTO and not isinstance(dtype, PublishedDtypes):
         return in_files, dtype

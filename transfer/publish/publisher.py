@@ -152,7 +152,7 @@ class WeightPublisher:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         _check_pace(link_gbps, snapshot_every)
         num_threads = _num_encode_threads(encode_threads, num_ranks)
-        self._source = source_of(weights, dtype, quantized_like, num_ranks, checkpoint)
+        self._source = source_of(weights, dtype, quantized_like, num_ranks, checkpoint, rank)
         self._full_wait_s, self._number, self._is_followed = full_wait_s, -1, False
         settings = Settings.from_environment()
         signing_key = signing_key if signing_key is not None else settings.signing_key

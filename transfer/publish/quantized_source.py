@@ -12,7 +12,7 @@ from typing import Any
 
 from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.publish.fp8_scheme import Fp8Checkpoint, Fp8Scheme
-from rose.transfer.publish.published_dtypes import PublishedDtypes, as_published
+from rose.transfer.publish.published_dtypes import PublishedDtypes, as_published, require_checkpoint
 from rose.transfer.publish.torch_source import TensorShard, TorchSource
 
 _LARGEST = 448.0
@@ -107,10 +107,17 @@ def source_of(
     quantized_like: str | Path | None,
     num_ranks: int = 1,
     checkpoint: str | Path | None = None,
+    rank: int = 0,
 ) -> TorchSource:
     """Returns what a trainer publishes, quantized if there is a checkpoint that says how. checkpoint: says in
-    which dtypes; one that is quantized says that, too."""
+    which dtypes; one that is quantized says that, too.
+
+    Raises: ValueError on rank 0 as require_checkpoint() does. On another rank a folder that is missing counts
+    as unknown: the ranks then compare their dtypes, and all of them are told.
+    """
     like = quantized_like if quantized_like is not None else checkpoint
+    if like is not None and rank == 0:
+        require_checkpoint(like)
     found, cast = as_published(weights, dtype, like)
     if quantized_like is None:
         return TorchSource(found, cast)
