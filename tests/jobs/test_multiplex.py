@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, WorkerError
 from rose.jobs.multiplex import main
 from rose.jobs.serve import cache_root
+from rose.jobs.slowdown import hardware
+from rose.scheduler.gpu.slowdown import SlowdownTable
+from rose.scheduler.gpu.substages import SubStageKind
 from rose.scheduler.sim.gpu_spec import SlowdownFile
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can't be split")
@@ -20,13 +24,27 @@ TINY = ("--width", "32", "--max-tokens", "384", "--samples", "4", "--epochs", "2
 """Two rollouts that meet in the trials take longer than a measurement needs."""
 
 
-def write_job(folder: Path, name: str, command: list[str] | None = None, **fields: Any) -> Path:
+def write_job(
+    folder: Path,
+    name: str,
+    command: list[str] | None = None,
+    options: Sequence[str] = (),
+    **fields: Any,
+) -> Path:
     folder.mkdir(exist_ok=True)
     rewards = folder / f"{name}.jsonl"
-    pipeline = [sys.executable, "-m", "rose.measure.tiny_pipeline", "--rewards", str(rewards), *TINY]
+    pipeline = [
+        sys.executable,
+        "-m",
+        "rose.measure.tiny_pipeline",
+        "--rewards",
+        str(rewards),
+        *TINY,
+        *options,
+    ]
     spec = {
         "name": name,
-        "command": command if command is not None else [*pipeline, "--seed", str(len(name))],
+        "command": command if command is not None else [*pipeline, *TINY, *options, "--seed", str(len(name))],
         "max_tokens": 384,
         "iterations": 7,
         "phases": {"rollout": {}, "train": {"after": ["rollout"]}},
@@ -68,6 +86,37 @@ def test_a_shared_run_gives_the_same_rewards_and_weights_as_a_serial_one(
     table = tmp_path / "slowdown.json"
     if table.exists():  # else no pair ran side by side for long enough: that is chance on a busy machine
         assert load_yaml(table, SlowdownFile).to_table().entries
+
+
+@pytest.mark.slow
+def test_microbatches_that_follow_the_share_of_memory_give_the_same_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job has a quarter of the memory while they share, the other one three quarters."""
+    pytest.importorskip("torch")
+    kinds = (SubStageKind.ROLLOUT_SMALL, SubStageKind.TRAIN)
+    num_cores = len(os.sched_getaffinity(0))
+    cheap = SlowdownTable(
+        hardware=hardware(num_cores),
+        compute=(0.5,),
+        memory=(0.25,),
+        entries={(one, two): ((1.05,),) for one in kinds for two in kinds},
+    )
+    table = tmp_path / "slowdown.json"
+    table.write_text(SlowdownFile.of(cheap).model_dump_json())
+    runs = []
+    for name, flags in (("serial", ["--serial"]), ("shared", ["--slowdown", table])):
+        jobs = [
+            write_job(tmp_path / name, job, options=("--elastic", "--double")) for job in ("math", "coding")
+        ]
+        status, report = run(capsys, *jobs, *flags)
+        assert status == 0
+        logs = [job.with_suffix(".jsonl").read_text().splitlines() for job in jobs]
+        runs.append([[json.loads(line) for line in log] for log in logs])
+    assert report["mode"] == "shared"
+    for serial, shared in zip(*runs, strict=True):
+        assert [each["reward"] for each in serial] == [each["reward"] for each in shared]
+        assert serial[-1]["microbatches"] < shared[-1]["microbatches"]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from rose.scheduler.runtime.channel.messages import (
     StepRun,
 )
 from rose.scheduler.runtime.channel.opening import ChannelUrl
-from rose.scheduler.runtime.job.cache import HostCache
+from rose.scheduler.runtime.job.cache import BoundedSet, HostCache, WorkingSet
 from rose.scheduler.runtime.job.device_memory import wait_free
 from rose.scheduler.runtime.job.recording import Recorder, Recording
 from rose.scheduler.runtime.job.share import CoreSets, SharedDevice
@@ -144,6 +144,19 @@ class RunningJob:
         """Reports a step of the phase that runs, and waits while the other pipeline has the device."""
         if self.device is not None and self._held is not None:
             self.device.step(num_tokens, num_running)
+
+    @contextmanager
+    def bounding(self, working_set: WorkingSet | None) -> Iterator[None]:
+        """Tells a loaded working set the job's share of the device's memory, and each new one inside the
+        context."""
+        if self.device is None or not isinstance(working_set, BoundedSet):
+            yield
+            return
+        self.device.bound(working_set.take_memory)
+        try:
+            yield
+        finally:
+            self.device.bound(None)
 
     def _stepped(self, steps: list[StepRun], epoch: int) -> None:
         self._client.tell(self._call(Stepped, steps=steps, epoch=epoch))

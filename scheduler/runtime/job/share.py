@@ -57,6 +57,8 @@ class SharedDevice:
         self._report = report
         self._device = device
         self._share = Shared(epoch=0, cores=[], compute=0.0, memory=0.0)
+        self._take_memory: Callable[[float], None] | None = None
+        self._bound = 1.0
         self._steps: list[StepRun] = []
         self._since_s = self._told_s = 0.0
 
@@ -64,6 +66,14 @@ class SharedDevice:
     def memory(self) -> float:
         """The share of the device's memory; 1 before the first share."""
         return self._share.memory if self._share.epoch else 1.0
+
+    def bound(self, take_memory: Callable[[float], None] | None) -> None:
+        """Tells ``take_memory`` the share of memory now, and whenever it changes, until another call.
+
+        It has all memory at first, and keeps what it was told while the job pauses.
+        """
+        self._take_memory, self._bound = take_memory, 1.0
+        self._tell_memory()
 
     def begin(self) -> None:
         """Takes the share of a phase that has its permit."""
@@ -105,4 +115,10 @@ class SharedDevice:
                 self._share = order
                 if order.cores:
                     self._device.take(order)
+                    self._tell_memory()
                 self._tell()
+
+    def _tell_memory(self) -> None:
+        if self._take_memory is not None and self.memory != self._bound:
+            self._take_memory(self.memory)
+            self._bound = self.memory
