@@ -21,10 +21,14 @@ TELL_S = 0.05
 
 
 class Device(Protocol):
-    """Enforces shares in this process. Core sets are built; on CUDA it would be green contexts under MPS."""
+    """Enforces shares in this process: on CPUs by core sets, on a GPU by green contexts
+    (multiprocessors.py)."""
 
     def take(self, share: Shared) -> None:
         """Confines this process's work to the share, from the next step on."""
+
+    def finish(self) -> None:
+        """Waits until the work of the last step is done, where the program does not."""
 
 
 class CoreSets:
@@ -32,6 +36,9 @@ class CoreSets:
 
     def take(self, share: Shared) -> None:
         confine(share.cores)
+
+    def finish(self) -> None:
+        """Nothing is left behind a step on CPUs."""
 
 
 def confine(cores: Iterable[int]) -> None:
@@ -82,12 +89,14 @@ class SharedDevice:
 
     def step(self, tokens: int, num_running: int) -> None:
         """Notes a step and takes new shares. Returns when the job may go on."""
+        self._device.finish()
         self._note(tokens, num_running)
         self._obey()
         self._since_s = time.monotonic()
 
     def end(self) -> None:
         """Reports the end of the phase."""
+        self._device.finish()
         self._tell()
 
     def _note(self, tokens: int, num_running: int) -> None:
