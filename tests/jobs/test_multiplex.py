@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,26 @@ from rose.scheduler.sim.gpu_spec import SlowdownFile
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can't be split")
 TINY = ("--width", "32", "--max-tokens", "384", "--samples", "4", "--epochs", "2")
 """Two rollouts that meet in the trials take longer than a measurement needs."""
+BOTH = """
+import runpy, sys, time, torch
+from pathlib import Path
+own, other = (Path(each).with_suffix(".started") for each in sys.argv[1:3])
+own.touch()
+while not other.exists():
+    time.sleep(0.01)
+sys.argv[1:3] = ["--rewards", sys.argv[1]]
+runpy.run_module("rose.measure.tiny_pipeline", run_name="__main__", alter_sys=True)
+"""
+"""A tiny pipeline that begins when the other one, too, has loaded torch."""
 
 
-def write_job(
-    folder: Path,
-    name: str,
-    command: list[str] | None = None,
-    options: Sequence[str] = (),
-    **fields: Any,
-) -> Path:
+def write_job(folder: Path, name: str, command: list[str] | None = None, **fields: Any) -> Path:
     folder.mkdir(exist_ok=True)
     rewards = folder / f"{name}.jsonl"
-    pipeline = [
-        sys.executable,
-        "-m",
-        "rose.measure.tiny_pipeline",
-        "--rewards",
-        str(rewards),
-        *TINY,
-        *options,
-    ]
+    pipeline = [sys.executable, "-m", "rose.measure.tiny_pipeline", "--rewards", str(rewards), *TINY]
     spec = {
         "name": name,
-        "command": command if command is not None else [*pipeline, *TINY, *options, "--seed", str(len(name))],
+        "command": command if command is not None else [*pipeline, "--seed", str(len(name))],
         "max_tokens": 384,
         "iterations": 7,
         "phases": {"rollout": {}, "train": {"after": ["rollout"]}},
@@ -106,12 +102,16 @@ def test_microbatches_that_follow_the_share_of_memory_give_the_same_rewards(
     table.write_text(SlowdownFile.of(cheap).model_dump_json())
     runs = []
     for name, flags in (("serial", ["--serial"]), ("shared", ["--slowdown", table])):
+        rewards = [str(tmp_path / name / f"{job}.jsonl") for job in ("math", "coding")]
+        command = [sys.executable, "-c", BOTH]
+        options = [*TINY, "--elastic", "--double"]
         jobs = [
-            write_job(tmp_path / name, job, options=("--elastic", "--double")) for job in ("math", "coding")
+            write_job(tmp_path / name, "math", [*command, *rewards, *options]),
+            write_job(tmp_path / name, "coding", [*command, *reversed(rewards), *options, "--seed", "1"]),
         ]
         status, report = run(capsys, *jobs, *flags)
         assert status == 0
-        logs = [job.with_suffix(".jsonl").read_text().splitlines() for job in jobs]
+        logs = [Path(each).read_text().splitlines() for each in rewards]
         runs.append([[json.loads(line) for line in log] for log in logs])
     assert report["mode"] == "shared"
     for serial, shared in zip(*runs, strict=True):
