@@ -189,6 +189,12 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
     return [each for each in takewhile(lambda name: name not in _NO_DEVICE, names) if each]
 
 
+def mps_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Returns the folder with the pipes of CUDA's MPS server, whether there is one or not."""
+    variables = environ if environ is not None else os.environ
+    return Path(variables.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the inherited environment plus ``extra``, for a child process."""
     return {**os.environ, **(extra if extra is not None else {})}

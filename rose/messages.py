@@ -294,6 +294,14 @@ class RlStep(BaseModel):
     """The number of the RL step."""
 
 
+class MemoryShare(BaseModel):
+    """Body of ``POST /rose/v1/memory_share``: bounds a rollout engine, until its next activation."""
+
+    model_config = ConfigDict(extra="forbid")
+    share: float = Field(gt=0, le=1)
+    """Of the slabs that the rollout engines of its pool may hold together."""
+
+
 class GateChange(BaseModel):
     """Body of ``POST /rose/v1/gate``."""
 

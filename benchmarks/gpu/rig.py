@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -99,11 +98,3 @@ class Matmuls:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return perf_counter() - start
-
-
-def check(answer: Any, what: str) -> Any:
-    """Returns what a call of cuda-python returned beside its status. Raises: RuntimeError."""
-    status, *values = answer
-    if status.value != 0:
-        raise RuntimeError(f"{what}: {status.name}")
-    return values[0] if len(values) == 1 else values

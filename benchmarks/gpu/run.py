@@ -61,6 +61,7 @@ PARTS = {
     "offsets": KitPart(module="offsets"),
     "delta": KitPart(module="delta_kernels", needs=("cuda.bindings",)),
     "contexts": KitPart(module="contexts"),
+    "shares": KitPart(module="shares", needs=("cuda.bindings",)),
     "board": KitPart(module="suites", function="measure_board"),
     "engines": KitPart(module="suites", function="measure_engines", needs=("vllm",)),
     "kvcached": KitPart(module="suites", function="measure_kvcached", needs=("kvcached",)),

@@ -2,7 +2,8 @@
 
 It is a job's program like any other, with `rose.phase` and `progress.step`, for trying the job scheduler and
 for measuring what pipelines cost one another. Threads, seeds and microbatches never depend on what runs
-beside it, so its rewards and weights are the same bits in each run. Never saves a checkpoint.
+beside it, so its rewards and weights are the same bits in each run. With `--elastic` microbatches follow the
+job's share of memory, and the weights are the same up to rounding. Never saves a checkpoint.
 
     python -m rose.measure.tiny_pipeline --rewards rewards.jsonl --iterations 4
 """
@@ -11,7 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,9 @@ class TinyPipeline:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.manual_seed(arguments.seed)
+        torch.set_default_dtype(torch.float64 if arguments.double else torch.float32)
         self._arguments = arguments
+        self.num_microbatches = 0
         self._model = Model(arguments.width, arguments.layers, arguments.max_tokens)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-3)
 
@@ -118,25 +121,33 @@ class TinyPipeline:
         return SampledBatch(ids=ids, lengths=lengths, rewards=_rewards(ids, lengths))
 
     def train(self, progress: rose.Progress, batch: SampledBatch) -> None:
-        """Some epochs over the batch, in microbatches of fixed size."""
+        """Some epochs over the batch, each of which accumulates the gradients of its microbatches."""
         torch.set_num_threads(self._arguments.train_threads)
         advantages = batch.rewards - batch.rewards.mean()
-        rows = self._arguments.microbatch
+        num_rows = min(len(batch.ids), self._arguments.train_samples)
+        num_tokens = batch.lengths[:num_rows].sum()
         for _ in range(self._arguments.epochs):
             self._optimizer.zero_grad()
-            for start in range(0, min(len(batch.ids), self._arguments.train_samples), rows):
-                part = slice(start, start + rows)
-                loss = self._loss(batch.ids[part], batch.lengths[part], advantages[part])
+            for part in self._microbatches(progress, num_rows):
+                loss = self._loss(batch.ids[part], batch.lengths[part], advantages[part]) / num_tokens
                 loss.backward()  # type: ignore[no-untyped-call]
+                self.num_microbatches += 1
                 progress.step(batch.ids[part].numel())
             self._optimizer.step()
 
+    def _microbatches(self, progress: rose.Progress, num_rows: int) -> Iterator[slice]:
+        rows = self._arguments.microbatch
+        if self._arguments.elastic:
+            return progress.microbatches(num_rows, rows)
+        return (slice(begin, min(num_rows, begin + rows)) for begin in range(0, num_rows, rows))
+
     def _loss(self, ids: torch.Tensor, lengths: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over the responses' tokens."""
         logits, _ = self._model(ids[:, :-1])
         nll = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
         at = torch.arange(nll.shape[1])
         is_response = (at >= PROMPT_TOKENS - 1) & (at < PROMPT_TOKENS - 1 + lengths[:, None])
-        return (nll * is_response * advantages[:, None]).sum() / is_response.sum()
+        return (nll * is_response * advantages[:, None]).sum()
 
     def state(self) -> str:
         """A hash of all weights."""
@@ -175,6 +186,7 @@ def main(argv: Sequence[str]) -> int:
             "iteration": progress.iteration,
             "reward": float(batch.rewards.mean()).hex(),
             "tokens": int(batch.lengths.sum()),
+            "microbatches": pipeline.num_microbatches,
             "state": pipeline.state(),
         }
         with arguments.rewards.open("a") as log:
@@ -193,7 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=192)
-    parser.add_argument("--microbatch", type=int, default=4)
+    parser.add_argument("--microbatch", type=int, default=4, help="rows, with all of the memory")
+    parser.add_argument("--elastic", action="store_true", help="microbatches follow the share of memory")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--train-samples", type=int, default=1 << 30, help="the first ones alone")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--decode-threads", type=int, default=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rose._shm import Words
 
 PAGE_BYTES = 4096
+MILLION = 1_000_000
 _URL = slice(2048, 2304)
 
 
@@ -55,6 +56,8 @@ class Field(IntEnum):
     WANTED_INACTIVE = 35
     """1 while the engine must hold no requests and no KV."""
     WANTED_TPOT_TARGET_US = 36
+    MEMORY_SHARE_PPM = 37
+    """The share of the rollout budget that a rollout engine may hold, in millionths; 0 stands for all."""
 
 
 class ProfileCommand(IntEnum):
@@ -97,6 +100,14 @@ class StatusPage:
 
     def count(self, field: Field, increment: int = 1) -> None:
         self._words.add(field, increment)
+
+    @property
+    def memory_share(self) -> float:
+        """The share of the rollout budget that a rollout engine may hold."""
+        return (self.get(Field.MEMORY_SHARE_PPM) or MILLION) / MILLION
+
+    def put_memory_share(self, share: float) -> None:
+        self.put(Field.MEMORY_SHARE_PPM, max(1, round(share * MILLION)))
 
     @property
     def url(self) -> str:

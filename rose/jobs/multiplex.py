@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.arguments import CommandParser, check_output
-from rose.config import Settings, default_variable, make_private_dir
+from rose.config import Settings, default_variable, make_private_dir, mps_folder
 from rose.errors import ConfigError
 from rose.jobs.dashboard import DashboardProcess
 from rose.jobs.pair import PairRun
@@ -25,6 +25,7 @@ from rose.scheduler.gpu.pairing import Pairing
 from rose.scheduler.gpu.slowdown import SlowdownTable
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.command.connection import channel_parser
+from rose.scheduler.runtime.job.multiprocessors import Multiprocessors
 from rose.scheduler.runtime.job.spec import RunSpec, read_job
 from rose.scheduler.sim.gpu_spec import SlowdownFile, load_table
 
@@ -38,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.from_environment()
     arguments = _parser(settings).parse_args(list(argv))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
-    cores = splittable_cores()
+    cores, here = _device(is_gpu=arguments.gpu)
     specs = _read(arguments.jobs)
-    pairing = _pairing(specs, cores, arguments)
+    pairing = _pairing(specs, cores, here, arguments)
     folder = make_private_dir(arguments.folder.absolute(), "choose another with --folder")
     page = make_page(arguments, settings)
     # Threads that spin for work would take the core from threads that have work.
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             try:
                 root = cache_root(settings, f"{channel.url} pair")
-                run = PairRun(specs, pairing, cores, (channel.url, side), folder, root)
+                run = PairRun(specs, pairing, cores, (channel.url, side), folder, root, is_gpu=arguments.gpu)
                 run.run(_Watch(pairing, page, is_quiet=arguments.json))
             finally:
                 if page is not None:
@@ -106,8 +107,24 @@ def _read(paths: Sequence[Path]) -> tuple[RunSpec, RunSpec]:
     return one, two
 
 
-def _pairing(specs: tuple[RunSpec, RunSpec], cores: Sequence[int], arguments: argparse.Namespace) -> Pairing:
-    here = hardware(len(cores))
+def _device(*, is_gpu: bool) -> tuple[list[int], str]:
+    """Returns what a device is split into, and its name. Raises: ConfigError; WorkerError."""
+    if not is_gpu:
+        cores = splittable_cores()
+        return cores, hardware(len(cores))
+    gpu = Multiprocessors()
+    pipe = mps_folder() / "control"
+    if not pipe.exists():
+        raise ConfigError(
+            f"no MPS server at {pipe}, without which two processes take turns on a GPU; start it: "
+            "nvidia-cuda-mps-control -d (CUDA_MPS_PIPE_DIRECTORY says where it is)"
+        )
+    return list(range(gpu.num)), f"{gpu.name}, {gpu.num} multiprocessors"
+
+
+def _pairing(
+    specs: tuple[RunSpec, RunSpec], cores: Sequence[int], here: str, arguments: argparse.Namespace
+) -> Pairing:
     levels = [count / len(cores) for count in core_counts(len(cores))]
     if arguments.output is not None:
         if arguments.slowdown is not None:
@@ -176,6 +193,12 @@ def _parser(settings: Settings) -> CommandParser:
     )
     parser.add_argument(
         "jobs", nargs=2, type=Path, metavar="JOB.yaml", help="the jobs' files, as for rose sched submit"
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="share the first GPU of CUDA_VISIBLE_DEVICES in place of this machine's cores; it needs an MPS "
+        "server and programs that compute with torch",
     )
     parser.add_argument(
         "--slowdown",

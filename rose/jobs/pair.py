@@ -66,11 +66,13 @@ class PairRun:
         channel: tuple[str, SchedulerSide],
         folder: Path,
         cache_root: Path,
+        *,
+        is_gpu: bool = False,
     ) -> None:
-        """``cores``: those of the device. ``channel``: its URL, and the scheduler's end of it. ``folder``:
-        the place of job files and logs."""
+        """``cores``: those of the device, or a GPU's multiprocessors. ``channel``: its URL, and the
+        scheduler's end of it. ``folder``: the place of job files and logs."""
         self._pairing = pairing
-        self._cores = list(cores)
+        self._cores, self._is_gpu = list(cores), is_gpu
         self._url, self._channel = channel
         self._folder, self._cache_root = folder, cache_root
         one, two = (Side(spec=spec, process=self._process(spec)) for spec in specs)
@@ -128,6 +130,7 @@ class PairRun:
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
             shares_device=True,
+            shares_gpu=self._is_gpu,
         )
         path.write_bytes(msgspec.json.encode(file))
         try:

@@ -170,7 +170,7 @@ def _part(decision: Decision, index: int) -> str:
         return f"{what}waits" if kind is not None else "waits or is between two phases"
     if decision.shares[1 - index] is None:
         return f"{what}alone"
-    return f"{what}{share.compute:.0%} of compute"
+    return f"{what}{share.compute:.0%} of compute, {share.memory:.0%} of memory"
 
 
 def _constant(num_ranks: int) -> dict[str, Any]:

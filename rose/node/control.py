@@ -80,6 +80,10 @@ class EngineControl:
     def begin_rl_step(self, step: int) -> None:
         self._call("POST", "/rose/v1/rl_step", {"step": step})
 
+    def set_memory_share(self, share: float) -> None:
+        """Bounds a rollout engine by a share of its pool's rollout budget, until its next activation."""
+        self._call("POST", "/rose/v1/memory_share", {"share": share})
+
     def activate(self) -> ActivationChange:
         answer = self._call("POST", "/rose/v1/activate", {}, ACTIVATION_TIMEOUT_S)
         return ActivationChange.model_validate(answer)

@@ -33,6 +33,12 @@ class OwnEngines:
         """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
         _each(EngineControl.deactivate, [engine for _, node in self._by_number() for engine in node])
 
+    def take_memory(self, share: float) -> None:
+        """Bounds each engine's slabs by this share of the rollout budget of its pool. Raises: WorkerError,
+        also for an engine without a pool; ConfigError."""
+        engines = [engine for _, node in self._by_number() for engine in node]
+        _each(lambda engine: engine.set_memory_share(share), engines)
+
     def move_tail(self, keep: Sequence[int]) -> None:
         """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError;
         ConfigError."""

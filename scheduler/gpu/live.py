@@ -28,11 +28,16 @@ class StepCosts:
         self._seen[kind].setdefault(tokens, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def seconds(self, kind: SubStageKind, tokens: int) -> float | None:
-        """Returns the median of the steps nearest in size; None if no step of the kind ran alone."""
+        """Returns the median of the steps nearest in size; None if no step of the kind ran alone.
+
+        A microbatch counts by its tokens: a share of memory divides the same batch into more of them.
+        """
         sizes = self._seen.get(kind)
         if not sizes:
             return None
-        return statistics.median(sizes[min(sizes, key=lambda size: abs(size - tokens))])
+        nearest = min(sizes, key=lambda size: abs(size - tokens))
+        scale = tokens / nearest if kind is SubStageKind.TRAIN and nearest else 1.0
+        return scale * statistics.median(sizes[nearest])
 
 
 class Live:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from shared_gpu import SharedGpu
+from probes import prompt
+from real_engine import until
+from shared_gpu import LedgerLog, SharedGpu
 
 from rose.errors import ConfigError
 from rose.node.control import EngineControl
@@ -30,6 +32,27 @@ def test_engines_are_active_in_rollouts_alone_and_leave_the_nodes_that_a_tail_do
     engines.load(cache)
     assert engine.status().is_active
     assert engine.complete(PROMPT, 8).tokens == before
+
+
+def test_a_share_of_memory_bounds_an_engine_s_slabs_until_it_is_activated_again(
+    gpu: SharedGpu, tmp_path: Path
+) -> None:
+    engine, cache = gpu.engine(Role.ROLLOUT), HostCache(tmp_path, 0, "rollout of a")
+    engines = OwnEngines([[engine.url]])
+    prompts = [prompt(f"share-{number}", 200) for number in range(12)]
+    bound = gpu.ledger.policy.rollout_budget_slabs // 4
+    with LedgerLog(gpu.ledger) as log:
+        before = [engine.complete(each, 8).tokens for each in prompts]
+    assert log.peak[Role.ROLLOUT] > bound, "their prefixes are cached"
+    engines.take_memory(0.25)
+    until(lambda: gpu.ledger.num_held(Role.ROLLOUT) <= bound, "the cache beyond the share is given back")
+    with LedgerLog(gpu.ledger) as log:
+        assert [engine.complete(each, 8).tokens for each in prompts] == before
+    assert log.peak[Role.ROLLOUT] <= bound
+    engines.load(cache)
+    with LedgerLog(gpu.ledger) as log:
+        assert [engine.complete(each, 8).tokens for each in prompts] == before
+    assert log.peak[Role.ROLLOUT] > bound
 
 
 def test_a_job_with_fewer_nodes_than_engines_is_refused() -> None:

@@ -13,11 +13,25 @@ from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, WorkerError
 from rose.jobs.multiplex import main
 from rose.jobs.serve import cache_root
+from rose.jobs.slowdown import hardware
+from rose.scheduler.gpu.slowdown import SlowdownTable
+from rose.scheduler.gpu.substages import SubStageKind
 from rose.scheduler.sim.gpu_spec import SlowdownFile
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can't be split")
 TINY = ("--width", "32", "--max-tokens", "384", "--samples", "4", "--epochs", "2")
 """Two rollouts that meet in the trials take longer than a measurement needs."""
+BOTH = """
+import runpy, sys, time, torch
+from pathlib import Path
+own, other = (Path(each).with_suffix(".started") for each in sys.argv[1:3])
+own.touch()
+while not other.exists():
+    time.sleep(0.01)
+sys.argv[1:3] = ["--rewards", sys.argv[1]]
+runpy.run_module("rose.measure.tiny_pipeline", run_name="__main__", alter_sys=True)
+"""
+"""A tiny pipeline that begins when the other one, too, has loaded torch."""
 
 
 def write_job(folder: Path, name: str, command: list[str] | None = None, **fields: Any) -> Path:
@@ -68,6 +82,41 @@ def test_a_shared_run_gives_the_same_rewards_and_weights_as_a_serial_one(
     table = tmp_path / "slowdown.json"
     if table.exists():  # else no pair ran side by side for long enough: that is chance on a busy machine
         assert load_yaml(table, SlowdownFile).to_table().entries
+
+
+@pytest.mark.slow
+def test_microbatches_that_follow_the_share_of_memory_give_the_same_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job has a quarter of the memory while they share, the other one three quarters."""
+    pytest.importorskip("torch")
+    kinds = (SubStageKind.ROLLOUT_SMALL, SubStageKind.TRAIN)
+    num_cores = len(os.sched_getaffinity(0))
+    cheap = SlowdownTable(
+        hardware=hardware(num_cores),
+        compute=(0.5,),
+        memory=(0.25,),
+        entries={(one, two): ((1.05,),) for one in kinds for two in kinds},
+    )
+    table = tmp_path / "slowdown.json"
+    table.write_text(SlowdownFile.of(cheap).model_dump_json())
+    runs = []
+    for name, flags in (("serial", ["--serial"]), ("shared", ["--slowdown", table])):
+        rewards = [str(tmp_path / name / f"{job}.jsonl") for job in ("math", "coding")]
+        command = [sys.executable, "-c", BOTH]
+        options = [*TINY, "--elastic", "--double"]
+        jobs = [
+            write_job(tmp_path / name, "math", [*command, *rewards, *options]),
+            write_job(tmp_path / name, "coding", [*command, *reversed(rewards), *options, "--seed", "1"]),
+        ]
+        status, report = run(capsys, *jobs, *flags)
+        assert status == 0
+        logs = [Path(each).read_text().splitlines() for each in rewards]
+        runs.append([[json.loads(line) for line in log] for log in logs])
+    assert report["mode"] == "shared"
+    for serial, shared in zip(*runs, strict=True):
+        assert [each["reward"] for each in serial] == [each["reward"] for each in shared]
+        assert serial[-1]["microbatches"] < shared[-1]["microbatches"]
 
 
 @pytest.mark.slow

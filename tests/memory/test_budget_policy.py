@@ -141,6 +141,20 @@ def test_rollout_engines_share_their_budget_equally_and_take_what_others_leave()
     assert growths == [15, 0]
 
 
+@pytest.mark.parametrize(
+    ("others_owned", "part", "share"),
+    [(20, 1.0, 20), (20, 0.25, 10), (10, 0.75, 30), (20, 0.75, 20), (0, 0.75, 30), (0, 0.001, 1)],
+    ids=str,
+)
+def test_an_engine_with_a_part_of_the_budget_takes_no_more_of_what_others_leave(
+    others_owned: int, part: float, share: int
+) -> None:
+    engines = {"budget": 40, "num_engines": 2, "others_owned": others_owned}
+    assert POLICY.rollout_share(**engines, part=part) == share
+    growth = POLICY.rollout_growth(serving_used=0, rollout_owned=0, **engines, part=part)
+    assert growth == share
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 40))
 def test_a_cut_that_every_rollout_engine_obeys_lands_within_the_budget(owned: list[int], budget: int) -> None:
     after = [

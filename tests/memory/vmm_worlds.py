@@ -16,7 +16,7 @@ from rose.transfer.format.device.kernels import SOURCES as KERNELS
 
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 FOLDER = Path(__file__).parent
-STAND_IN_SOURCES = ("stand_in_cuda.cpp", "stand_in_modules.cpp", "kernels_on_host.cpp")
+STAND_IN_SOURCES = ("stand_in_cuda.cpp", "stand_in_modules.cpp", "stand_in_green.cpp", "kernels_on_host.cpp")
 
 
 def build_library(library: Path, *sources: str) -> Path:

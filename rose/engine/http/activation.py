@@ -80,7 +80,8 @@ class Activation:
 
     async def activate(self) -> ActivationChange:
         """Restores the weights and takes turns again. Raises whatever the restoring raises; the engine then
-        is inactive and can be activated again."""
+        is inactive and can be activated again. Ends the bound of a share of memory."""
+        self._cores.set_memory_share(1.0)
         if self.is_active:
             return ActivationChange(is_active=True, took_s=0.0)
         started_s = time.monotonic()

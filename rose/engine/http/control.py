@@ -84,8 +84,8 @@ class ServedEngine:
         self._exclusive = asyncio.Lock()
         """Held during a weight update, an activation, a deactivation and a profiling run."""
         self._profile_dir = Settings.from_environment().profile_dir
-        self._cores = EngineCores(client, settings, num_ranks)
-        self._activation = Activation(client, self._cores, self._before_turns)
+        self.cores = EngineCores(client, settings, num_ranks)
+        self._activation = Activation(client, self.cores, self._before_turns)
 
     @property
     def is_active(self) -> bool:
@@ -94,7 +94,7 @@ class ServedEngine:
     async def start(self) -> None:
         """Measures the weights and registers the metrics. Call once, when the engine is up."""
         await self._activation.measure()
-        for rank, core in enumerate(self._cores):
+        for rank, core in enumerate(self.cores):
             status = partial(self._rank_status, rank)
             REGISTRY.register(RoseCollector(status, core.harm, core.board, core.board_slot))
             if core.watch is not None:
@@ -102,11 +102,11 @@ class ServedEngine:
 
     async def call_ranks(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Calls a method of the workers on all ranks."""
-        return await self._cores.call_ranks(method, args)
+        return await self.cores.call_ranks(method, args)
 
     def listens_at(self, url: str) -> None:
         """Tells the commands of this host where the engine answers."""
-        next(iter(self._cores)).page.put_url(url)
+        next(iter(self.cores)).page.put_url(url)
 
     @property
     def role(self) -> Role:
@@ -119,13 +119,13 @@ class ServedEngine:
 
     def harm(self) -> HarmHistory | None:
         """What rollouts cost serving; None on a rollout engine and without a pool."""
-        return self._cores.harm()
+        return self.cores.harm()
 
     def status(self) -> WorkerStatus:
-        return self._cores.status(**self._of_the_engine())
+        return self.cores.status(**self._of_the_engine())
 
     def _rank_status(self, rank: int) -> WorkerStatus:
-        return list(self._cores)[rank].status(**self._of_the_engine())
+        return list(self.cores)[rank].status(**self._of_the_engine())
 
     def _of_the_engine(self) -> dict[str, Any]:
         """The part of each core's status that the cores do not know."""
@@ -146,12 +146,9 @@ class ServedEngine:
             "run_problems": self.loan.problems,
             "adapter_problems": list(adapters.problems.values()) if adapters is not None else [],
             "activated_at_s": activation.activated_at_s,
-            "device_weights_bytes": activation.weights_bytes // len(self._cores),
-            "device_fixed_bytes": activation.fixed_bytes() // len(self._cores),
+            "device_weights_bytes": activation.weights_bytes // len(self.cores),
+            "device_fixed_bytes": activation.fixed_bytes() // len(self.cores),
         }
-
-    def begin_rl_step(self, step: int) -> None:
-        self._cores.put(Field.RL_STEP, step)
 
     def set_gate(self, mode: GateMode, tpot_target_ms: float | None = None) -> None:
         """Sets the gate's mode and TPOT target; None stands for the target that the engine was started with.
@@ -161,8 +158,8 @@ class ServedEngine:
         settings, config = self._settings, self._client.vllm_config
         if problem := settings.gate_problem(mode, tpot_target_ms) or lockstep_problem(config, mode):
             raise ConfigError(problem)
-        self._cores.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
-        self._cores.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
+        self.cores.put(Field.WANTED_TPOT_TARGET_US, round(1000 * tpot_target_ms) if tpot_target_ms else 0)
+        self.cores.put(Field.WANTED_GATE_MODE, GATE_MODES.index(mode))
 
     def note_loan(self) -> None:
         """Tells whoever waits for it which run the loan of the GPU names now."""
@@ -226,9 +223,9 @@ class ServedEngine:
         """Has all ranks prepare the changes; returns why the checkpoint has to be loaded whole, or None."""
         if update.whole_because is not None or not update.changes:
             return update.whole_because if update.whole_because is not None else "no changes were given"
-        problems = await self._cores.call_ranks("begin_weight_changes", (update.changes, update.state_hash))
+        problems = await self.cores.call_ranks("begin_weight_changes", (update.changes, update.state_hash))
         while not any(problem is not None for problem in problems):
-            results = await self._cores.call_ranks("weight_changes_result")
+            results = await self.cores.call_ranks("weight_changes_result")
             problems = [problem for _, problem in results]
             if all(is_done for is_done, _ in results):
                 break
@@ -309,13 +306,13 @@ class ServedEngine:
         """Returns the version that was loaded whole since the last update began, where it is known, and why a
         prepared update was loaded whole. The status then tells of a drafter that was not updated.
         """
-        ranks = await self._cores.call_ranks("loaded_weights")
+        ranks = await self.cores.call_ranks("loaded_weights")
         self._stale_drafter = next((stale for _, _, stale in ranks if stale is not None), None)
         return ranks[0][0], next((why for _, why, _ in ranks if why is not None), None)
 
     async def _have_the_same(self) -> bool:
         """Returns whether all data-parallel ranks have weights of one version."""
-        return len(self._cores) == 1 or len(set(await self._cores.call_ranks("weights_hash"))) == 1
+        return len(self.cores) == 1 or len(set(await self.cores.call_ranks("weights_hash"))) == 1
 
     async def _check_all_have_the_same(self) -> None:
         """Sees to it that no step runs any more if data-parallel ranks have weights of two versions, because
@@ -324,7 +321,7 @@ class ServedEngine:
             logger.error(
                 "an update failed on some data-parallel ranks alone: the engine ends at its next step"
             )
-            await self._cores.call_ranks("give_up_weights")
+            await self.cores.call_ranks("give_up_weights")
 
     async def _update_weights(self, update: WeightUpdate, info: dict[str, object]) -> None:
         try:
@@ -332,7 +329,7 @@ class ServedEngine:
             await self._client.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._client.finish_weight_update(update.version)
         except Exception:
-            await self._cores.call_ranks("end_weight_update")
+            await self.cores.call_ranks("end_weight_update")
             raise
 
     async def activate(self) -> ActivationChange:
@@ -344,7 +341,7 @@ class ServedEngine:
         # The mirror may have moved on since the last update that the engine was told of, and between the
         # loads of two ranks.
         if not await self._have_the_same():
-            await self._cores.call_ranks("load_newest_weights")
+            await self.cores.call_ranks("load_newest_weights")
             if not await self._have_the_same():
                 raise WorkerError("the data-parallel ranks loaded weights of two versions: activate it again")
         loaded, _ = await self._loaded()
@@ -379,21 +376,21 @@ class ServedEngine:
 
     async def _run_profile(self) -> None:
         gate = self.status().gate
-        ranks: Sequence[int | None] = range(len(self._cores)) if len(self._cores) > 1 else [None]
+        ranks: Sequence[int | None] = range(len(self.cores)) if len(self.cores) > 1 else [None]
         self.set_gate(GateMode.OFF, gate.tpot_target_ms)
         try:
             await asyncio.gather(*(warm_up(self._client, rank) for rank in ranks))
-            self._cores.put(Field.PROFILE, ProfileCommand.RECORD)
+            self.cores.put(Field.PROFILE, ProfileCommand.RECORD)
             shapes = shapes_for(self._client)
             await asyncio.gather(*(run_shapes(self._client, shapes, rank) for rank in ranks))
         finally:
-            self._cores.put(Field.PROFILE, ProfileCommand.FIT)
+            self.cores.put(Field.PROFILE, ProfileCommand.FIT)
             self.set_gate(gate.mode, gate.tpot_target_ms)
-        while ProfileCommand.FIT in (answers := self._cores.get(Field.PROFILE)):
+        while ProfileCommand.FIT in (answers := self.cores.get(Field.PROFILE)):
             await asyncio.sleep(0.05)
         if ProfileCommand.FAILED in answers:
             raise WorkerError("the engine could not make a profile of these steps; see its log")
 
     def announce_arrival(self) -> None:
         """Tells a waiting serving scheduler that a request is on its way through this API server."""
-        self._cores.announce_arrival()
+        self.cores.announce_arrival()

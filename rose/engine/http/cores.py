@@ -23,6 +23,7 @@ from rose.engine.hooks.patches import report_chosen_cores
 from rose.engine.http.harm import HarmWatch
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, StatusPage, page_path
+from rose.errors import ConfigError
 from rose.memory.ledger.policy_word import Pressure
 from rose.memory.pool.pool import PoolClient, describe_pool
 from rose.messages import GateStatus, HarmHistory, WorkerStatus
@@ -121,6 +122,7 @@ class EngineCores:
 
     def __init__(self, client: EngineClient, settings: EngineSettings, num_ranks: int) -> None:
         self._client = client
+        self._has_pool = settings.pool is not None
         self._all = [EngineCore(settings.of_rank(rank)) for rank in range(num_ranks)]
         if num_ranks > 1:
             self._core_client: Any = client.engine_core
@@ -136,6 +138,17 @@ class EngineCores:
         """Gives all schedulers a command."""
         for core in self._all:
             core.page.put(field, value)
+
+    def set_memory_share(self, share: float) -> None:
+        """Bounds all cores by a share of their pools' rollout budgets. Raises: ConfigError without a pool,
+        unless it is all of it."""
+        if not self._has_pool and share < 1:
+            raise ConfigError(
+                f"a share of {share:g} of the memory: this engine is in no pool, and its memory is its own; "
+                "start it with --pool"
+            )
+        for core in self._all:
+            core.page.put_memory_share(share)
 
     def get(self, field: Field) -> list[int]:
         return [core.page.get(field) for core in self._all]

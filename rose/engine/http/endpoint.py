@@ -32,12 +32,14 @@ from rose.engine.http.control import ServedEngine
 from rose.engine.http.front_door import FrontDoor
 from rose.engine.http.leases import Ask
 from rose.engine.settings import EngineSettings
+from rose.engine.status import Field
 from rose.errors import ConfigError, FrameError, WorkerError
 from rose.messages import (
     ActivationChange,
     AdapterUpdate,
     GateChange,
     HarmHistory,
+    MemoryShare,
     Profile,
     RlStep,
     RunToFollow,
@@ -175,7 +177,17 @@ async def get_harm(request: Request) -> HarmHistory:
 @router.post("/rl_step")
 async def post_rl_step(body: RlStep, request: Request) -> RlStep:
     """Begins an RL step: the rollout budget is computed again and may grow."""
-    _control(request).begin_rl_step(body.step)
+    _control(request).cores.put(Field.RL_STEP, body.step)
+    return body
+
+
+@router.post("/memory_share")
+async def post_memory_share(body: MemoryShare, request: Request) -> MemoryShare:
+    """Bounds the engine's slabs by a share of its pool's rollout budget, until its next activation."""
+    try:
+        _rollout_control(request).cores.set_memory_share(body.share)
+    except ConfigError as error:
+        raise HTTPException(409, str(error)) from error
     return body
 
 

@@ -37,6 +37,8 @@ class RolloutMemory:
         self._leases = tenant.leases
         self._policy = policy
         self._reclaim = reclaim
+        self.share = 1.0
+        """How much of the rollout budget this engine may hold, whatever the others leave of it."""
         self.begin_rl_step(tenant.ledger.policy.rl_step)
 
     def begin_rl_step(self, step: int) -> None:
@@ -93,6 +95,7 @@ class RolloutMemory:
             budget=tenant.ledger.policy.rollout_budget_slabs,
             num_engines=num_engines,
             others_owned=others_owned,
+            part=self.share,
         )
         excess = tenant.num_owned - share
         if excess <= 0:
@@ -118,6 +121,7 @@ class RolloutMemory:
             budget=ledger.policy.rollout_budget_slabs,
             num_engines=num_engines,
             others_owned=others_owned,
+            part=self.share,
         )
         ahead = self._policy.rollout_spare(owned) - len(tenant.pool.empty_positions()) if has_work else 0
         tenant.grow(min(missing, allowed))

@@ -109,6 +109,8 @@ class RolloutScheduler(RoseScheduler):
         if memory is not None and wanted_step != self._rl_step:
             self._rl_step = wanted_step
             memory.begin_rl_step(wanted_step)
+        if memory is not None:
+            memory.share = self.page.memory_share
         if self._is_wanted_inactive:
             self._stand_down()
             return

@@ -233,7 +233,7 @@ class Granted(Message, frozen=True, kw_only=True):
 class Shared(Message, frozen=True, kw_only=True):
     """A job's part of the device that it shares with another. Without ``cores`` it pauses at its next step.
 
-    ``compute``, ``memory``: shares of the whole device, for those that are not split by cores.
+    ``cores``: of the device; on a GPU its multiprocessors. ``compute``, ``memory``: shares of the whole.
     """
 
     epoch: int

@@ -13,7 +13,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 from rose.errors import CacheFull
 
@@ -42,6 +42,14 @@ class WorkingSet(Protocol):
 
     def offload(self, cache: HostCache) -> None:
         """Moves the state into the cache, and frees the devices."""
+
+
+@runtime_checkable
+class BoundedSet(WorkingSet, Protocol):
+    """A working set that keeps within a share of the device's memory."""
+
+    def take_memory(self, share: float) -> None:
+        """Keeps within this share from now on. 1: all of it, as after each `load`."""
 
 
 class HostCache:

@@ -33,8 +33,9 @@ from rose.scheduler.runtime.channel.messages import (
     StepRun,
 )
 from rose.scheduler.runtime.channel.opening import ChannelUrl
-from rose.scheduler.runtime.job.cache import HostCache
+from rose.scheduler.runtime.job.cache import BoundedSet, HostCache, WorkingSet
 from rose.scheduler.runtime.job.device_memory import wait_free
+from rose.scheduler.runtime.job.multiprocessors import GreenContexts
 from rose.scheduler.runtime.job.recording import Recorder, Recording
 from rose.scheduler.runtime.job.share import CoreSets, SharedDevice
 
@@ -80,6 +81,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     """Which of `nodes` this process is on."""
     shares_device: bool = False
     """Whether another pipeline computes on the same device: steps are reported, and shares taken."""
+    shares_gpu: bool = False
+    """Whether that device is GPU 0 of this process. A share's cores are its multiprocessors then."""
 
     def devices_of(self, phase: Phase) -> list[str]:
         """Returns the bound devices of the phase's nodes on this process's host."""
@@ -109,8 +112,9 @@ class RunningJob:
         """Where the job runs. Both may change in `complete`."""
         self._held: Granted | None = None
         self._is_held = threading.Condition()
+        device = GreenContexts() if file.shares_gpu else CoreSets()
         self.device = (
-            SharedDevice(self._client.unasked, self._stepped, CoreSets()) if file.shares_device else None
+            SharedDevice(self._client.unasked, self._stepped, device) if file.shares_device else None
         )
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
@@ -144,6 +148,19 @@ class RunningJob:
         """Reports a step of the phase that runs, and waits while the other pipeline has the device."""
         if self.device is not None and self._held is not None:
             self.device.step(num_tokens, num_running)
+
+    @contextmanager
+    def bounding(self, working_set: WorkingSet | None) -> Iterator[None]:
+        """Tells a loaded working set the job's share of the device's memory, and each new one inside the
+        context."""
+        if self.device is None or not isinstance(working_set, BoundedSet):
+            yield
+            return
+        self.device.bound(working_set.take_memory)
+        try:
+            yield
+        finally:
+            self.device.bound(None)
 
     def _stepped(self, steps: list[StepRun], epoch: int) -> None:
         self._client.tell(self._call(Stepped, steps=steps, epoch=epoch))

@@ -24,7 +24,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from rose.errors import ConfigError
@@ -97,10 +97,27 @@ class Progress:
     def memory_share(self) -> float:
         """The share of the device's memory that the job has now: 1 unless another pipeline shares it.
 
-        A trainer chooses its microbatch by it, a rollout its KV cache. It changes at a `step` alone.
+        A trainer takes it by `microbatches`, and ROSE's engines by their slab budget (`OwnEngines`). It
+        changes at a `step` alone.
         """
         job = running_job()
         return job.device.memory if job is not None and job.device is not None else 1.0
+
+    def microbatches(self, num_rows: int, max_rows: int) -> Iterator[slice]:
+        """Divides a batch into microbatches that fit the job's share of the device's memory.
+
+        max_rows: the rows that fit all of it. A microbatch has `memory_share` of them, and at least one. It
+        is divided off when it is asked for, because the share changes while the batch is trained on. Divide
+        each loss by a number of the whole batch, such as all its tokens: then the accumulated gradients are
+        the batch's up to rounding, whatever the shares were. Raises: ValueError.
+        """
+        if max_rows < 1:
+            raise ValueError(f"max_rows {max_rows}: a microbatch has at least one row")
+        begin = 0
+        while begin < num_rows:
+            end = min(num_rows, begin + max(1, int(max_rows * self.memory_share)))
+            yield slice(begin, end)
+            begin = end
 
     def report(
         self,
@@ -154,7 +171,8 @@ def phase(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Runs "rollout" and "train" under a permit for the nodes of their pools. Any other phase needs none.
 
-    working_set: loaded from host memory before and offloaded after the function, under the same permit.
+    working_set: loaded from host memory before and offloaded after the function, under the same permit. One
+    with `take_memory` is told the job's share of the device's memory, at first and whenever it changes.
     move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in
     the group) onto which the responses that still run are to move; when it returns, the others are unused.
     Raises: ValueError for what is no name; in the function's calls PermitLost, CacheFull and ConfigError.
@@ -186,7 +204,8 @@ def phase(
             if working_set is not None:
                 working_set.load(job.cache(name))
             loaded_s = time.monotonic()
-            result = run()
+            with job.bounding(working_set):
+                result = run()
             ran_s = time.monotonic()
             if working_set is not None:
                 working_set.offload(job.cache(name))

@@ -21,10 +21,14 @@ TELL_S = 0.05
 
 
 class Device(Protocol):
-    """Enforces shares in this process. Core sets are built; on CUDA it would be green contexts under MPS."""
+    """Enforces shares in this process: on CPUs by core sets, on a GPU by green contexts
+    (multiprocessors.py)."""
 
     def take(self, share: Shared) -> None:
         """Confines this process's work to the share, from the next step on."""
+
+    def finish(self) -> None:
+        """Waits until the work of the last step is done, where the program does not."""
 
 
 class CoreSets:
@@ -32,6 +36,9 @@ class CoreSets:
 
     def take(self, share: Shared) -> None:
         confine(share.cores)
+
+    def finish(self) -> None:
+        """Nothing is left behind a step on CPUs."""
 
 
 def confine(cores: Iterable[int]) -> None:
@@ -57,6 +64,8 @@ class SharedDevice:
         self._report = report
         self._device = device
         self._share = Shared(epoch=0, cores=[], compute=0.0, memory=0.0)
+        self._take_memory: Callable[[float], None] | None = None
+        self._bound = 1.0
         self._steps: list[StepRun] = []
         self._since_s = self._told_s = 0.0
 
@@ -65,6 +74,14 @@ class SharedDevice:
         """The share of the device's memory; 1 before the first share."""
         return self._share.memory if self._share.epoch else 1.0
 
+    def bound(self, take_memory: Callable[[float], None] | None) -> None:
+        """Tells ``take_memory`` the share of memory now, and whenever it changes, until another call.
+
+        It has all memory at first, and keeps what it was told while the job pauses.
+        """
+        self._take_memory, self._bound = take_memory, 1.0
+        self._tell_memory()
+
     def begin(self) -> None:
         """Takes the share of a phase that has its permit."""
         self._obey()
@@ -72,12 +89,14 @@ class SharedDevice:
 
     def step(self, tokens: int, num_running: int) -> None:
         """Notes a step and takes new shares. Returns when the job may go on."""
+        self._device.finish()
         self._note(tokens, num_running)
         self._obey()
         self._since_s = time.monotonic()
 
     def end(self) -> None:
         """Reports the end of the phase."""
+        self._device.finish()
         self._tell()
 
     def _note(self, tokens: int, num_running: int) -> None:
@@ -105,4 +124,10 @@ class SharedDevice:
                 self._share = order
                 if order.cores:
                     self._device.take(order)
+                    self._tell_memory()
                 self._tell()
+
+    def _tell_memory(self) -> None:
+        if self._take_memory is not None and self.memory != self._bound:
+            self._take_memory(self.memory)
+            self._bound = self.memory

@@ -130,6 +130,14 @@ def test_a_serving_engine_refuses_to_be_activated_or_deactivated(serving: RealEn
     assert serving.status().is_active
 
 
+def test_an_engine_without_a_pool_refuses_a_share_of_memory(heavy: RealEngine) -> None:
+    refused = heavy.post("memory_share", {"share": 0.5})
+    assert refused.status_code == 409
+    assert "in no pool, and its memory is its own; start it with --pool" in refused.text
+    assert heavy.post("memory_share", {"share": 1.0}).status_code == 200
+    assert heavy.post("memory_share", {"share": 0.0}).status_code == 400
+
+
 def test_memory_of_the_weights_is_given_back_and_taken_again(heavy: RealEngine) -> None:
     weights = heavy.status().device_weights_bytes
     assert weights > 50 << 20

@@ -3,7 +3,7 @@
 import pytest
 from played_pair import PlayedPair, Script, Truth
 
-from rose.scheduler.gpu.live import ROLLOUT, TRAIN
+from rose.scheduler.gpu.live import ROLLOUT, TRAIN, StepCosts
 from rose.scheduler.gpu.pairing import YIELD_S, Mode, Pairing
 from rose.scheduler.gpu.slowdown import WHOLE, SlowdownTable
 from rose.scheduler.gpu.substages import SubStageKind
@@ -119,6 +119,15 @@ def test_seconds_count_as_alone_only_once_the_other_pipeline_has_paused() -> Non
     pairing.completed(0, now)
     past = pairing.pipelines[0].past
     assert past is not None and past.phases[TRAIN].seconds == pytest.approx(0.8)
+
+
+def test_a_smaller_microbatch_counts_with_its_part_of_the_seconds_of_one_alone() -> None:
+    costs = StepCosts()
+    costs.learn(SubStageKind.TRAIN, 2048, 0.1)
+    costs.learn(SubStageKind.ROLLOUT_SMALL, 8, 0.02)
+    assert costs.seconds(SubStageKind.TRAIN, 512) == pytest.approx(0.025)
+    assert costs.seconds(SubStageKind.ROLLOUT_SMALL, 4) == 0.02, "a decode step costs its weights"
+    assert costs.seconds(SubStageKind.ROLLOUT_LARGE, 4) is None
 
 
 def test_when_a_pipeline_ends_the_other_one_has_the_whole_device() -> None:

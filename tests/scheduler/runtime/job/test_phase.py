@@ -45,6 +45,14 @@ def test_what_is_no_phase_is_refused() -> None:
         rose.phase("sync", move_tail=print)(print)
 
 
+def test_a_batch_is_divided_into_microbatches_of_the_most_rows_that_fit_all_memory() -> None:
+    alone = rose.Progress(0, 1)
+    assert list(alone.microbatches(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert list(alone.microbatches(0, 3)) == []
+    with pytest.raises(ValueError, match="max_rows 0: a microbatch has at least one row"):
+        next(alone.microbatches(7, 0))
+
+
 def test_steps_of_negative_size_are_refused() -> None:
     with pytest.raises(ValueError, match="got -1 tokens, 0 responses"):
         rose.Progress(0, 1).step(-1)

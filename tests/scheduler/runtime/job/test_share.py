@@ -77,6 +77,22 @@ def test_without_cores_a_step_returns_when_the_job_may_go_on() -> None:
     assert sum(each.seconds for steps_, _ in job.seen for each in steps_) < 30
 
 
+def test_a_working_set_is_told_each_new_share_of_memory_but_not_a_pause_s() -> None:
+    job, told = Reports(), list[float]()
+    job.orders.put(share(1, CORES))
+    job.device.begin()
+    job.device.bound(told.append)
+    for epoch, memory in ((2, 0.5), (3, 0.25), (4, 1.0)):
+        cores = Shared(epoch=epoch, cores=CORES, compute=1.0, memory=memory)
+        job.orders.put(Shared(epoch=epoch, cores=[], compute=0.0, memory=0.0))
+        job.orders.put(cores)
+        job.device.step(8, 8)
+    job.device.bound(None)
+    job.orders.put(share(5, CORES))
+    job.device.step(8, 8)
+    assert told == [0.5, 0.25, 1.0]
+
+
 def test_before_the_first_share_nothing_is_waited_for() -> None:
     job = Reports()
     job.device.begin()
