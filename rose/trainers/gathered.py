@@ -6,11 +6,16 @@ Versions count from 0, as those trainers' steps do unless they resume.
 
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from rose.config import Settings
+from rose.signature import Signer
 from rose.trainers.publishing import ACK_TIMEOUT_S, publish_and_wait
+from rose.trainers.router import routers_of
+from rose.transfer.publish.announcer import RunAnnouncer
 from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
 from rose.transfer.publish.publisher import WeightPublisher
 
@@ -20,8 +25,10 @@ class GatheredWeights:
 
     ``settings``: ``relay_url``, ``run_id``, ``num_workers``, ``ack_timeout_s`` and what WeightPublisher
     takes; ``place`` is where they stand in the trainer's configuration. ``origin`` is the checkpoint that the
-    trainer began with. A run without a name is called ``trainer`` and a random number. Raises: ValueError
-    without ``relay_url``; FrameError or OSError on a checkpoint that is given and can't be read.
+    trainer began with. A run without a name is called ``trainer`` and a random number. ``router_url`` and
+    ``router_key``: the trainer's routers, which are told of each version; by default those of the
+    environment. Raises: ValueError without ``relay_url``; FrameError or OSError on a checkpoint that is given
+    and can't be read.
     """
 
     def __init__(
@@ -30,6 +37,8 @@ class GatheredWeights:
         place: str,
         origin: str | None,
         trainer: str,
+        router_url: str | None = None,
+        router_key: str | None = None,
     ) -> None:
         given = dict(settings)
         if "relay_url" not in given:
@@ -45,6 +54,7 @@ class GatheredWeights:
         found = PublishedDtypes.find(like, origin) if self._dtype == AUTO else None
         self._dtypes = found if found is not None else PublishedDtypes()
         self._relay = given
+        self._router_url, self._router_key = router_url, router_key
         self._kept: dict[str, torch.Tensor] = {}
 
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -78,4 +88,14 @@ class GatheredWeights:
         agreed: list[Any] = [named, self._dtypes]
         torch.distributed.broadcast_object_list(agreed)
         run_id, self._dtypes = agreed
-        return {**self._relay, "run_id": run_id}
+        return {**self._relay, "run_id": run_id, "routers": self._routers()}
+
+    def _routers(self) -> RunAnnouncer | None:
+        if self._router_url is None:
+            return None
+        settings = Settings.from_environment()
+        if self._router_key is not None:
+            settings = replace(settings, router_api_key=self._router_key)
+        signing_key = self._relay.get("signing_key", settings.signing_key)
+        signer = Signer(signing_key) if signing_key is not None else None
+        return RunAnnouncer(routers_of(self._router_url, settings), settings, signer)

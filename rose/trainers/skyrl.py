@@ -90,7 +90,7 @@ class RouterInferenceClient(RemoteInferenceClient):
             bearer = f"Bearer {key}" if key is not None else None
             named = {"Authorization": bearer, JOB_HEADER: self.job, RUN_HEADER: self.run}
             given = {name: value for name, value in named.items() if value is not None}
-            self._generate_client = _NamedGenerateClient(self.proxy_url, given)
+            self._generate_client: Any = _NamedGenerateClient(self.proxy_url, given)
         return self._generate_client
 
     async def pause_generation(self, clear_cache: bool = False) -> dict[str, Any]:
@@ -113,7 +113,8 @@ class RelayPolicyWorker(FSDPPolicyWorkerBase):
         """Finds out in which dtypes to publish. Raises: ValueError; FrameError or OSError on a checkpoint
         that is given and can't be read."""
         given, origin = inference_engine_cfg.rose.get("weights", {}), self.cfg.policy.model.path
-        self._published = GatheredWeights(given, f"{_KEY}.weights", origin, "skyrl")
+        routers = inference_engine_cfg.external_proxy_url
+        self._published = GatheredWeights(given, f"{_KEY}.weights", origin, "skyrl", routers)
         # Of float32, so that the publisher casts each tensor once, to what the checkpoint has.
         self._gathered = self._build_weight_source(torch.float32, "nccl")
 

@@ -107,9 +107,10 @@ class RelayRollout(BaseRollout):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        _, given = _settings(self.config)
+        router, given = _settings(self.config)
+        routers = (router.get("router_url"), router.get("key"))
         origin = self.model_config.local_path
-        self._weights = GatheredWeights(given, f"{_KEY}.weights", origin, "verl")
+        self._weights = GatheredWeights(given, f"{_KEY}.weights", origin, "verl", *routers)
 
     async def resume(self, tags: list[str]) -> None:
         """Does nothing: the engines gave up nothing."""

@@ -1,5 +1,6 @@
 """verl's real client and manager classes, with ROSE's in their place."""
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -134,6 +135,21 @@ async def test_a_run_without_a_name_leaves_the_trainers_random_numbers_alone() -
     assert torch.equal(torch.rand(3), expected)
     assert rollout._weights.publisher is not None
     rollout._weights.publisher.close()
+    relay.stop()
+
+
+@pytest.mark.usefixtures("alone")
+async def test_the_router_of_the_settings_is_told_of_each_version(start_router: StartRouter) -> None:
+    relay = RelayProcess("embedded")
+    jobs = {"math": {"key": "secret", "run_id": "run"}}
+    async with ScriptedWorker() as worker, start_router(worker, jobs=jobs) as routed:
+        router = {"router_url": routed.router.url, "key": "secret"}
+        rollout = verl_rollout(router=router, relay_url=relay.url, run_id="run")
+        for number in range(2):
+            weights = iter([("a", torch.full((4, 4), float(number)))])
+            await asyncio.to_thread(asyncio.run, rollout.update_weights(weights, global_steps=number))
+            assert routed.router.plane.registry.newest.bound("run") == number
+        rollout._weights.publisher.close()
     relay.stop()
 
 

@@ -26,7 +26,7 @@ def install() -> None:
     stand_in_for_flash_attn()
     import skyrl_gym
 
-    skyrl_gym.register(id=ENVIRONMENT, entry_point="skyrl_words:EvenWords")
+    skyrl_gym.register(id=ENVIRONMENT, entry_point="tests.trainers.whole.skyrl_words:EvenWords")
 
 
 def stand_in_for_flash_attn() -> None:

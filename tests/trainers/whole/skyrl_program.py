@@ -14,10 +14,11 @@ NUM_STEPS = 3
 MAX_TOKENS = 6
 BATCH = 4
 SAMPLES = 2
+HOOK = "tests.trainers.whole.skyrl_cpu.install"
 
 
 def overrides(router_url: str, relay_url: str, model: str, folder: Path) -> dict[str, Any]:
-    from skyrl_cpu import ENVIRONMENT, NUM_GPUS
+    from tests.trainers.whole.skyrl_cpu import ENVIRONMENT, NUM_GPUS
 
     engine = "generator.inference_engine"
     return {
@@ -62,7 +63,8 @@ def overrides(router_url: str, relay_url: str, model: str, folder: Path) -> dict
 def start_ray_with_gpus() -> None:
     """Makes Ray count GPUs, and lets each of its processes begin with the processor in their place."""
     import ray
-    from skyrl_cpu import NUM_GPUS
+
+    from tests.trainers.whole.skyrl_cpu import NUM_GPUS
 
     init = ray.init
 
@@ -73,7 +75,7 @@ def start_ray_with_gpus() -> None:
             num_gpus=NUM_GPUS,
             include_dashboard=False,
             object_store_memory=256 << 20,
-            runtime_env={**(runtime_env or {}), "worker_process_setup_hook": "skyrl_cpu.install"},
+            runtime_env={**(runtime_env or {}), "worker_process_setup_hook": HOOK},
             **kwargs,
         )
 
@@ -82,7 +84,7 @@ def start_ray_with_gpus() -> None:
 
 def main() -> None:
     router_url, relay_url, model, folder = sys.argv[1:]
-    import skyrl_cpu
+    from tests.trainers.whole import skyrl_cpu
 
     skyrl_cpu.install()
     start_ray_with_gpus()

@@ -40,14 +40,14 @@ class Trained(TrainedEngine):
 
     def _watch(self, router: RunningRouter) -> None:
         """Notes the weights of each turn that the router has answered."""
-        records = router.plane.records
+        records: Any = router.plane.records
         finish = records.finished
 
         def finished(single: Any, *rest: Any) -> None:
             self.versions.append({str(span.weight_version) for span in single.generation.spans})
             finish(single, *rest)
 
-        records.finished = finished  # type: ignore[method-assign]
+        records.finished = finished
 
     def logged(self, metric: str) -> list[float]:
         """What SkyRL says of each step."""

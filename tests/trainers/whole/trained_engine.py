@@ -50,6 +50,8 @@ class TrainedEngine:
         self._engine = ServerProcess(argv, "engine", folder / "engine.log")
         self.log = ""
         """What the trainer has said."""
+        self.announced = -1
+        """The number of the newest version that the trainer has announced to the router."""
 
     def start(self) -> None:
         self._engine.start().wait_ready(f"{self._url}/health", READY_S)
@@ -72,6 +74,7 @@ class TrainedEngine:
                 status = await asyncio.to_thread(trainer.wait, TRAINED_S)
                 assert status == 0, trainer.log_tail(100)
             self.log = log.read_text()
+            self.announced = router.plane.registry.newest.bound(self._run)
             return router
 
     def assert_runs(self, saved: Path, number: int) -> None:
@@ -95,6 +98,7 @@ class TrainedEngine:
         relay.close()
         status = httpx.get(f"{self._url}/rose/v1/status", trust_env=False).json()
         assert status["weight_version"] == f"{self._run}/{number}"
+        assert self.announced == number
 
     def close(self) -> None:
         self._engine.stop()
