@@ -14,7 +14,6 @@ In verl's configuration:
 {relay_url: "embedded://relay:8400", run_id: policy}}``.
 """
 
-import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,10 +23,8 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from rose.trainers.publishing import ACK_TIMEOUT_S, publish_and_wait
+from rose.trainers.gathered import GatheredWeights
 from rose.trainers.turns import RouterTurns
-from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes, require_checkpoint
-from rose.transfer.publish.publisher import WeightPublisher
 
 _KEY = "actor_rollout_ref.rollout.custom.rose"
 _MEDIA = ("image_data", "video_data", "audio_data")
@@ -106,31 +103,14 @@ class RouterReplica(RolloutReplica):
 
 
 class RelayRollout(BaseRollout):
-    """Each training process's end of the rollouts: it publishes the weights.
-
-    verl gathers every tensor on every rank; a rank keeps and publishes each n-th one, so that the ranks share
-    the work and the host memory of one copy. Versions count from 0, as verl's steps do unless it resumes.
-    """
+    """Each training process's end of the rollouts: it publishes the weights (gathered.py)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        _, given = _settings(self.config)
-        if "relay_url" not in given:
-            raise ValueError(f"{_KEY}.weights.relay_url: missing; give the relay that the engines follow")
-        self._num_workers = int(given.pop("num_workers", 0))
-        self._ack_timeout_s = float(given.pop("ack_timeout_s", ACK_TIMEOUT_S))
-        self._dtype = given.pop("dtype", AUTO)
-        # The copies of the first step are kept, so their types are chosen before a publisher is made.
-        like = given.get("quantized_like", given.pop("checkpoint", None))
-        is_read = self._dtype == AUTO
-        torch_ranks = torch.distributed
-        if like is not None and not (torch_ranks.is_initialized() and torch_ranks.get_rank() > 0):
-            require_checkpoint(like)
-        found = PublishedDtypes.find(like, self.model_config.local_path) if is_read else None
-        self._dtypes = found if found is not None else PublishedDtypes()
-        self._relay = given
-        self._kept: dict[str, torch.Tensor] = {}
-        self._publisher: WeightPublisher | None = None
+        router, given = _settings(self.config)
+        routers = (router.get("router_url"), router.get("key"))
+        origin = self.model_config.local_path
+        self._weights = GatheredWeights(given, f"{_KEY}.weights", origin, "verl", *routers)
 
     async def resume(self, tags: list[str]) -> None:
         """Does nothing: the engines gave up nothing."""
@@ -151,36 +131,8 @@ class RelayRollout(BaseRollout):
             raise ValueError("an adapter alone: set actor_rollout_ref.model.lora.merge=True to publish it")
         if global_steps is None:
             return  # verl wakes servers that slept; the weights are those of before
-        rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        is_tied = self.model_config.share_embeddings_and_output_weights
-        run = self._of_one_run() if self._publisher is None else {}
-        for index, (name, tensor) in enumerate(weights):  # to the end: each tensor is gathered by all ranks
-            if index % num_ranks == rank and not (is_tied and name == "lm_head.weight"):
-                self._keep(name, tensor)
-        if self._publisher is None:
-            self._publisher = WeightPublisher(self._kept, dtype=None, rank=rank, num_ranks=num_ranks, **run)
-        publish_and_wait(self._publisher, self._num_workers, self._ack_timeout_s)
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        if name not in self._kept:
-            self._kept[name] = torch.empty(tensor.shape, dtype=self._published(name, tensor))
-        self._kept[name].copy_(tensor.detach())
-
-    def _published(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        is_cast = tensor.is_floating_point() and not self._dtypes.keeps(name, tensor)
-        if not is_cast or self._dtype is None:
-            return tensor.dtype
-        dtype: torch.dtype = getattr(torch, self._dtypes.most if self._dtype == AUTO else self._dtype)
-        return dtype
-
-    def _of_one_run(self) -> dict[str, Any]:
-        """Takes rank 0's dtypes, because the other hosts may lack the checkpoint. Returns the publisher's
-        settings, with a run id that all ranks have in common."""
-        named = self._relay.get("run_id") or f"verl-{uuid.uuid4().hex[:12]}"
-        agreed: list[Any] = [named, self._dtypes]
-        torch.distributed.broadcast_object_list(agreed)
-        run_id, self._dtypes = agreed
-        return {**self._relay, "run_id": run_id}
+        tied = {"lm_head.weight"} if self.model_config.share_embeddings_and_output_weights else set()
+        self._weights.publish(each for each in weights if each[0] not in tied)
 
 
 RolloutReplicaRegistry.register("rose", lambda: RouterReplica)

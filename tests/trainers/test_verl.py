@@ -1,5 +1,6 @@
 """verl's real client and manager classes, with ROSE's in their place."""
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -89,10 +90,12 @@ def test_verls_manager_gives_its_loops_the_routers_client() -> None:
     assert isinstance(manager.llm_client, RouterLLMClient)
 
 
-def verl_rollout(checkpoint: Path | None = None, /, **weights: Any) -> Any:
+def verl_rollout(
+    checkpoint: Path | None = None, /, router: dict[str, str] | None = None, **weights: Any
+) -> Any:
     from rose.trainers.verl import RelayRollout
 
-    config = SimpleNamespace(custom={"rose": {"router_url": "http://127.0.0.1:1", "weights": weights}})
+    config = SimpleNamespace(custom={"rose": {**(router or {}), "weights": weights}})
     model = SimpleNamespace(share_embeddings_and_output_weights=False, local_path=checkpoint)
     return RelayRollout(config, model, None)
 
@@ -132,8 +135,23 @@ async def test_a_run_without_a_name_leaves_the_trainers_random_numbers_alone() -
     torch.manual_seed(7)
     await rollout.update_weights(iter([("a", torch.ones(4, 4))]), global_steps=0)
     assert torch.equal(torch.rand(3), expected)
-    assert rollout._publisher is not None
-    rollout._publisher.close()
+    assert rollout._weights.publisher is not None
+    rollout._weights.publisher.close()
+    relay.stop()
+
+
+@pytest.mark.usefixtures("alone")
+async def test_the_router_of_the_settings_is_told_of_each_version(start_router: StartRouter) -> None:
+    relay = RelayProcess("embedded")
+    jobs = {"math": {"key": "secret", "run_id": "run"}}
+    async with ScriptedWorker() as worker, start_router(worker, jobs=jobs) as routed:
+        router = {"router_url": routed.router.url, "key": "secret"}
+        rollout = verl_rollout(router=router, relay_url=relay.url, run_id="run")
+        for number in range(2):
+            weights = iter([("a", torch.full((4, 4), float(number)))])
+            await asyncio.to_thread(asyncio.run, rollout.update_weights(weights, global_steps=number))
+            assert routed.router.plane.registry.newest.bound("run") == number
+        rollout._weights.publisher.close()
     relay.stop()
 
 
@@ -150,9 +168,9 @@ async def test_what_verls_checkpoint_has_in_float32_is_published_in_float32(tmp_
     ):
         rollout = verl_rollout(tmp_path, relay_url=relay.url, **given)
         await rollout.update_weights(iter(weights.items()), global_steps=0)
-        assert rollout._publisher is not None
-        assert sorted(spec.dtype for spec in rollout._publisher.layout.tensors) == sorted(expected)
-        rollout._publisher.close()
+        assert rollout._weights.publisher is not None
+        assert sorted(spec.dtype for spec in rollout._weights.publisher.layout.tensors) == sorted(expected)
+        rollout._weights.publisher.close()
     relay.stop()
 
 

@@ -119,8 +119,8 @@ class WeightPublisher:
     quantized_like: the folder of a checkpoint in fp8 like that of the engines. What is quantized there is
     quantized here, before it is published.
     adapter: what the tensors are if they are a LoRA adapter's (rose.transfer.adapters.publisher).
-    key, signing_key: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY. With a signing key the run
-    is signed, and the trainer sends its snapshots itself.
+    key, signing_key, routers: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY, and of the routers
+    of its ROSE_ROUTER_URL. With a signing key the run is signed, and the trainer sends its snapshots itself.
     Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
     bad signing key or ROSE_ROUTER_URL; FrameError or OSError on a checkpoint that is given and can't be read;
     ValueError.
@@ -148,6 +148,7 @@ class WeightPublisher:
         adapter: AdapterBody | None = None,
         key: str | None = None,
         signing_key: str | None = None,
+        routers: RunAnnouncer | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
         _check_pace(link_gbps, snapshot_every)
@@ -157,7 +158,7 @@ class WeightPublisher:
         settings = Settings.from_environment()
         signing_key = signing_key if signing_key is not None else settings.signing_key
         self._signer = Signer(signing_key) if signing_key is not None else None
-        self._announcer = RunAnnouncer.of(settings, self._signer)
+        self._announcer = routers if routers is not None else RunAnnouncer.of(settings, self._signer)
         self._relay = self.relay = open_relay(relay_url, key if key is not None else settings.key)
         self.is_adapter, self.num_ranks = adapter is not None, num_ranks
         self._puts = ThreadPoolExecutor(_PUT_THREADS, thread_name_prefix="rose-put")
@@ -180,8 +181,7 @@ class WeightPublisher:
             self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter, arch
         )
         self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
-        self._version_hash = StateHash()
-        self._is_under_way = False
+        self._version_hash, self._is_under_way = StateHash(), False
         """Whether a version was begun whose commit is not known of yet."""
         self._kept = open_kept_copy(self._source, self._planes)
         self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, num_threads)
