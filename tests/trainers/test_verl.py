@@ -4,7 +4,7 @@ import asyncio
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +91,7 @@ def test_verls_manager_gives_its_loops_the_routers_client() -> None:
 
 
 def verl_rollout(
-    checkpoint: Path | None = None, /, router: dict[str, str] | None = None, **weights: Any
+    checkpoint: Path | None = None, /, router: Mapping[str, str] | None = None, **weights: Any
 ) -> Any:
     from rose.trainers.verl import RelayRollout
 
@@ -176,10 +176,11 @@ async def test_what_verls_checkpoint_has_in_float32_is_published_in_float32(tmp_
 
 @pytest.mark.parametrize("key", ["checkpoint", "quantized_like"])
 def test_a_checkpoint_folder_that_is_not_there_is_refused(key: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {key: str(tmp_path / "none")}
     with pytest.raises(
         ValueError, match=f"checkpoint {tmp_path}/none: this machine has no such folder; give"
     ):
-        verl_rollout(None, relay_url="embedded://127.0.0.1:1", **{key: str(tmp_path / "none")})
+        verl_rollout(None, relay_url="embedded://127.0.0.1:1", **given)
 
 
 def test_ranks_without_the_checkpoint_publish_in_the_dtypes_that_rank_0_has_read(tmp_path: Path) -> None:
