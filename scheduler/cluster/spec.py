@@ -14,6 +14,8 @@ from rose.errors import ConfigError
 from rose.scheduler.cluster.pools import GPUS_PER_NODE, H20, H800, HOST_BYTES, Pool, Pools
 from rose.scheduler.group.model import Job, Phase, SloKind
 
+DEFAULT_POLICY = "lifetime-static"
+"""The policy of the running scheduler, and of the commands that say or simulate what it would do."""
 JOBS_EXAMPLE = """\
 pools:
   rollout: {name: h20, dollars_per_gpu_hour: 1.85, host_gb: 2000, num_nodes: 40}

@@ -10,6 +10,7 @@ from rose.config import load_yaml
 from rose.errors import ConfigError
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import PAUSE_S
+from rose.scheduler.cluster.spec import DEFAULT_POLICY
 from rose.scheduler.group.model import SloKind
 from rose.scheduler.runtime.job.spec import ServeSpec
 from rose.scheduler.sim.live import SchedulerReplay
@@ -26,7 +27,7 @@ def simulate_cluster(argv: Sequence[str]) -> int:
         trace, Workload(arguments.workload), arguments.seed, slo_kind=SloKind(arguments.slo_kind)
     )
     cluster = load_yaml(arguments.cluster, ServeSpec) if arguments.cluster is not None else None
-    name = arguments.policy or (cluster.policy if cluster is not None else "lifetime")
+    name = arguments.policy or (cluster.policy if cluster is not None else DEFAULT_POLICY)
     _check_teams(jobs, cluster)
     result = _play(jobs, name, cluster, arguments)
     report = _report(result)
@@ -63,7 +64,8 @@ def _parser() -> CommandParser:
         "--policy",
         choices=sorted(POLICIES),
         metavar="POLICY",
-        help="the policy that places jobs: %(choices)s (default: that of the cluster's file, else lifetime)",
+        help="the policy that places jobs: %(choices)s (default: that of the cluster's file, else "
+        f"{DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--workload",

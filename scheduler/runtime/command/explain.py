@@ -18,7 +18,7 @@ from rose.scheduler.cluster.choice import MULTI_RATE, POLICIES
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
 from rose.scheduler.cluster.policies import explain
 from rose.scheduler.cluster.right_sizing import fewest_certified
-from rose.scheduler.cluster.spec import JOBS_EXAMPLE, ClusterSpec
+from rose.scheduler.cluster.spec import DEFAULT_POLICY, JOBS_EXAMPLE, ClusterSpec
 from rose.scheduler.group.cycle import promised_s
 from rose.scheduler.group.model import Job
 from rose.scheduler.runtime.command.connection import add_channel_flag
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--policy",
         choices=sorted(set(POLICIES) - {"exact"}),
-        default="lifetime",
+        default=DEFAULT_POLICY,
         metavar="POLICY",
         help="the policy that places jobs: %(choices)s (default: %(default)s)",
     )

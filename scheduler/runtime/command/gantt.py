@@ -12,7 +12,7 @@ from rose.arguments import CommandParser
 from rose.config import load_yaml
 from rose.scheduler.cluster.choice import POLICIES
 from rose.scheduler.cluster.groups import Cluster, Rearrangement
-from rose.scheduler.cluster.spec import ClusterSpec
+from rose.scheduler.cluster.spec import DEFAULT_POLICY, ClusterSpec
 from rose.scheduler.group.certificate import Certificate, CertificateError, certify
 from rose.scheduler.group.model import Group
 from rose.scheduler.group.order import TRAIN_POOL, own_order
@@ -52,7 +52,7 @@ def add_cluster(parser: CommandParser) -> None:
     parser.add_argument(
         "--policy",
         choices=sorted(set(POLICIES) - {"exact"}),
-        default="lifetime",
+        default=DEFAULT_POLICY,
         metavar="POLICY",
         help="the policy that places jobs: %(choices)s (default: %(default)s)",
     )

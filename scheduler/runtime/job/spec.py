@@ -15,7 +15,7 @@ from rose.errors import ConfigError
 from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.cluster.pools import Pools
 from rose.scheduler.cluster.preemption import Preemption
-from rose.scheduler.cluster.spec import JobSpec, PoolsSpec
+from rose.scheduler.cluster.spec import DEFAULT_POLICY, JobSpec, PoolsSpec
 from rose.scheduler.group.model import Phase
 from rose.scheduler.group.tail import RolloutSpeed
 
@@ -336,7 +336,7 @@ class ServeSpec(Section):
 
     pools: PoolsSpec = PoolsSpec()
     """The nodes of both kinds, and the serving GPUs that jobs may borrow."""
-    policy: str = "lifetime-static"
+    policy: str = DEFAULT_POLICY
     """The policy that places the jobs that name no group. `lifetime` moves them after an iteration, too.
 
     `lifetime-multirate` does that too, and lets short jobs of a group run more often than long ones.
