@@ -89,12 +89,16 @@ class LookAhead:
         return (one_s + two_s) / 2
 
     def actions(self, one: SubStageKind, two: SubStageKind, first: int) -> list[Action]:
-        """Returns the candidates for a pair: splits that no other one beats for both, and `first` alone."""
+        """Returns the candidates for a pair: splits that no other one beats for both, and `first` alone.
+
+        A pair that can't share has both alone: a short sub-stage must not keep the pipelines out of step.
+        """
         if one is SubStageKind.TOOL or two is SubStageKind.TOOL:  # a tool takes nothing of the GPU
             return [Action(shares=(WHOLE, WHOLE), rates=(1.0, 1.0))]
         if (one, two) not in self._shared:
             self._shared[one, two] = self._undominated(one, two)
-        return [*self._shared[one, two], ALONE[first]]
+        shared = self._shared[one, two]
+        return [*shared, ALONE[first]] if shared else [ALONE[first], ALONE[1 - first]]
 
     def _undominated(self, one: SubStageKind, two: SubStageKind) -> list[Action]:
         found = []

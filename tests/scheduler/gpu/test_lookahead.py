@@ -6,7 +6,7 @@ import random
 import pytest
 
 from rose.scheduler.gpu.lookahead import ALONE, Action, LookAhead, Next
-from rose.scheduler.gpu.slowdown import Share, SlowdownTable
+from rose.scheduler.gpu.slowdown import Share, SlowdownTable, splits
 from rose.scheduler.gpu.substages import SubStageKind
 
 TRAIN, SMALL, TOOL = SubStageKind.TRAIN, SubStageKind.ROLLOUT_SMALL, SubStageKind.TOOL
@@ -40,6 +40,15 @@ def test_complementary_sub_stages_share_and_alike_trainings_do_not() -> None:
 def test_a_pair_that_was_never_measured_runs_one_after_the_other() -> None:
     policy = LookAhead(SlowdownTable(hardware="none", entries={}))
     assert policy.decide((chain((TRAIN, 10.0)), chain((SMALL, 10.0))), 0) == ALONE[0]
+
+
+def test_a_short_sub_stage_that_was_never_measured_does_not_keep_the_pipelines_apart() -> None:
+    first_steps, decoding = (SubStageKind.ROLLOUT_MEDIUM, 0.1), (SMALL, 10.0)
+    table = SlowdownTable(hardware="none", compute=(0.5,), memory=(0.5,), entries={(SMALL, SMALL): ((1.1,),)})
+    both = chain(decoding), chain(first_steps, decoding)
+    policy = LookAhead(table, 3, grid=splits(table.compute, table.memory))
+    assert policy.decide(both, 0) == ALONE[1]
+    assert policy.decide((both[0], both[1][1:]), 0).is_shared
 
 
 def test_a_pair_without_room_for_both_runs_one_after_the_other() -> None:
