@@ -87,7 +87,8 @@ class GatheredWeights:
     def _of_one_run(self) -> dict[str, Any]:
         """Takes rank 0's dtypes, because the other hosts may lack the checkpoint. Returns the publisher's
         settings, with a run id that all ranks have in common."""
-        named = self._relay.get("run_id") or f"{self._trainer}-{uuid.uuid4().hex[:12]}"
+        given = self._relay.get("run_id")  # an int, if it was written without quotes
+        named = str(given) if given is not None else f"{self._trainer}-{uuid.uuid4().hex[:12]}"
         agreed: list[Any] = [named, self._dtypes]
         distributed.broadcast_object_list(agreed)
         run_id, self._dtypes = agreed

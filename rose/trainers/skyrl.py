@@ -89,7 +89,7 @@ class RouterInferenceClient(RemoteInferenceClient):
             key = Settings.from_environment().router_api_key
             bearer = f"Bearer {key}" if key is not None else None
             named = {"Authorization": bearer, JOB_HEADER: self.job, RUN_HEADER: self.run}
-            given = {name: value for name, value in named.items() if value is not None}
+            given = {name: str(value) for name, value in named.items() if value is not None}
             self._generate_client: Any = _NamedGenerateClient(self.proxy_url, given)
         return self._generate_client
 
@@ -173,6 +173,11 @@ def _check(cfg: Any) -> None:
     for name in ("enable_return_routed_experts", "enable_return_sample_support_set"):
         if getattr(engine, name):
             raise ValueError(f"{_ENGINE}.{name}: must be false; only SkyRL's own vLLM server returns them")
+    if engine.offload_kv_for_weight_sync or engine.fp8_weight_sync_mode:
+        raise ValueError(
+            f"{_ENGINE}.offload_kv_for_weight_sync and .fp8_weight_sync_mode: must not be set; a router's "
+            "engines keep their KV, and .rose.weights.quantized_like publishes in fp8"
+        )
     engine.external_proxy_url = ",".join(routers_of(engine.external_proxy_url, Settings.from_environment()))
 
 

@@ -169,6 +169,7 @@ class Follower:
         return not heads.isdisjoint(written)
 
     def _move(self, run_id: str, head: Head) -> None:
+        is_broken = False
         try:
             self._walk(run_id, head)
         except (FrameError, _Missing) as error:
@@ -177,6 +178,8 @@ class Follower:
             logger.warning(
                 "delta chain unusable, starts again from the snapshot: run=%s error=%s", run_id, error
             )
+            is_broken = True
+        if is_broken:  # behind the error, whose traceback holds frames of the chain in the relay's memory
             self._load_snapshot(run_id, head.snapshot)
             self._walk(run_id, head)
         self._writer = head.writer

@@ -128,6 +128,8 @@ class Subscriber:
             self._acknowledge(now_s)
         except (RoseError, OSError) as error:
             logger.warning("weights not fetched, next try in %.1f s: %s", self._retry_s, error)
+            # Its traceback holds frames in the relay's memory.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             self._retry_at_s, self.error = now_s + self._retry_s, error
             self._retry_s = next_pause(self._retry_s)
         self._num_looked = num_wants

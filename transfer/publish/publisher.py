@@ -104,8 +104,8 @@ class WeightPublisher:
     dtype: what floats of two bytes or more are cast to; None: nothing is cast. "auto" publishes each tensor
     as the checkpoint has it: what is float32 there beside narrower floats stays float32.
     checkpoint: its folder, or a name on Hugging Face's hub; None: the one a transformers model was read from,
-    if that can be read. If it is not on this machine, the trainer's own floats decide, and a trainer that has
-    only float32 publishes bfloat16.
+    if that can be read. If the hub's model is not on this machine, the trainer's own floats decide, and a
+    trainer that has only float32 publishes bfloat16.
     codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
     relay.
     full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.

@@ -112,11 +112,11 @@ def source_of(
     """Returns what a trainer publishes, quantized if there is a checkpoint that says how. checkpoint: says in
     which dtypes; one that is quantized says that, too.
 
-    Raises: ValueError on rank 0 as require_checkpoint() does. On another rank a folder that is missing counts
-    as unknown: the ranks then compare their dtypes, and all of them are told.
+    Raises: ValueError as require_checkpoint() does; for ``checkpoint`` on rank 0 alone. On another rank it
+    then counts as unknown: the ranks compare their dtypes, and all of them are told.
     """
     like = quantized_like if quantized_like is not None else checkpoint
-    if like is not None and rank == 0:
+    if like is not None and (rank == 0 or quantized_like is not None):
         require_checkpoint(like)
     found, cast = as_published(weights, dtype, like)
     if quantized_like is None:

@@ -188,11 +188,13 @@ class VersionWriter:
         self._put_patiently(objects)
 
     def _put_patiently(self, objects: list[tuple[str, bytes]]) -> None:
-        """Puts, waiting while the relay is full. Raises: RelayFull when no room came in time; RelayError."""
+        """Puts, waiting while the relay is full. Raises: RelayFull when no room came for one of them in time;
+        RelayError."""
         deadline_s = time.monotonic() + self._full_wait_s
         while objects:
             try:
                 del objects[: self._relay.put_several(objects)]
+                deadline_s = time.monotonic() + self._full_wait_s
                 continue
             except RelayFull:
                 if time.monotonic() >= deadline_s:

@@ -15,6 +15,7 @@ the next publish repairs the copy.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import TypeVar
 
 from rose.errors import RelayUnreachable
@@ -63,7 +64,9 @@ class ReplicatedRelay(Relay):
 
     def get_several(self, keys: Sequence[str]) -> list[BytesLike | None]:
         found = self._first(lambda relay: relay.get_several(keys))
-        return [data if data is not None else self.get(key) for key, data in zip(keys, found, strict=False)]
+        if found[0] is None:
+            return [self.get(keys[0])]
+        return list(takewhile(lambda data: data is not None, found))
 
     def remove(self, keys: Iterable[str]) -> None:
         names = list(keys)

@@ -44,9 +44,12 @@ def require_complete(vllm_config: Any, model: LiveModel, tensors: Iterable[Tenso
     if lacking:
         needed = set().union(*(own_sources[name] for name in lacking))
         missing = sorted(needed - {spec.name for spec in given})
+        wide = {spec.name for spec in own if not spec.is_publishable}.intersection(missing)
+        fix = f"; {len(wide)} of them have dtypes that no run has, first {min(wide)}" if wide else ""
         raise FrameError(
             f"tensors of {model.config.model} that the run lacks: {len(missing)}, first {missing[:1]}; "
-            f"parameters that would keep old bits: {len(lacking)}, first {lacking[0]}; weights kept"
+            f"parameters that would keep old bits: {len(lacking)}, first {lacking[0]}; weights kept{fix}"
+            + (": give trainer and engines a checkpoint with int32 or float32 in their place" if wide else "")
         )
 
 

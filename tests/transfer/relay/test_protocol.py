@@ -114,6 +114,17 @@ def test_of_several_objects_those_are_put_for_which_a_relay_has_room(relay: Rela
     assert relay.keys("rose/") == [key for key, _ in objects[: 5 - len(left)]]
 
 
+def test_what_is_behind_the_first_object_without_room_is_not_put(relay: Relay) -> None:
+    objects = [
+        (f"rose/run/{number}", os.urandom(size)) for number, size in enumerate((40 << 20, 40 << 20, 1))
+    ]
+    assert relay.put_several(objects) == 1
+    assert relay.keys("rose/") == ["rose/run/0"]
+    with pytest.raises(RelayFull):
+        relay.put_several(objects[1:])
+    relay.put(*objects[2])
+
+
 def test_a_relay_names_the_copies_that_it_handed_an_object_to(relay: Relay, start_relay: StartRelay) -> None:
     nobody, peer = "embedded://127.0.0.1:1", start_relay("embedded")
     taken = set()
