@@ -93,6 +93,9 @@ class RouterInferenceClient(RemoteInferenceClient):
             self._generate_client: Any = _NamedGenerateClient(self.proxy_url, given)
         return self._generate_client
 
+    def _get_semaphores(self) -> tuple[None, None]:
+        return None, None  # the router queues; SkyRL would send it as many turns as one engine takes
+
     async def pause_generation(self, clear_cache: bool = False) -> dict[str, Any]:
         """Does nothing: turns go on while weights change."""
         return {}
