@@ -5,8 +5,8 @@ cut ended as far as it came. A rollout engine is alone in its pool. In each roun
 once (delta_net: one after the other), and in the midst of decoding it loses half of the slabs that it uses;
 the next round gets them back. A slab that leaves is overwritten with NaN. Rounds go on until slabs have
 changed hands 1,000 times for each feature; with `--quick`, 60 times. Prompts whose greedy tokens float32's
-rounding decides, and with it the batch, are left out. Beside it: how many answers were compared and came
-whole, and the moves.
+rounding decides, and with it the batch, are left out (not of delta_net). Beside it: how many answers were
+compared and came whole, and the moves.
 
     sync, async      dense attention, without and with async scheduling
     mamba2, parallel, delta_net   states beside attention (Granite, Falcon-H1, Qwen3-Next), prefix cache on
@@ -157,6 +157,7 @@ class _Runs:
             target="== 1",
             peers={
                 "moves": moved,
+                "prompts left out": NUM_PROMPTS - len(given["prompts"]),
                 "answers": len(answers),
                 "whole answers": sum(reply.finish_reason == "length" for reply, _ in answers),
             },
@@ -228,8 +229,8 @@ class _Runs:
     def _clear_prompts(self, run: Callable[..., Any], *, prompts: Any, **given: Any) -> list[Any]:
         margins = run(self._tests["engine_runs"].stock_margins, prompts=prompts, **given).result()
         clear = [prompt for prompt, nats in zip(prompts, margins, strict=True) if nats >= CLEAR_MARGIN]
-        if len(clear) < len(prompts):
-            print(f"left out: prompts with margins of {[nats for nats in margins if nats < CLEAR_MARGIN]}")
+        if len(clear) < NUM_PROMPTS // 2:
+            raise WorkerError(f"rounding decides too many of {len(prompts)} answers: margins {margins}")
         return clear
 
     def _model(self, name: str, make: str, **how: Any) -> Path:

@@ -187,8 +187,8 @@ def _lines(report: dict[str, Any]) -> Sequence[str]:
 def _parser(settings: Settings) -> CommandParser:
     parser = channel_parser(
         "multiplex",
-        "Runs two RL jobs on this machine. Their sub-stages run side by side, each on cores of its own, "
-        "where that is measured to be faster than one iteration after the other.",
+        "Runs two RL jobs on this machine. Their sub-stages run side by side, each on its own cores (or a "
+        "GPU's multiprocessors), where that is measured to be faster than one iteration after the other.",
         "rose sched multiplex math.yaml code.yaml",
     )
     parser.add_argument(

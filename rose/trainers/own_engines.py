@@ -9,13 +9,16 @@ given its weights and KV back. Turns of a router go on at the engines that are l
 they have.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, WorkerError
 from rose.node.control import EngineControl
 from rose.scheduler.runtime.job.cache import HostCache
 from rose.scheduler.runtime.job.job import running_job
+
+logger = logging.getLogger(__name__)
 
 
 class OwnEngines:
@@ -34,10 +37,11 @@ class OwnEngines:
         _each(EngineControl.deactivate, [engine for _, node in self._by_number() for engine in node])
 
     def take_memory(self, share: float) -> None:
-        """Bounds each engine's slabs by this share of the rollout budget of its pool. Raises: WorkerError,
-        also for an engine without a pool; ConfigError."""
+        """Bounds each engine's slabs by this share of the rollout budget of its pool, in which it has to be
+        the job's only one. An engine that refuses, such as one in no pool, stays as it is, which the log
+        says. Raises: ConfigError."""
         engines = [engine for _, node in self._by_number() for engine in node]
-        _each(lambda engine: engine.set_memory_share(share), engines)
+        _each(lambda engine: _bound(engine, share), engines)
 
     def move_tail(self, keep: Sequence[int]) -> None:
         """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError;
@@ -61,6 +65,13 @@ def by_number(
             "give the engines of each node, and leave out borrow.fewest_nodes, which hands nodes back"
         )
     return list(zip(numbers, nodes, strict=True))
+
+
+def _bound(engine: EngineControl, share: float) -> None:
+    try:
+        engine.set_memory_share(share)
+    except WorkerError as error:
+        logger.warning("an engine takes no share of memory: url=%s error=%s", engine.url, error)
 
 
 def _each(do: Callable[[EngineControl], object], engines: Sequence[EngineControl]) -> None:

@@ -35,7 +35,7 @@ class StepCosts:
         sizes = self._seen.get(kind)
         if not sizes:
             return None
-        nearest = min(sizes, key=lambda size: abs(size - tokens))
+        nearest = min(sizes, key=lambda size: max(size, tokens) / max(1, min(size, tokens)))
         scale = tokens / nearest if kind is SubStageKind.TRAIN and nearest else 1.0
         return scale * statistics.median(sizes[nearest])
 

@@ -155,6 +155,14 @@ def test_an_engine_with_a_part_of_the_budget_takes_no_more_of_what_others_leave(
     assert growth == share
 
 
+@pytest.mark.parametrize(("least", "share"), [(0, 4), (9, 9), (30, 20)])
+def test_a_part_that_is_too_small_for_one_request_grows_to_it_within_the_engine_s_share(
+    least: int, share: int
+) -> None:
+    engines = {"budget": 40, "num_engines": 2, "others_owned": 20}
+    assert POLICY.rollout_share(**engines, part=0.1, least=least) == share
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 40))
 def test_a_cut_that_every_rollout_engine_obeys_lands_within_the_budget(owned: list[int], budget: int) -> None:
     after = [

@@ -260,7 +260,7 @@ async def post_deactivate(request: Request) -> ActivationChange:
 def _rollout_control(request: Request) -> ServedEngine:
     control = _control(request)
     if control.role is not Role.ROLLOUT:
-        raise HTTPException(409, "a serving engine is always active: only rollout engines are deactivated")
+        raise HTTPException(409, "a serving engine is always active, and its memory is its own")
     return control
 
 

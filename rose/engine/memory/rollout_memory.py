@@ -38,7 +38,9 @@ class RolloutMemory:
         self._policy = policy
         self._reclaim = reclaim
         self.share = 1.0
-        """How much of the rollout budget this engine may hold, whatever the others leave of it."""
+        """How much of the rollout budget this engine may hold, whatever the others leave of it. A request
+        that needs more than that to go on keeps what it needs."""
+        self._least_slabs = 0
         self.begin_rl_step(tenant.ledger.policy.rl_step)
 
     def begin_rl_step(self, step: int) -> None:
@@ -65,7 +67,9 @@ class RolloutMemory:
         its blocks is one of them.
         """
         self._expire(now)
-        self._shrink(now, unfinished)
+        requests = list(unfinished)
+        self._least_slabs = self._tenant.slabs_of_longest(requests) if self.share < 1 else 0
+        self._shrink(now, requests)
         wanted = self._tenant.blocks_wanted(running, waiting)
         missing = self._tenant.missing_slabs(wanted)
         self._grow(missing, has_work=bool(running or waiting))
@@ -96,6 +100,7 @@ class RolloutMemory:
             num_engines=num_engines,
             others_owned=others_owned,
             part=self.share,
+            least=self._least_slabs,
         )
         excess = tenant.num_owned - share
         if excess <= 0:
@@ -122,6 +127,7 @@ class RolloutMemory:
             num_engines=num_engines,
             others_owned=others_owned,
             part=self.share,
+            least=self._least_slabs,
         )
         ahead = self._policy.rollout_spare(owned) - len(tenant.pool.empty_positions()) if has_work else 0
         tenant.grow(min(missing, allowed))

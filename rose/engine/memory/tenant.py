@@ -166,6 +166,14 @@ class Tenant:
         """Whether the engine's slabs hold a waiting request as soon as other requests have left them."""
         return self.blocks_wanted((), [request]) < self.pool.num_gpu_blocks  # one of them is the null block
 
+    def slabs_of_longest(self, requests: Sequence[Request]) -> int:
+        """Returns how many slabs the request with the most tokens needs to go on alone; 0 without one."""
+        longest = max(requests, key=lambda request: request.num_tokens, default=None)
+        if longest is None:
+            return 0
+        held = sum(len(group.req_to_blocks.get(longest.request_id, ())) for group in self._groups)
+        return self.slabs_for(held + self.blocks_wanted((), [longest]) + 1)  # and the null block
+
     def missing_slabs(self, num_blocks: int) -> int:
         """Returns how many slabs to add so that ``num_blocks`` fit without evicting prefix cache."""
         if num_blocks == 0:

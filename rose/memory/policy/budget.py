@@ -129,11 +129,14 @@ class BudgetPolicy:
             return BudgetDecision(budget=budget, state=Pressure.FROZEN, event=BudgetEvent.FROZEN)
         return BudgetDecision(budget=budget, state=state)
 
-    def rollout_share(self, *, budget: int, num_engines: int, others_owned: int, part: float = 1.0) -> int:
+    def rollout_share(
+        self, *, budget: int, num_engines: int, others_owned: int, part: float = 1.0, least: int = 0
+    ) -> int:
         """Returns how many slabs one of ``num_engines`` rollout engines may hold of their budget: an equal
-        part, and what the others leave of theirs, within its ``part`` of the whole."""
+        part, and what the others leave of theirs, within its ``part`` of the whole, or the ``least`` that its
+        longest request needs."""
         share = max(budget // num_engines, budget - others_owned)
-        return max(min(share, int(part * budget)), self.min_slabs)
+        return max(min(share, max(int(part * budget), least)), self.min_slabs)
 
     def rollout_growth(
         self,
@@ -144,6 +147,7 @@ class BudgetPolicy:
         num_engines: int = 1,
         others_owned: int = 0,
         part: float = 1.0,
+        least: int = 0,
     ) -> int:
         """Returns how many more slabs a rollout engine may hold now, within its share of the budget and
         outside the headroom. ``rollout_owned`` are its own slabs, ``others_owned`` the other rollout
@@ -158,7 +162,7 @@ class BudgetPolicy:
         headroom = min(self.headroom_slabs, self.num_slabs - budget)
         spare = self.num_slabs - rollout_owned - others_owned - serving_used - headroom
         share = self.rollout_share(
-            budget=budget, num_engines=num_engines, others_owned=others_owned, part=part
+            budget=budget, num_engines=num_engines, others_owned=others_owned, part=part, least=least
         )
         return max(min(share - rollout_owned, spare), self.min_slabs - rollout_owned, 0)
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,18 +149,12 @@ class RunningJob:
         if self.device is not None and self._held is not None:
             self.device.step(num_tokens, num_running)
 
-    @contextmanager
-    def bounding(self, working_set: WorkingSet | None) -> Iterator[None]:
+    def bounding(self, working_set: WorkingSet | None) -> AbstractContextManager[None]:
         """Tells a loaded working set the job's share of the device's memory, and each new one inside the
         context."""
         if self.device is None or not isinstance(working_set, BoundedSet):
-            yield
-            return
-        self.device.bound(working_set.take_memory)
-        try:
-            yield
-        finally:
-            self.device.bound(None)
+            return nullcontext()
+        return self.device.bounding(working_set.take_memory)
 
     def _stepped(self, steps: list[StepRun], epoch: int) -> None:
         self._client.tell(self._call(Stepped, steps=steps, epoch=epoch))

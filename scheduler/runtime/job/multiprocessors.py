@@ -20,7 +20,7 @@ class Multiprocessors:
     """The multiprocessors of one GPU, numbered from 0. Makes no context before the first stream."""
 
     def __init__(self, device: int = 0) -> None:
-        """Raises: ConfigError without cuda-python or a driver; WorkerError if the driver has no green
+        """Raises: ConfigError without cuda-python, a driver or a GPU; WorkerError if the driver has no green
         contexts, which it has from CUDA 12.4 on."""
         try:
             from cuda.bindings import driver
@@ -28,9 +28,11 @@ class Multiprocessors:
             raise ConfigError(f"cuda-python is not installed; {install_hint('cuda')}") from error
         self._driver: Any = driver
         try:
-            self._call("cuInit", 0)
-        except RuntimeError as error:  # cuda-python finds no libcuda.so.1
-            raise ConfigError(f"no CUDA driver on this machine ({error}); leave out --gpu") from error
+            status = driver.cuInit(0)[0]
+        except RuntimeError as error:  # cuda-python loads libcuda.so.1 only now
+            raise ConfigError(f"the CUDA driver can't be loaded ({error}); leave out --gpu") from error
+        if status.value != 0:
+            raise ConfigError(f"cuInit: {status.name}: this process sees no GPU; leave out --gpu")
         self._device = self._call("cuDeviceGet", device)
         self.name = self._call("cuDeviceGetName", 256, self._device).split(b"\0", 1)[0].decode()
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
@@ -70,9 +72,13 @@ class Multiprocessors:
         return int(self._call("cuGreenCtxStreamCreate", green, unordered, 0)), int(part.sm.smCount)
 
     def _call(self, name: str, *arguments: object) -> Any:
-        status, *values = getattr(self._driver, name)(*arguments)
+        needed = "green contexts need a driver of CUDA 12.4 or newer"
+        try:
+            status, *values = getattr(self._driver, name)(*arguments)
+        except RuntimeError as error:  # an older driver has no such function
+            raise WorkerError(f"{name}: {error}; {needed}") from error
         if status.value != 0:
-            raise WorkerError(f"{name}: {status.name}; green contexts need a driver of CUDA 12.4 or newer")
+            raise WorkerError(f"{name}: {status.name}; {needed}")
         return values[0] if len(values) == 1 else values
 
 
@@ -91,6 +97,9 @@ class GreenContexts:
         """Makes a stream of the share the current one of this thread. Raises: ConfigError; WorkerError."""
         import torch
 
+        if not share.cores:  # a pause: what is not in use goes to the other job
+            torch.cuda.empty_cache()
+            return
         before = torch.cuda.current_stream(0)
         if self._gpu is None or self._whole is None:
             self._gpu, self._whole = Multiprocessors(), before
@@ -98,11 +107,10 @@ class GreenContexts:
         if len(share.cores) < self._gpu.num:
             handle, _ = self._gpu.stream(share.cores)
             stream = torch.cuda.ExternalStream(handle, 0)  # type: ignore[no-untyped-call]
-        if stream == before:
-            return
-        stream.wait_stream(before)
-        torch.cuda.set_stream(stream)
-        # torch keeps freed memory for the stream that had it. Another stream can't use it until it is freed.
+        if stream != before:
+            stream.wait_stream(before)
+            torch.cuda.set_stream(stream)
+        # torch keeps freed memory for the stream that had it, out of reach of other streams and processes.
         torch.cuda.empty_cache()
 
     def finish(self) -> None:

@@ -7,14 +7,18 @@ compute the same bits whatever runs beside it.
 """
 
 import contextlib
+import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from rose.errors import RoseError
 from rose.scheduler.runtime.channel.messages import SchedulerMessage, Shared, StepRun
+
+logger = logging.getLogger(__name__)
 
 TELL_S = 0.05
 """The longest time between two reports while steps run."""
@@ -25,7 +29,7 @@ class Device(Protocol):
     (multiprocessors.py)."""
 
     def take(self, share: Shared) -> None:
-        """Confines this process's work to the share, from the next step on."""
+        """Confines this process's work to the share, from the next step on. One without cores is a pause."""
 
     def finish(self) -> None:
         """Waits until the work of the last step is done, where the program does not."""
@@ -35,7 +39,8 @@ class CoreSets:
     """Shares of the CPU: all threads of this process run only on the share's cores."""
 
     def take(self, share: Shared) -> None:
-        confine(share.cores)
+        if share.cores:
+            confine(share.cores)
 
     def finish(self) -> None:
         """Nothing is left behind a step on CPUs."""
@@ -74,13 +79,26 @@ class SharedDevice:
         """The share of the device's memory; 1 before the first share."""
         return self._share.memory if self._share.epoch else 1.0
 
-    def bound(self, take_memory: Callable[[float], None] | None) -> None:
-        """Tells ``take_memory`` the share of memory now, and whenever it changes, until another call.
+    @contextlib.contextmanager
+    def bounding(self, take_memory: Callable[[float], None]) -> Iterator[None]:
+        """Tells ``take_memory`` the share of memory, and each new one inside the context; at its end, all of
+        the memory, if it can be told.
 
         It has all memory at first, and keeps what it was told while the job pauses.
         """
+        outer = self._take_memory, self._bound
         self._take_memory, self._bound = take_memory, 1.0
-        self._tell_memory()
+        try:
+            self._tell_memory()
+            yield
+        finally:
+            is_bound = self._bound != 1.0
+            self._take_memory, self._bound = outer
+            if is_bound:
+                try:
+                    take_memory(1.0)
+                except RoseError as error:
+                    logger.warning("a share of memory stays until the engine is activated again: %s", error)
 
     def begin(self) -> None:
         """Takes the share of a phase that has its permit."""
@@ -122,8 +140,8 @@ class SharedDevice:
                 return
             if isinstance(order, Shared):
                 self._share = order
+                self._device.take(order)
                 if order.cores:
-                    self._device.take(order)
                     self._tell_memory()
                 self._tell()
 

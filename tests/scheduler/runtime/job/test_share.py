@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rose.errors import WorkerError
 from rose.scheduler.runtime.channel.messages import SchedulerMessage, Shared, StepRun
 from rose.scheduler.runtime.job.share import CoreSets, SharedDevice
 
@@ -81,16 +82,31 @@ def test_a_working_set_is_told_each_new_share_of_memory_but_not_a_pause_s() -> N
     job, told = Reports(), list[float]()
     job.orders.put(share(1, CORES))
     job.device.begin()
-    job.device.bound(told.append)
-    for epoch, memory in ((2, 0.5), (3, 0.25), (4, 1.0)):
-        cores = Shared(epoch=epoch, cores=CORES, compute=1.0, memory=memory)
-        job.orders.put(Shared(epoch=epoch, cores=[], compute=0.0, memory=0.0))
-        job.orders.put(cores)
-        job.device.step(8, 8)
-    job.device.bound(None)
+    with job.device.bounding(told.append):
+        for epoch, memory in ((2, 0.5), (3, 1.0), (4, 0.25)):
+            cores = Shared(epoch=epoch, cores=CORES, compute=1.0, memory=memory)
+            job.orders.put(Shared(epoch=epoch, cores=[], compute=0.0, memory=0.0))
+            job.orders.put(cores)
+            job.device.step(8, 8)
+        assert told == [0.5, 1.0, 0.25]
     job.orders.put(share(5, CORES))
     job.device.step(8, 8)
-    assert told == [0.5, 0.25, 1.0]
+    assert told == [0.5, 1.0, 0.25, 1.0]
+
+
+def test_a_working_set_that_refuses_its_share_is_told_none_afterwards() -> None:
+    job = Reports()
+    job.orders.put(Shared(epoch=1, cores=CORES, compute=1.0, memory=0.5))
+    job.device.begin()
+
+    def refuse(_memory: float) -> None:
+        raise WorkerError("no such engine")
+
+    with pytest.raises(WorkerError), job.device.bounding(refuse):
+        raise AssertionError("unreachable")
+    job.orders.put(Shared(epoch=2, cores=CORES, compute=1.0, memory=0.25))
+    job.device.step(8, 8)
+    assert job.device.memory == 0.25
 
 
 def test_before_the_first_share_nothing_is_waited_for() -> None:
