@@ -122,5 +122,8 @@ def test_a_node_that_serves_and_fine_tunes_is_seen_at_both() -> None:
                 browser.wait_for("#live", "no scheduler")
                 assert browser.text("#alert") == "" and browser.text("#pools") == ""
                 assert browser.errors == []
+        except BaseException:
+            print(served.log.read_text()[-8000:], file=sys.stderr)
+            raise
         finally:
             served.close()
