@@ -20,6 +20,8 @@ from rose.transfer.publish.announcer import RunAnnouncer
 from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes, require_checkpoint
 from rose.transfer.publish.publisher import WeightPublisher
 
+HEAD = "lm_head.weight"
+
 
 class GatheredWeights:
     """One rank's share of the weights. All ranks of torch's default group make one and call it together.
@@ -60,12 +62,14 @@ class GatheredWeights:
         self._router_url, self._router_key = router_url, router_key
         self._kept: dict[str, torch.Tensor] = {}
 
-    def publish(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, has_tied_head: bool) -> None:
         """Publishes a version. ``weights`` is read to its end on every rank, because each tensor is gathered
-        by all of them. Raises: RelayError, WorkerError, ValueError."""
+        by all of them. A head that is tied to the embeddings is left out. Raises: RelayError, WorkerError,
+        ValueError."""
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
         run = self._of_one_run() if self.publisher is None else {}
-        for index, (name, tensor) in enumerate(weights):
+        published = (each for each in weights if not (has_tied_head and each[0] == HEAD))
+        for index, (name, tensor) in enumerate(published):
             if index % num_ranks == rank:
                 self._keep(name, tensor)
         if self.publisher is None:

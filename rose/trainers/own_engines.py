@@ -30,24 +30,26 @@ class OwnEngines:
 
     def load(self, cache: HostCache) -> None:
         """Activates all engines. Raises: WorkerError if one can't be; ConfigError."""
-        _each(EngineControl.activate, [engine for _, node in self._by_number() for engine in node])
+        _each(EngineControl.activate, self._engines())
 
     def offload(self, cache: HostCache) -> None:
         """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
-        _each(EngineControl.deactivate, [engine for _, node in self._by_number() for engine in node])
+        _each(EngineControl.deactivate, self._engines())
 
     def take_memory(self, share: float) -> None:
         """Bounds each engine's slabs by this share of the rollout budget of its pool, in which it has to be
         the job's only one. An engine that refuses, such as one in no pool, stays as it is, which the log
         says. Raises: ConfigError."""
-        engines = [engine for _, node in self._by_number() for engine in node]
-        _each(lambda engine: _bound(engine, share), engines)
+        _each(lambda engine: _bound(engine, share), self._engines())
 
     def move_tail(self, keep: Sequence[int]) -> None:
         """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError;
         ConfigError."""
         left = [node for number, node in self._by_number() if number not in keep]
         _each(EngineControl.deactivate, [engine for node in left for engine in node])
+
+    def _engines(self) -> list[EngineControl]:
+        return [engine for _, node in self._by_number() for engine in node]
 
     def _by_number(self) -> list[tuple[int, Sequence[EngineControl]]]:
         job = running_job()

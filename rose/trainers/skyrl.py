@@ -125,9 +125,8 @@ class RelayPolicyWorker(FSDPPolicyWorkerBase):
         self, inference_engine_client: Any, inference_engine_cfg: Any, model_id: str | None = None
     ) -> None:
         """Publishes a version. All ranks call it together. Raises: RelayError, WorkerError, ValueError."""
-        tied = {"lm_head.weight"} if self.model.model.config.tie_word_embeddings else set()
-        weights = (each for each in self._gathered if each[0] not in tied)
-        await self._weight_sync_thread(self._published.publish, weights)
+        is_tied = self.model.model.config.tie_word_embeddings
+        await self._weight_sync_thread(self._published.publish, self._gathered, has_tied_head=is_tied)
         torch.distributed.barrier()
 
 

@@ -131,8 +131,7 @@ class RelayRollout(BaseRollout):
             raise ValueError("an adapter alone: set actor_rollout_ref.model.lora.merge=True to publish it")
         if global_steps is None:
             return  # verl wakes servers that slept; the weights are those of before
-        tied = {"lm_head.weight"} if self.model_config.share_embeddings_and_output_weights else set()
-        self._weights.publish(each for each in weights if each[0] not in tied)
+        self._weights.publish(weights, has_tied_head=self.model_config.share_embeddings_and_output_weights)
 
 
 RolloutReplicaRegistry.register("rose", lambda: RouterReplica)
