@@ -72,10 +72,17 @@ def _mooncake_problem() -> str | None:
     return None
 
 
+REAL = ("vllm", "mooncake", "slow", "clients")
+"""Marks of tests that start processes, whose order and speed the machine decides."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, with the reason, what this machine can't run."""
+    """Skips, with the reason, what this machine can't run. What starts processes is run again if it fails:
+    the summary then names it and its failure, which is a fault to be mended."""
     reasons: dict[str, str | None] = {}
     for item in items:
+        if any(item.get_closest_marker(mark) is not None for mark in REAL):
+            item.add_marker(pytest.mark.flaky(reruns=1))
         for mark in ("gpu", "vllm", "mooncake"):
             if item.get_closest_marker(mark) is None:
                 continue
@@ -83,6 +90,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reasons[mark] = _missing(mark)
             if reasons[mark] is not None:
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows why tests failed that passed when they were run again."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"RERUN {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
 
 
 def pytest_collection_finish() -> None:
