@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lib.progress import shown_progress
 from rose.errors import RoseError
 from rose.measure.environment import collect_env
 from rose.measure.figures import Figure, to_json
@@ -43,7 +44,8 @@ def run_benchmark(
     cpu = CpuUse()
     cpu.start()
     try:
-        figures = measure(args)
+        with shown_progress(parser.prog):
+            figures = measure(args)
     except RoseError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
