@@ -103,9 +103,9 @@ class RouterConfig(_Settings):
     workers: tuple[WorkerSpec, ...] = Field(default=(), description="the rollout engines behind the router")
 
     policy: str = Field(
-        default="paper",
-        pattern="^(paper|cost|turnwise|pinned)$",
-        description="how turns are placed: paper, cost, turnwise or pinned",
+        default="cost",
+        pattern="^(cost|paper|turnwise|pinned)$",
+        description="how turns are placed: cost, paper, turnwise or pinned",
     )
     run_id: str | None = Field(
         default=None, description="the only training run; workers with weights of others are refused"

@@ -16,7 +16,7 @@ from lib.e2e.rows import Row, ratios
 from lib.e2e.worlds import Scale, WorldPool
 
 WHY_FIXED = {"GRPO": reasons.GATE, "DAPO": reasons.DEMAND, "asynchronous": reasons.ASYNCHRONOUS}
-BEST = "over the better, with SLO slack spent and policy cost"
+BEST = "over the better, with SLO slack spent"
 FAST = "over the better, with functions that start in 30 s"
 
 
@@ -115,7 +115,7 @@ def against_elastic(runner: WorldPool, world: World, scale: Scale, seed: int) ->
 
     found = {system: run(system, system) for system in (System.FIXED, *ELASTIC, System.ROSE)}
     fast = run("functions that start fast", System.SERVERLESS, lease_recovery_s=COLD_START_S)
-    best_rose = run("ROSE at its best", System.ROSE_DUAL, policy="cost")
+    best_rose = run("ROSE at its best", System.ROSE_DUAL)
     gains = {
         System.SERVERLESS: (paper.FIGURE_8A_SERVERLESS[name], reasons.FUNCTIONS),
         System.SPOT: (paper.FIGURE_8A_SPOT[name], reasons.SPOT),

@@ -74,8 +74,7 @@ SPOT = (
 )
 ELASTIC = (
     "Ours is against the better of both baselines, the paper's against RLBoost+. Rented GPUs compute for "
-    "rollouts alone, serving takes its part of lent ones, and the router's default policy keeps long "
-    "trajectories there."
+    "rollouts alone, and serving takes its part of lent ones."
 )
 SECONDS = (
     "The paper's is at a checkpoint in the middle of a training. Ours are trajectories of first steps "

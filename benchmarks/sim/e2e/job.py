@@ -32,7 +32,7 @@ class JobPlan:
     """DAPO's trajectories over the batch, the same in every step; None: drawn for each."""
     num_own: int | None = None
     num_lent: int | None = None
-    policy: str = "paper"
+    policy: str = "cost"
     has_prefix_cache: bool = True
     is_padded: bool = False
     """Whether training computes on as many tokens for each trajectory as the context's limit has."""
