@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
+from rose import ports
+
 # What this user has set for ROSE, runs and has measured is none of the business of tests.
 _OWN = tempfile.TemporaryDirectory(prefix="rose-tests-")
 for _name in [each for each in os.environ if each.startswith("ROSE_")]:
@@ -40,6 +42,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Every engine would compile a few small functions of vLLM's sampler, which takes longer than a test's tokens.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# Two pytest processes never give their servers the same port: each leaves the others' parts of all ports out.
+_number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+ports._given_ports.update(port for port in range(1 << 16) if port % _count != _number)
 
 # Tests judge no speed, and every run tries the same: a machine that stalls, or a rare draw, must not decide
 # whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New

@@ -24,6 +24,8 @@ _REFIT_EVERY = 8
 _COEFFICIENTS = 3
 _OUTLIERS_FROM = 20
 """With so many measurements the slowest is left out, because something else had the processor then."""
+_ENOUGH = 8
+"""The measurements from which it may be said that a piece never takes less."""
 _MARGIN_S = 2e-4
 """The cost of a wake-up or a clock, for a piece of any length."""
 
@@ -62,7 +64,7 @@ class _Measured:
         self._sizes: set[int] = set()
         """The first sizes that were measured, until there are enough to fit all coefficients."""
         self._cost: PassCost | None = None
-        self._safe_ratio = 1.0
+        self._safe_ratio, self._least_ratio = 1.0, 0.0
 
     def add(self, work: Work, seconds: float) -> None:
         if not self._is_warm:
@@ -83,16 +85,23 @@ class _Measured:
     def predict_safe(self, work: Work) -> float:
         return self.predict(work) * self._safe_ratio + _MARGIN_S
 
+    def predict_least(self, work: Work) -> float:
+        return 0.0 if self._cost is None else self.predict(work) * self._least_ratio
+
     def _fit(self) -> None:
         self._since_fit = 0
         works, seconds = zip(*self.samples, strict=True)
         if len({work.tokens for work in works}) >= _COEFFICIENTS:
             self._cost = fit_cost([work.tokens for work in works], seconds, [work.pairs for work in works])
         else:  # too few sizes to fit all coefficients: proportional to the tokens
-            per_token_s = sum(seconds) / sum(work.tokens for work in works)
+            # With the least relative squared error, as in fit_cost: a measurement during which the machine
+            # stood still for seconds hardly counts.
+            speeds = [work.tokens / s for work, s in self.samples]
+            per_token_s = sum(speeds) / sum(speed * speed for speed in speeds)
             self._cost = PassCost(constant_s=0.0, per_token_s=per_token_s, per_pair_s=0.0)
         ratios = sorted(s / self._cost.seconds(work.tokens, work.pairs) for work, s in self.samples)
         self._safe_ratio = max(1.0, ratios[-2] if len(ratios) >= _OUTLIERS_FROM else ratios[-1])
+        self._least_ratio = ratios[0] if len(ratios) >= _ENOUGH else 0.0
 
 
 class PieceTimes:
@@ -115,6 +124,12 @@ class PieceTimes:
         """Returns the seconds within which nearly all such pieces end."""
         measured = self._pieces.get(piece)
         return math.inf if measured is None else measured.predict_safe(work)
+
+    def predict_least(self, piece: Piece, work: Work) -> float:
+        """Returns the seconds that each such piece takes at least, by the fastest of many measurements; 0 for
+        a piece without enough of them."""
+        measured = self._pieces.get(piece)
+        return 0.0 if measured is None else measured.predict_least(work)
 
     def longest_s(self, work: Work, kinds: frozenset[str]) -> float:
         """Returns the expected seconds of the longest piece of these kinds; infinite if one is unknown."""

@@ -197,11 +197,11 @@ class TrainingGuest:
         longest_s = self._gate.longest_step_s(view)
         if math.isinf(safe_s) or safe_s <= longest_s:
             return safe_s
-        expected_s = self.times.predict(piece, work)
-        if expected_s > longest_s:
+        if self.times.predict_least(piece, work) > longest_s:
+            expected_s = self.times.predict(piece, work)
             raise WorkerError(
                 f"{piece.kind} of layer {piece.layer} takes {1e3 * expected_s:.0f} ms for {work.sequences} "
                 f"sequences of {work.length} tokens, and serving allows a guest {1e3 * longest_s:.0f} ms: "
                 "train on shorter sequences or fewer at once, or raise max_step_ms of the serving engine"
             )
-        return longest_s  # only the slowest measurements are too long
+        return longest_s  # not all measurements are too long, or there are few

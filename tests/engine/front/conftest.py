@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from front.running import ADAPTERS, OTHERS, PARSERS, ProxyThread, Setup, front_router
+from front.running import ADAPTERS, OTHERS, PARSERS, SINGLE, ProxyThread, Setup, front_router
 from real_engine import RealEngine
 
 from rose.measure.scripted import make_scripted_model
@@ -20,7 +20,7 @@ def scripted_model(engines_dir: Path) -> Path:
 def scripted_engine(engines_dir: Path, scripted_model: Path) -> Iterator[RealEngine]:
     folder = engines_dir / "front"
     folder.mkdir()
-    engine = RealEngine(scripted_model, Role.ROLLOUT, folder, *PARSERS, *OTHERS, *ADAPTERS)
+    engine = RealEngine(scripted_model, Role.ROLLOUT, folder, *PARSERS, *OTHERS, *SINGLE, *ADAPTERS)
     try:
         yield engine
     finally:

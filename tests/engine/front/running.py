@@ -22,6 +22,7 @@ PARSERS = (
 )
 """The same at the worker and at the front."""
 OTHERS = ("--middleware", "front.other_parsers.OtherParsers")
+SINGLE = ("--middleware", "front.other_parsers.SingleOutputs")
 ADAPTERS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 READY_S = 600.0

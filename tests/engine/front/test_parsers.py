@@ -29,21 +29,12 @@ def test_a_chat_is_answered_as_by_the_engine_also_when_it_is_cut(
 ) -> None:
     chat, ask = OTHERS_CHATS[parsers][kind], streamed if is_streamed else whole
     own_url, url = (f"{each}/{PREFIX}/{parsers}" for each in (front.engine_url, front_url))
-    own = said_twice(lambda: ask(own_url, chat))
+    own = ask(own_url, chat)
     if (part := READ.get(kind)) is not None:
         assert own[0][part], own
     assert ask(url, chat) == own
     for after in (1, 4):
         assert_equal_when_cut(front, lambda: ask(url, chat), own, after)
-
-
-def said_twice(ask: Callable[[], Any]) -> Any:
-    """Returns an answer that came twice in a row: an engine that is held up merges deltas, which some parsers
-    misread."""
-    last, said = None, ask()
-    while said != last:
-        last, said = said, ask()
-    return said
 
 
 def assert_equal_when_cut(front: Setup, ask: Callable[[], Any], expected: Any, after: int) -> None:

@@ -105,7 +105,11 @@ def test_a_node_that_serves_and_fine_tunes_is_seen_at_both() -> None:
                     [node, _] = get(f"{base}/api/v1/state").json()["nodes"]
                     return node["engine"] or {}
 
-                wait_until(lambda: (engine().get("guest_share") or 0.0) > 0.1, "the trainer's share")
+                def guest_share() -> float:
+                    assert "died name=trainer" not in served.log.read_text()
+                    return engine().get("guest_share") or 0.0
+
+                wait_until(lambda: guest_share() > 0.1, "the trainer's share")
                 served.answers(["w1 w2"], max_tokens=64)
                 wait_until(lambda: (engine().get("serving_share") or 0.0) > 0.0, "serving's share")
                 wait_until(lambda: engine()["num_in_place"] + engine()["num_whole"] > 0, "new weights")

@@ -52,6 +52,23 @@ def test_the_safe_time_covers_all_but_the_slowest_of_many() -> None:
     assert many.predict_safe(LAYER, Work(1, 64)) < 0.02
 
 
+@pytest.mark.parametrize("stalled", range(3))
+def test_a_measurement_during_which_the_machine_stood_still_hardly_counts(stalled: int) -> None:
+    taken = [0.01] * 3
+    taken[stalled] = 30.0
+    times = measured(*((Work(1, 64), each) for each in taken))
+    assert times.predict(LAYER, Work(1, 64)) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_least_time_is_that_of_the_fastest_of_many() -> None:
+    few = measured(*[(Work(1, 64), 0.5)] * 7)
+    assert few.predict_least(LAYER, Work(1, 64)) == 0.0
+    slow = measured(*[(Work(1, 64), 0.5)] * 6, (Work(1, 64), 0.1), *[(Work(1, 64), 0.5)] * 6)
+    assert slow.predict_least(LAYER, Work(1, 64)) == pytest.approx(0.1)
+    assert slow.predict_least(LAYER, Work(2, 64)) == pytest.approx(0.2)
+    assert slow.predict_least(Piece("forward", 3), Work(1, 64)) == 0.0
+
+
 def test_times_follow_a_machine_that_becomes_slower() -> None:
     times = profiled()
     for _ in range(80):

@@ -110,7 +110,7 @@ async def test_a_job_of_higher_priority_gets_the_gpu_that_another_router_keeps_u
             low = [asyncio.create_task(keep_asking()) for _ in range(8)]
             await until(lambda: len(worker.requests) > 8)
             for _ in range(3):
-                await asyncio.wait_for(other.complete(BODY, X_Rose_Job="high"), 20)
+                await asyncio.wait_for(other.complete(BODY, X_Rose_Job="high"), 120)
                 worker.requests.clear()
                 await until(lambda: len(worker.requests) > 8)  # low goes on
             assert not any(task.done() for task in low), "no turn failed"
@@ -126,7 +126,7 @@ async def test_turns_that_may_not_begin_hold_no_gpu() -> None:
             await one.complete(BODY, X_Rose_Job="math")
             await one.post("/admin/pause", {"job": "math"})
             math = asyncio.create_task(one.complete(BODY, X_Rose_Job="math"))
-            await asyncio.wait_for(other.complete(BODY, X_Rose_Job="code"), 20)
+            await asyncio.wait_for(other.complete(BODY, X_Rose_Job="code"), 120)
             await one.post("/admin/resume", {"job": "math"})
             await math
 

@@ -28,9 +28,9 @@ def guest(words: Words) -> Iterator[TrainingGuest]:
     made.close()
 
 
-def know(guest: TrainingGuest, seconds: float) -> None:
+def know(guest: TrainingGuest, seconds: float, num_times: int = 5) -> None:
     for piece in (FIRST, SECOND):
-        for _ in range(5):
+        for _ in range(num_times):
             guest.times.add(piece, WORK, seconds)
 
 
@@ -119,9 +119,34 @@ def test_lent_slack_is_used_by_known_pieces_that_fit_alone(words: Words, guest: 
 def test_a_piece_longer_than_serving_ever_allows_ends_the_trainer(words: Words, guest: TrainingGuest) -> None:
     serving = ServingSide(words)
     serving.set_max_step(0.125)
-    know(guest, 0.5)
+    know(guest, 0.5, 12)
     with pytest.raises(WorkerError, match="takes 500 ms for 1 sequences of 32 tokens, and serving allows"):
         guest.begin(FIRST, WORK)
+
+
+def test_a_few_slow_measurements_on_a_crowded_machine_do_not_end_the_trainer(
+    words: Words, guest: TrainingGuest
+) -> None:
+    serving = ServingSide(words)
+    serving.set_max_step(0.125)
+    know(guest, 0.5)
+    guest.begin(FIRST, WORK)
+    assert guest.is_computing
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3, 12, 70, 200])
+def test_a_machine_that_stood_still_once_does_not_end_the_trainer(
+    words: Words, guest: TrainingGuest, num_before: int
+) -> None:
+    serving = ServingSide(words)
+    serving.set_max_step(0.125)
+    know(guest, 1e-4, num_before)
+    know(guest, 30.0, 1)
+    for _ in range(80):
+        guest.begin(FIRST, WORK)
+        guest.leave()
+        know(guest, 1e-4, 1)
+    assert guest.num_grants == 80
 
 
 def test_the_computing_thread_is_on_the_cpus_of_the_gpu_only_while_it_computes(words: Words) -> None:
