@@ -50,9 +50,10 @@ PAPER_WARM = 71.5
 
 def measure(args: argparse.Namespace) -> list[Figure]:
     num_starts, num_parameters = (2, 16 << 20) if args.quick else (5, 64 << 20)
-    with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
-        _start(Path(folder), num_parameters)  # writes the checkpoint
-        starts = [_start(Path(folder), num_parameters) for _ in range(num_starts)]
+    with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder, _host_memory() as kept:
+        checkpoint = Path(folder) / "checkpoint.pt"
+        _start(checkpoint, num_parameters, kept)  # writes the checkpoint
+        starts = [_start(checkpoint, num_parameters, kept) for _ in range(num_starts)]
     loads_s = [each for _, told in starts for each in told["load_s"]]
     ratios = [cold_s / min(told["load_s"]) for cold_s, told in starts]
     each = starts[0][1]["num_bytes"] / num_parameters
@@ -70,17 +71,21 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     ]
 
 
-def _start(folder: Path, num_parameters: int) -> tuple[float, dict[str, Any]]:
+def _host_memory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="rose-warm-", dir="/dev/shm")
+
+
+def _start(checkpoint: Path, num_parameters: int, kept: str) -> tuple[float, dict[str, Any]]:
     """Returns how long a process took until it could compute, and what it says."""
     begin_s = time.monotonic()
-    told = _run("warm_job.py", folder / "checkpoint.pt", num_parameters, 3, folder / "cache")
+    told = _run("warm_job.py", checkpoint, num_parameters, 3, kept)
     return told["ready_s"] - begin_s, told
 
 
 def _copy_figures(is_quick: bool) -> list[Figure]:
     num_parameters, num_rounds = (16 << 20, 5) if is_quick else (128 << 20, 11)
-    with tempfile.TemporaryDirectory(prefix="rose-warm-", dir="/dev/shm") as folder:  # as in production
-        told = _run("copy_job.py", num_parameters, num_rounds, Path(folder))
+    with _host_memory() as kept:
+        told = _run("copy_job.py", num_parameters, num_rounds, kept)
     rounds, num_gb = told["rounds"], told["num_bytes"] / GB
     peers: dict[str, float | None] = {
         f"{name}, GB/s": num_gb / statistics.median(each[f"{name}_s"] for each in rounds)
