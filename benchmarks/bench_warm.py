@@ -97,9 +97,7 @@ def _copy_figures(is_quick: bool) -> list[Figure]:
         for case, load in (("", "copies_s"), ("[new pages]", "load_s"))
     }
     return [
-        median_figure(
-            f"copy_gbps_over_memcpy{case}", ratios, "x", peers=peers, target=">= 0.8"
-        )
+        median_figure(f"copy_gbps_over_memcpy{case}", ratios, "x", peers=peers, target=">= 0.8")
         for case, ratios in there_and_back.items()
     ]
 
