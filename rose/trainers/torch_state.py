@@ -2,8 +2,8 @@
 
 The storages of the tensors leave the device for the host cache and come back bit for bit. Every tensor stays
 the object that it is, tied weights and views included, so that optimizers, schedulers and wrappers notice
-nothing. Of a tensor that FSDP or DTensor shards, each rank keeps its own shard. Anything but tensors stays in
-the suspended process.
+nothing. On a CPU the memory goes back to the system meanwhile, and load takes new. Of a tensor that FSDP or
+DTensor shards, each rank keeps its own shard. Anything but tensors stays in the suspended process.
 
     @rose.phase("train", working_set=TorchState(lambda: [trainer.model, trainer.optimizer]))
     def train(samples): ...
@@ -11,16 +11,14 @@ the suspended process.
 A storage that is resized to nothing keeps its tensors: FSDP frees its full parameters in the same way.
 """
 
-import ctypes
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from rose.errors import RoseError
 from rose.scheduler.runtime.job.cache import HostCache
+from rose.trainers import torch_copies
+from rose.trainers.torch_copies import storage_bytes
 
 TrainerPart = torch.nn.Module | torch.optim.Optimizer | None
 
@@ -33,6 +31,7 @@ class TorchState:
         trains. Parts that don't exist yet are None."""
         self._parts = parts
         self._suspended: list[tuple[torch.UntypedStorage, int]] = []
+        self._pinned = torch_copies.PinnedMemory()
 
     def load(self, cache: HostCache) -> None:
         """Brings back what was offloaded, which is nothing before the first phase. Raises: RoseError."""
@@ -43,20 +42,24 @@ class TorchState:
                 f"{len(missing)} of {len(self._suspended)} offloaded storages are not in the host cache: "
                 "it was emptied; start the job again from its checkpoint"
             )
-        for number, (storage, num_bytes) in enumerate(self._suspended):
-            storage.resize_(num_bytes)
-            _bytes(storage).copy_(_tensor(kept[str(number)]))
+        torch_copies.allocate(self._suspended)
+        torch_copies.to_device(
+            [(storage, kept[str(number)]) for number, (storage, _) in enumerate(self._suspended)]
+        )
         self._suspended = []
 
     def offload(self, cache: HostCache) -> None:
         """Moves the state to the host cache. Raises: CacheFull, with all state still in place."""
-        storages = self._storages()
-        cache.keep({str(number): _array(each) for number, each in enumerate(storages)})
+        storages = self.storages()
+        wanted = {str(number): ("|u1", (each.nbytes(),)) for number, each in enumerate(storages)}
+        with cache.replacing(wanted) as room:
+            self._pinned.pin(cache.memory)
+            torch_copies.to_host([(each, room[str(number)]) for number, each in enumerate(storages)])
         self._suspended = [(each, each.nbytes()) for each in storages]
-        for each in storages:
-            each.resize_(0)
+        torch_copies.free(storages)
 
-    def _storages(self) -> list[torch.UntypedStorage]:
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Returns what an offload moves now, in its order."""
         sharing: dict[int, list[torch.Tensor]] = {}
         for part in self._parts():
             for tensor in _tensors(part):
@@ -96,26 +99,8 @@ def _resizable(tensors: list[torch.Tensor]) -> torch.UntypedStorage:
     if storage.resizable():
         return storage
     own = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
-    _bytes(own).copy_(_bytes(storage))
+    storage_bytes(own).copy_(storage_bytes(storage))
     for tensor in tensors:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         tensor.data = empty.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
     return own
-
-
-def _array(storage: torch.UntypedStorage) -> npt.NDArray[np.generic]:
-    if storage.device.type != "cpu":
-        return np.asarray(_bytes(storage).cpu())
-    # Not through torch's numpy(): that makes the storage one that can't be resized any more.
-    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    return np.frombuffer(memoryview(memory), np.uint8)
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the cache's arrays are read-only, and this tensor is only read
-        return torch.from_numpy(np.asarray(array))

@@ -81,6 +81,50 @@ def test_state_comes_back_bit_for_bit_and_frees_its_memory_meanwhile(
     assert runs[0] == runs[1], "the suspended run took another way"
 
 
+@pytest.mark.parametrize("width", [256, 1024, 3000])
+def test_the_memory_goes_back_to_the_system_while_the_state_is_suspended(tmp_path: Path, width: int) -> None:
+    from rose.trainers.torch_state import TorchState
+
+    model = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range((64 << 20) // (4 * width**2))])
+    state, cache = TorchState(lambda: [model]), cache_of(tmp_path)
+    for _ in range(3):
+        before, before_bytes = [bytes_of(each) for each in model.parameters()], own_bytes()
+        state.offload(cache)
+        assert before_bytes - own_bytes() > 0.9 * cache.num_bytes
+        state.load(cache)
+        assert [bytes_of(each) for each in model.parameters()] == before
+
+
+def own_bytes() -> int:
+    """Returns this process's memory without files and what it shares."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_memory_is_freed_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    from rose.trainers.torch_state import TorchState
+
+    model = torch.nn.ModuleList([torch.nn.Linear(1024, 1024) for _ in range(16)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, cache = TorchState(lambda: [model, optimizer]), cache_of(tmp_path)
+    for _ in range(3):
+        sum(each.weight.square().mean() for each in model).backward()
+        optimizer.step()
+        before, free_bytes = (
+            [each.detach().cpu() for each in model.parameters()],
+            torch.cuda.mem_get_info()[0],
+        )
+        state.offload(cache)
+        assert torch.cuda.mem_get_info()[0] - free_bytes > 0.9 * 4 * 16 * 1024**2
+        assert torch.from_numpy(cache.memory).is_pinned()
+        state.load(cache)
+        assert all(
+            torch.equal(*pair) for pair in zip(before, (p.cpu() for p in model.parameters()), strict=True)
+        )
+
+
 def test_weights_on_memory_that_torch_can_not_free_are_moved_once(tmp_path: Path) -> None:
     import numpy as np
 

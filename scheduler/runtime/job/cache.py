@@ -3,6 +3,9 @@
 Owns one folder of shared memory per job, phase and rank. The ranks of a job never keep more together than the
 job was given. A set that was not written to its end does not count: its index is removed first and written
 last. A new attempt starts cold, from its own checkpoint.
+
+The file of a set keeps its pages and its mapping between phases, so that a later phase copies at the memory's
+speed. The copies use all cores that the process may use.
 """
 
 from __future__ import annotations
@@ -11,25 +14,33 @@ import fcntl
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 from rose.errors import CacheFull
+from rose.scheduler.runtime.job.copying import copy_arrays
+from rose.scheduler.runtime.job.set_file import SetFile
 
 if TYPE_CHECKING:  # numpy takes half as long to load as all else that a job needs of ROSE
     import numpy as np
     import numpy.typing as npt
 
     Array = npt.NDArray[np.generic]
+    Memory = npt.NDArray[np.uint8]
 
 _INDEX = "index.json"
+_SET = "set.bin"
 _CLAIM = "bytes"
 """The file with the size of a rank's set, for the other ranks. It is written before the set."""
+_ALIGN_BYTES = 64
+"""Where an array may begin in the file: at a cache line."""
 
 
 class _Entry(TypedDict):
-    file: str
+    offset: int
+    num_bytes: int
     dtype: str
     shape: list[int]
 
@@ -53,32 +64,54 @@ class BoundedSet(WorkingSet, Protocol):
 
 
 class HostCache:
-    """One rank's state of one phase of one job. Not thread-safe: a phase runs once at a time in a process."""
+    """One rank's state of one phase of one job. Not thread-safe: a phase runs once at a time in a process.
+
+    Keep one object for all iterations: each new one maps the file again.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int, owner: str, rank: int = 0) -> None:
         """``folder`` and ``limit_bytes`` are those of all ranks; ``owner`` names job and phase in errors."""
         self._folder = folder / f"rank-{rank}"
         self._limit_bytes = limit_bytes
         self._owner = owner
+        self._file = SetFile(self._folder / _SET)
 
     @property
     def num_bytes(self) -> int:
         """The size of the whole set; 0 if there is none."""
-        return sum(array.nbytes for array in self.arrays().values())
+        return sum(entry["num_bytes"] for entry in self._index().values())
+
+    @property
+    def memory(self) -> Memory:
+        """The mapped file of all arrays, to be pinned. Raises: FileNotFoundError if no set was ever kept."""
+        return self._file.memory()
 
     def keep(self, arrays: Mapping[str, Array]) -> None:
-        """Replaces the set. Raises: CacheFull, with the old set untouched, if it is over the limit."""
+        """Replaces the set. Raises: CacheFull, with the old set untouched, if there is no room."""
+        with self.replacing({name: (each.dtype.str, each.shape) for name, each in arrays.items()}) as room:
+            copy_arrays((room[name], each) for name, each in arrays.items())
+
+    @contextmanager
+    def replacing(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[dict[str, Array]]:
+        """Yields arrays of these types and shapes, to be filled inside the context with the new set.
+
+        The old set is gone from here on, and the new one counts when the context ends without an error.
+        Raises: CacheFull, with the old set untouched, if there is no room.
+        """
+        index, end = _layout(wanted)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._claim(sum(array.nbytes for array in arrays.values()), len(arrays))
+        num_bytes = sum(entry["num_bytes"] for entry in index.values())
+        self._claim(num_bytes, len(index))
+        try:
+            self._file.grow(end)
+        except OSError as error:
+            raise CacheFull(
+                f"{self._owner}: {num_bytes} bytes in {len(index)} arrays, and {self._folder} has no room "
+                f"({error.strerror}); give the host's shared memory more room, or run fewer jobs there"
+            ) from error
         self._index_path.unlink(missing_ok=True)
-        index: dict[str, _Entry] = {}
-        for number, (name, array) in enumerate(arrays.items()):
-            file = f"{number}.bin"
-            _write(self._folder / file, array)
-            index[name] = {"file": file, "dtype": array.dtype.str, "shape": list(array.shape)}
-        for path in self._folder.iterdir():
-            if path.name not in {_CLAIM, *(entry["file"] for entry in index.values())}:
-                path.unlink()
+        self._file.truncate(end)
+        yield _arrays(self._file.memory(), index)
         fresh = self._folder / "index.new"
         fresh.write_text(json.dumps(index))
         fresh.rename(self._index_path)
@@ -98,24 +131,21 @@ class HostCache:
             (self._folder / _CLAIM).write_text(str(wanted))
 
     def arrays(self) -> dict[str, Array]:
-        """Returns the set, read-only and not copied; empty if there is none."""
+        """Returns the set, read-only and not copied; empty if there is none.
+
+        The arrays may be read until the next set is kept.
+        """
         index = self._index()
         if not index:
             return {}
-        import numpy as np
-
-        found: dict[str, Array] = {}
-        for name, entry in index.items():
-            shape = tuple(entry["shape"])
-            path = self._folder / entry["file"]
-            if math.prod(entry["shape"]) == 0:  # nothing to map
-                found[name] = np.zeros(shape, entry["dtype"])
-            else:
-                found[name] = np.memmap(path, dtype=entry["dtype"], mode="r", shape=shape)
+        found = _arrays(self._file.memory(), index)
+        for array in found.values():
+            array.flags.writeable = False
         return found
 
     def forget(self) -> None:
         """Frees the memory."""
+        self._file.unmap()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _index(self) -> dict[str, _Entry]:
@@ -138,20 +168,35 @@ class ArraySet:
 
     def load(self, cache: HostCache) -> None:
         if not self.arrays:
-            self.arrays = {name: array.copy() for name, array in cache.arrays().items()}
+            import numpy as np
+
+            kept = cache.arrays()
+            self.arrays = {name: np.empty_like(each) for name, each in kept.items()}
+            copy_arrays((self.arrays[name], each) for name, each in kept.items())
 
     def offload(self, cache: HostCache) -> None:
         cache.keep(self.arrays)
         self.arrays = {}
 
 
-def _write(path: Path, array: Array) -> None:
-    """Writes in place where the file exists, so that its pages are not allocated and zeroed again."""
-    if array.nbytes == 0:
-        path.touch()
-        return
+def _layout(wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, _Entry], int]:
+    """Returns where each array is in the file, and the length of the file."""
     import numpy as np
 
-    mode = "r+" if path.exists() and path.stat().st_size == array.nbytes else "w+"
-    kept = np.memmap(path, dtype=array.dtype, mode=mode, shape=array.shape)  # type: ignore[call-overload]
-    kept[...] = array
+    index: dict[str, _Entry] = {}
+    end = 0
+    for name, (dtype, shape) in wanted.items():
+        offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        index[name] = {"offset": offset, "num_bytes": num_bytes, "dtype": dtype, "shape": list(shape)}
+        end = offset + num_bytes
+    return index, end
+
+
+def _arrays(memory: Memory, index: Mapping[str, _Entry]) -> dict[str, Array]:
+    return {
+        name: memory[entry["offset"] : entry["offset"] + entry["num_bytes"]]
+        .view(entry["dtype"])
+        .reshape(entry["shape"])
+        for name, entry in index.items()
+    }

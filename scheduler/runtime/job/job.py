@@ -112,6 +112,7 @@ class RunningJob:
         """Where the job runs. Both may change in `complete`."""
         self._held: Granted | None = None
         self._is_held = threading.Condition()
+        self._caches: dict[str, HostCache] = {}
         device = GreenContexts() if file.shares_gpu else CoreSets()
         self.device = (
             SharedDevice(self._client.unasked, self._stepped, device) if file.shares_device else None
@@ -234,13 +235,15 @@ class RunningJob:
         return kind(seq=self._client.next_seq(), **mine, **fields)
 
     def cache(self, phase: str) -> HostCache:
-        """Returns this rank's state of the phase in host memory."""
-        return HostCache(
-            Path(self.file.cache_folder) / phase,
-            self.file.limit_bytes.get(phase, 0),
-            f"{phase} of job {self.file.name}",
-            self.rank,
-        )
+        """Returns this rank's state of the phase in host memory: one object for all iterations."""
+        if phase not in self._caches:
+            self._caches[phase] = HostCache(
+                Path(self.file.cache_folder) / phase,
+                self.file.limit_bytes.get(phase, 0),
+                f"{phase} of job {self.file.name}",
+                self.rank,
+            )
+        return self._caches[phase]
 
     def _beat(self) -> None:
         while True:

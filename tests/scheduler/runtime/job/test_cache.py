@@ -1,5 +1,9 @@
 """Working sets of suspended phases in host memory."""
 
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +44,94 @@ def test_a_set_that_was_not_written_to_its_end_is_not_there(tmp_path: Path) -> N
     assert not cache.arrays()["w"].any()
 
 
+@pytest.mark.parametrize("size", [0, 1, (2 << 20) - 1, (2 << 20) + 1, 5_000_001])
+def test_arrays_of_all_lengths_and_orders_come_back(tmp_path: Path, size: int) -> None:
+    cache = HostCache(tmp_path / "set", 1 << 30, "train of job a")
+    row = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    cache.keep({"row": row, "backwards": row[::-1], "transposed": np.ones((3, 5), np.float16).T})
+    found = cache.arrays()
+    assert np.array_equal(found["row"], row) and np.array_equal(found["backwards"], row[::-1])
+    assert found["transposed"].shape == (5, 3) and found["transposed"].all()
+
+
+def test_an_empty_set_is_kept_and_found_empty(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 100, "train of job a")
+    cache.keep({})
+    assert cache.arrays() == {} and cache.num_bytes == 0
+
+
+def test_a_later_set_of_the_same_size_is_in_the_same_memory(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 100, "train of job a")
+    cache.keep({"w": np.zeros(20, np.uint8)})
+    memory = cache.memory
+    cache.keep({"w": np.ones(20, np.uint8)})
+    assert cache.memory is memory and memory.all()
+
+
+def test_a_set_is_kept_anew_after_another_process_has_removed_the_folder(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 100, "train of job a")
+    cache.keep({"w": np.zeros(20, np.uint8)})
+    HostCache(tmp_path / "set", 100, "train of job a").forget()
+    assert cache.arrays() == {}
+    cache.keep({"w": np.ones(20, np.uint8)})
+    assert HostCache(tmp_path / "set", 100, "train of job a").arrays()["w"].all()
+
+
+def test_a_set_for_which_the_host_has_no_memory_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 1 << 60, "train of job a")
+    cache.keep({"w": np.ones(25, np.uint8)})
+    with (
+        pytest.raises(CacheFull, match=r"has no room .*give the host's shared memory more"),
+        cache.replacing({"w": ("|u1", (1 << 50,))}),
+    ):
+        raise AssertionError("a pebibyte was there")
+    assert cache.arrays()["w"].all() and cache.num_bytes == 25
+
+
+def test_a_set_whose_filling_fails_is_not_there(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 100, "train of job a")
+    cache.keep({"w": np.ones(25, np.uint8)})
+    with pytest.raises(KeyError), cache.replacing({"w": ("|u1", (25,))}):
+        raise KeyError
+    assert cache.arrays() == {}
+
+
+KEEPS_FOREVER = """
+import itertools, sys
+from pathlib import Path
+import numpy as np
+from rose.scheduler.runtime.job.cache import HostCache
+cache = HostCache(Path(sys.argv[1]), 1 << 30, "train of job a")
+for number in itertools.count(1):
+    cache.keep({name: np.full(1 << 20, number) for name in "ab"})
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_a_whole_set_or_none(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    for _ in range(10):
+        argv = [sys.executable, "-c", KEEPS_FOREVER, str(tmp_path)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(chance.uniform(0, 0.1))
+            process.kill()
+            numbers = [int(line) for line in process.stdout.readlines()]
+        arrays = HostCache(tmp_path, 1 << 30, "train of job a").arrays()
+        values = {int(value) for each in arrays.values() for value in (each.min(), each.max())}
+        assert len(values) == (1 if arrays else 0), "parts of two sets"
+        assert not values or not numbers or values.pop() >= numbers[-1]
+
+
 def test_files_of_an_earlier_larger_set_are_given_back(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "set", 1000, "train of job a")
     cache.keep({"a": np.ones(5), "b": np.ones(5)})
     cache.keep({"a": np.ones(5)})
     folder = tmp_path / "set" / "rank-0"
-    assert sorted(path.name for path in folder.iterdir()) == ["0.bin", "bytes", "index.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["bytes", "index.json", "set.bin"]
+    assert (folder / "set.bin").stat().st_size == 40
     cache.forget()
     assert not folder.exists()
 
