@@ -24,6 +24,9 @@ _REFIT_EVERY = 8
 _COEFFICIENTS = 3
 _OUTLIERS_FROM = 20
 """With so many measurements the slowest is left out, because something else had the processor then."""
+_STALLED = 8.0
+"""A measurement of so many times the expected seconds says nothing about its piece: the machine stood still.
+If it counted, a busy engine might have no gap long enough, and the piece would not be measured again."""
 _ENOUGH = 8
 """The measurements from which it may be said that a piece never takes less."""
 _MARGIN_S = 2e-4
@@ -100,7 +103,10 @@ class _Measured:
             per_token_s = sum(speeds) / sum(speed * speed for speed in speeds)
             self._cost = PassCost(constant_s=0.0, per_token_s=per_token_s, per_pair_s=0.0)
         ratios = sorted(s / self._cost.seconds(work.tokens, work.pairs) for work, s in self.samples)
-        self._safe_ratio = max(1.0, ratios[-2] if len(ratios) >= _OUTLIERS_FROM else ratios[-1])
+        counted = [ratio for ratio in ratios if ratio < _STALLED]
+        if len(counted) >= _OUTLIERS_FROM:
+            counted.pop()
+        self._safe_ratio = max([1.0, *counted])
         self._least_ratio = ratios[0] if len(ratios) >= _ENOUGH else 0.0
 
 

@@ -52,6 +52,13 @@ def test_the_safe_time_covers_all_but_the_slowest_of_many() -> None:
     assert many.predict_safe(LAYER, Work(1, 64)) < 0.02
 
 
+@pytest.mark.parametrize(("num", "stalls"), [(10, 1), (40, 2), (40, 6)])
+def test_stalls_do_not_make_a_piece_too_long_for_every_gap(num: int, stalls: int) -> None:
+    taken = [0.4] * stalls + [0.01] * num
+    times = measured(*((Work(1, 64), each) for each in taken))
+    assert times.predict_safe(LAYER, Work(1, 64)) < 0.02
+
+
 @pytest.mark.parametrize("stalled", range(3))
 def test_a_measurement_during_which_the_machine_stood_still_hardly_counts(stalled: int) -> None:
     taken = [0.01] * 3
