@@ -5,14 +5,15 @@ density. Every format encodes, decodes and applies the same 64 MB bucket, one af
 and must give the new bits exactly. GB/s count the bucket's bytes, changed or not. Formats:
   default       G8S with zstd          exponent   gaps among elements of equal old exponent
   g8s           G8S without zstd       coo        int32 place + difference (ROSE §4.2, vLLM, verl)
-  coo_torch     coo written with torch
+  coo_torch     coo written with torch       dense      all bits, changed or not
   gap16_zstd    u16 gaps + values, zstd (PULSE)        xor_zstd   dense XOR, zstd (slime)
 
 Per density: `bytes_per_changed_element` (frame header included), `wire_over_entropy` (wire bytes over the
 bound for independent places and differences), `encode_gbps` and `apply_gbps` (decode and apply), both also
 over memcpy of the same repeat. `exchange_over_memcpy` is an engine's part: comparing the changed elements of
 a live parameter with their old bits and writing the new ones, beside torch in two passes. All times are CPU
-seconds.
+seconds. `chosen_over_dense` is computed from them: for the codec that the publisher chooses for a link, the
+longest of encoding, sending and applying, over the same for dense; the largest ratio of several links.
 
     python benchmarks/bench_codec.py --json codec.json
 """
@@ -37,15 +38,20 @@ from rose.errors import RoseError
 from rose.measure.figures import Figure
 from rose.transfer.format.codec import Codec, decode, encode
 from rose.transfer.format.frame import HEADER_BYTES
+from rose.transfer.publish.codec_choice import choose_codec
 
-LEARNING_RATES = {"0.18%": 9e-8, "1%": 6.3e-7, "5%": 4.2e-6, "20%": 2.4e-5}
+LEARNING_RATES = {"0.18%": 9e-8, "1%": 6.3e-7, "5%": 4.2e-6, "20%": 2.4e-5, "50%": 1.15e-4}
 """The names say the density that they give; the figures state it as measured."""
 OURS = {
     "default": Codec.G8S_ZSTD,
     "exponent": Codec.EXPONENT,
     "g8s": Codec.G8S,
     "coo": Codec.COO,
+    "dense": Codec.DENSE,
 }
+BEST = "avx512"
+"""Stands for the best instructions that the processor has."""
+LINKS_GBPS = (0.2, 1.0, 5.0, 20.0, 200.0)
 BUCKET_ELEMENTS = 32 << 20
 MEMCPY = "memcpy"
 
@@ -62,18 +68,28 @@ class _Case:
     exchange_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ("avx512", "avx2", "neon", "portable")
+    parser.add_argument("--instructions", choices=names, help="default: the best that the processor has")
+    parser.add_argument("--density", choices=LEARNING_RATES, action="append", help="may be repeated")
+
+
 def measure(args: argparse.Namespace) -> list[Figure]:
     torch.set_num_threads(1)
     repeats = 3 if args.quick else 9
+    instructions = _delta.set_instructions(args.instructions if args.instructions is not None else BEST)
+    if args.instructions not in (None, instructions):
+        raise RoseError(f"this processor has no {args.instructions}")
     formats = [_ours(name, codec) for name, codec in OURS.items()] + list(PEERS)
     figures: list[Figure] = []
-    for label, lr in LEARNING_RATES.items():
+    for label in args.density if args.density is not None else LEARNING_RATES:
+        lr = LEARNING_RATES[label]
         old, new = adam_step(BUCKET_ELEMENTS, lr, args.seed)
         case = _Case(int(np.count_nonzero(old != new)), entropy_bytes(old, new))
         for _ in range(repeats):
             _repeat(case, formats, old, new)
             _repeat_exchange(case, old, new)
-        figures += _figures(case, label)
+        figures += [*_figures(case, label), _choice_figure(case, label, instructions)]
     return figures
 
 
@@ -210,9 +226,37 @@ def _exchange_figure(case: _Case, label: str) -> Figure:
     return median_figure(f"exchange_over_memcpy[{label}]", ratios["one pass"], "ratio", peers=peers)
 
 
+def _choice_figure(case: _Case, label: str, instructions: str) -> Figure:
+    """Returns how much longer a bucket takes with the chosen codec than dense, at the worst link."""
+    ratios: dict[str, float | None] = {}
+    worst = 0.0
+    for link_gbps in LINKS_GBPS:
+        link_bytes_per_s = link_gbps * 1e9 / 8
+        chosen = choose_codec(case.num_changed, 2 * BUCKET_ELEMENTS, link_bytes_per_s, instructions)
+        name = next(name for name, codec in OURS.items() if codec is chosen)
+        ours, dense = (
+            max(
+                statistics.median(case.encode_s[each]),
+                case.wire_bytes[each] / link_bytes_per_s,
+                statistics.median(case.apply_s[each]),
+            )
+            for each in (name, "dense")
+        )
+        ratios[f"{name} at {link_gbps:g} Gbps"] = ours / dense
+        worst = max(worst, ours / dense)
+    return Figure(
+        name=f"chosen_over_dense[{label}]",
+        value=worst,
+        unit="ratio",
+        target="<= 1",
+        kind="simulated",
+        peers=ratios,
+    )
+
+
 def _gbps(seconds: float) -> float:
     return 2 * BUCKET_ELEMENTS / seconds / 1e9 if seconds > 0 else math.inf
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__ or "", measure))
+    sys.exit(run_benchmark(__doc__ or "", measure, add_arguments))

@@ -10,73 +10,30 @@ which the file is checked first; and that check alone.
 """
 
 import argparse
-import json
 import statistics
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
 from lib.engines.lone import VOCABULARY, LoneModel, lone_engine, write_model
+from lib.engines.token_stream import TokenStream
 from lib.harness import median_figure, run_benchmark
 
-from rose.errors import WorkerError
 from rose.http import http_client
 from rose.measure.figures import Figure
 from rose.messages import WeightUpdate
-from rose.node.control import EngineControl, completion_body
+from rose.node.control import EngineControl
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 
 SIZE = LoneModel(hidden=1024, layers=6, slab_bytes=4 << 20)
 PROMPT_TOKENS = 100
-MAX_TOKENS = 900
 TOKENS_AROUND = 8
 CYCLES, QUICK_CYCLES = 20, 5
 TRL_S = 1.1
 """The figure that was published for a model of 0.6 billion weights."""
-
-
-class TokenStream:
-    """One request's tokens, as they arrive; a context that ends it."""
-
-    def __init__(self, engine: EngineControl, prompt: list[int]) -> None:
-        self._url = engine.url
-        self._body = completion_body(engine.model, prompt, MAX_TOKENS) | {"stream": True}
-        self._executor = ThreadPoolExecutor(1)
-        self._is_over = threading.Event()
-        self.times_s: list[float] = []
-
-    def __enter__(self) -> "TokenStream":
-        self._reading = self._executor.submit(self._read)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._executor.shutdown()
-
-    def wait_for(self, count: int) -> None:
-        """Waits until so many tokens are there. Raises: WorkerError when the request ended before."""
-        while len(self.times_s) < count:
-            if self._reading.done():
-                self._reading.result()
-                raise WorkerError(f"the request ended after {len(self.times_s)} tokens, need {count}")
-            time.sleep(0.002)
-
-    def _read(self) -> None:
-        with (
-            http_client(self._url, key=None, timeout=120.0) as client,
-            client.stream("POST", "/v1/completions", json=self._body) as response,
-        ):
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if self._is_over.is_set():
-                    return
-                if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                    self.times_s.append(time.monotonic())
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

@@ -1,12 +1,18 @@
-"""A small update costs a host what changed, and one copy of the weights feeds all of its engines.
+"""A small update costs a host what changed, and an engine pauses for it no longer than for a step.
 
-A dense model of random bits whose elements change by 1% a version, a relay, a follower with the mirror of a
-host, and the models of two engines, in vLLM's own layers and without its steps. The times of the host are CPU
-seconds. The parts of a round take turns.
+What a host does: a dense model of random bits whose elements change by 1% a version, a relay, a follower with
+the mirror of a host, and the models of two engines, in vLLM's own layers and without its steps. The times of
+the host are CPU seconds. The parts of a round take turns.
   update_host_s_per_gb[1%]  the follower (decode, apply, changes file) and all engines (find, compare, write)
   host_copies               files of the mirror and of changes at their largest, over the model's bytes
   write_over_memcpy         what an engine does in its pause, over a copy of its model
   publish_blocks_s_per_gb   publish_async(), after which the next step may begin; wall time, in model copies
+
+What an engine's stream sees: a trainer, a relay, a subscriber and a real engine that streams tokens all the
+time, each a process of its own, and versions of which each changes 1% of the elements.
+  pause_over_step           the engine's pause, without writing the changes and packing weights, over one step
+  gap_over_step             the longest time between two tokens; the prefix is computed again within it
+  publish_to_token_s        from publish() to the first token under the new weights, with its parts
 
     python benchmarks/bench_update.py --quick --json update.json
 """
@@ -23,7 +29,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lib.engines.lone import LoneModel
 from lib.harness import median_figure, run_benchmark
+from lib.transfer.live_update import LiveUpdate, change, live_updates
 
 from rose.errors import WorkerError
 from rose.measure.figures import Figure
@@ -47,6 +55,9 @@ HIDDEN, LAYERS, QUICK_LAYERS = 1024, 24, 6
 VOCABULARY = 8192
 ROUNDS, QUICK_ROUNDS = 10, 4
 RELAY_BYTES = 4 << 30
+LIVE = LoneModel(hidden=1024, layers=32, slab_bytes=0)
+"""Half a billion weights. slab_bytes: the engine has no pool."""
+QUICK_LIVE = LoneModel(hidden=1024, layers=6, slab_bytes=0)
 
 
 @dataclass
@@ -145,7 +156,23 @@ class ChangedEngine:
         self._writer.close()
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("host", "live"), help="what a host does, or what a stream sees")
+
+
 def measure(args: argparse.Namespace) -> list[Figure]:
+    found: list[Figure] = []
+    if args.only != "live":
+        found += measure_host(args)
+    if args.only != "host":
+        updates, num_bytes = live_updates(
+            QUICK_LIVE if args.quick else LIVE, QUICK_ROUNDS if args.quick else ROUNDS, args.seed
+        )
+        found += live_figures(updates, num_bytes)
+    return found
+
+
+def measure_host(args: argparse.Namespace) -> list[Figure]:
     layers, rounds = (QUICK_LAYERS, QUICK_ROUNDS) if args.quick else (LAYERS, ROUNDS)
     with TemporaryDirectory(prefix="rose-bench-", dir="/dev/shm") as folder, ranked_config(layers) as config:
         weights, num_bytes = random_weights(config, args.seed)
@@ -169,7 +196,7 @@ def run_rounds(url: str, weights: dict[str, Any], config: Any, folder: Path, cou
         engines = [open_now.enter_context(closing(ChangedEngine(config, planes))) for _ in range(ENGINES)]
         version, found = first.version, []
         for number in range(count + 1):
-            change(weights, number)
+            change(weights, CHANGED, number)
             one = Round()
             started_s = time.perf_counter()
             sent = publisher.publish_async()
@@ -223,14 +250,32 @@ def figures(rounds: list[Round], model_bytes: int) -> list[Figure]:
     ]
 
 
-def change(weights: dict[str, Any], seed: int) -> None:
-    """Moves 1% of the elements by one unit of their last place, as an optimizer's step does most of them."""
-    import torch
+def live_figures(updates: list[LiveUpdate], model_bytes: int) -> list[Figure]:
+    def middle(part: Callable[[LiveUpdate], float]) -> float:
+        return statistics.median(part(one) for one in updates)
 
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in weights.values():
-        bits = tensor.view(torch.int16)
-        bits += (torch.rand(bits.shape, generator=generator) < CHANGED).to(torch.int16)
+    pauses = [(one.pause_s - one.write_s - one.load_s) / one.step_s for one in updates]
+    beside: dict[str, float | None] = {
+        "writing the changes": middle(lambda one: one.write_s / one.step_s),
+        "packing weights": middle(lambda one: one.load_s / one.step_s),
+        "a step, s": middle(lambda one: one.step_s),
+        "GB": model_bytes / 1e9,
+    }
+    parts: dict[str, float | None] = {
+        "encode": middle(lambda one: one.encode_s),
+        "relay": middle(lambda one: one.relay_s),
+        "follower": middle(lambda one: one.follow_s),
+        "engine, beside its steps": middle(lambda one: one.stage_s),
+        "engine's pause": middle(lambda one: one.pause_s),
+        "of it, writing": middle(lambda one: one.write_s),
+        "of it, packing": middle(lambda one: one.load_s),
+        "first token": middle(lambda one: one.token_s),
+    }
+    return [
+        median_figure("pause_over_step", pauses, "ratio", target="<= 1.5", peers=beside),
+        median_figure("gap_over_step", [one.gap_s / one.step_s for one in updates], "ratio"),
+        median_figure("publish_to_token_s", [one.total_s for one in updates], "s", peers=parts),
+    ]
 
 
 def random_weights(vllm_config: Any, seed: int) -> tuple[dict[str, Any], int]:
@@ -272,4 +317,4 @@ def ranked_config(layers: int) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__, measure))
+    sys.exit(run_benchmark(__doc__, measure, add_arguments))

@@ -1,4 +1,4 @@
-"""The ranks of a trainer whose model FSDP2 has sharded publish their own parts, and all bits arrive."""
+"""The ranks of a trainer whose model torch has sharded publish their own parts, and all bits arrive."""
 
 import contextlib
 import os
@@ -19,10 +19,14 @@ from rose.transfer.relay.opening import open_relay
 PATIENCE_S = 600.0
 
 
+@pytest.mark.parametrize(("sharding", "num_ranks"), [("fsdp", 2), ("tp", 2), ("both", 4)])
 @pytest.mark.slow
-def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url: str, tmp_path: Path) -> None:
+def test_the_ranks_of_a_model_of_fsdp2_and_tensor_parallelism_publish_their_shards(
+    sharding: str, num_ranks: int, embedded_url: str, tmp_path: Path
+) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, fsdp_ranks.__file__, "2", str(tmp_path / "rendezvous"), embedded_url]
+    arguments = [str(num_ranks), sharding, str(tmp_path / "rendezvous"), embedded_url]
+    command = [sys.executable, fsdp_ranks.__file__, *arguments]
     ranks = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         assert ranks.wait(PATIENCE_S) == 0
@@ -30,7 +34,7 @@ def test_the_ranks_of_an_fsdp2_model_publish_their_shards(embedded_url: str, tmp
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
-    model = fsdp_ranks.make_model()
+    model = fsdp_ranks.make_model(sharding)
     fsdp_ranks.step(model)
     expected = {
         name: tensor.to(torch.bfloat16).view(torch.uint16).numpy()

@@ -92,6 +92,8 @@ class VersionChain:
         self._head: tuple[int, StateHash] | None = None
         self._coming: int | None = None
         self._ack_leases = WatchedSigns(ACK_LEASE_S)
+        self._left: list[str] = []
+        """The keys of acknowledgements of workers that left."""
         self._lock = threading.Lock()
 
     def open(self, others_write: tuple[str, ...] = ()) -> None:
@@ -159,8 +161,9 @@ class VersionChain:
         """Tells followers that are up to date to fetch this version's frames while they arrive."""
         if self.is_announced:
             self._coming = version
-            with suppress(RelayFull):  # the put that comes next waits for room, or reports that there is none
-                self.make_room()
+            with self._lock, suppress(RelayFull):  # the put that comes next makes room
+                self._take_folded()
+                self._put_head()
 
     def move_head(self, version: int, state_hash: StateHash) -> None:
         """Points followers at the newest version, then removes what nobody needs any more."""
@@ -210,29 +213,39 @@ class VersionChain:
         with self._lock:
             if self._head is None:
                 return
-            version, state_hash = self._head
             self._take_folded()
             self._oldest_base = self._choose_oldest_base()
-            head = Head(
-                writer=self._writer,
-                version=version,
-                snapshot=self._snapshots[-1],
-                oldest_base=self._oldest_base,
-                state_hash=str(state_hash),
-                coming=self._coming,
-            )
-            self._relay.upsert(keys.head_key(self._run_id), pack_body(head))
-            for number, base in list(self._objects):
-                if (base if base is not None else number) < self._oldest_base:
-                    self._remove(number, base)
+            self._put_head()
+            self._remove_unneeded()
 
-    def _remove(self, number: int, base: int | None) -> None:
-        self._relay.remove(self._objects[number, base])
-        if base is None:
-            # The relay may have folded a snapshot that was not waited for. FOLD is gone now, so it removes
-            # what it still makes.
-            self._relay.remove(self._relay.keys(keys.version_prefix(self._run_id, number, None)))
-        del self._objects[number, base]
+    def _put_head(self) -> None:
+        assert self._head is not None
+        version, state_hash = self._head
+        head = Head(
+            writer=self._writer,
+            version=version,
+            snapshot=self._snapshots[-1],
+            oldest_base=self._oldest_base,
+            state_hash=str(state_hash),
+            coming=self._coming,
+        )
+        self._relay.upsert(keys.head_key(self._run_id), pack_body(head))
+
+    def _remove_unneeded(self) -> None:
+        """Removes versions that are older than the oldest base, and acknowledgements of workers that left."""
+        old = [
+            (number, base)
+            for number, base in self._objects
+            if (base if base is not None else number) < self._oldest_base
+        ]
+        self._relay.remove([*self._left, *(key for each in old for key in self._objects[each])])
+        self._left = []
+        for number, base in old:
+            if base is None:
+                # The relay may have folded a snapshot that was not waited for. FOLD is gone now, so it
+                # removes what it still makes.
+                self._relay.remove(self._relay.keys(keys.version_prefix(self._run_id, number, None)))
+            del self._objects[number, base]
 
     def acks(self) -> dict[str, Ack]:
         """Returns the last acknowledgement of each worker of this run, without those that can't be read.
@@ -255,13 +268,13 @@ class VersionChain:
         return max(self._snapshots[0], self._oldest_base)
 
     def _present_acks(self) -> list[Ack]:
-        """Returns the acknowledgements of workers that are there, and removes the others'."""
+        """Returns the acknowledgements of workers that are there, and has the others' removed."""
         acks, now_s = self.acks(), time.monotonic()
         self._ack_leases.look({name: (ack.version, ack.beat) for name, ack in acks.items()}, now_s)
         gone = {name for name in acks if self._ack_leases.is_dead(name, now_s)}
         if gone:
             logger.info("workers that left: run=%s workers=%s", self._run_id, sorted(gone))
-            self._relay.remove(keys.ack_prefix(self._run_id) + name for name in sorted(gone))
+        self._left = [keys.ack_prefix(self._run_id) + name for name in sorted(gone)]
         return [ack for name, ack in acks.items() if name not in gone]
 
 

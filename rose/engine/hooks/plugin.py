@@ -25,7 +25,7 @@ def register() -> None:
     if not is_supported(version):
         logger.warning("rose is inactive: vllm=%s supported=%s", version, supported_range())
         return
-    _log_beside_vllm()
+    log_beside_vllm()
     ask_for_amx()
     patches.give_scheduler_its_core()
     patches.tell_scheduler_of_waves()
@@ -33,9 +33,11 @@ def register() -> None:
     _register_sleep_backend()
 
 
-def _log_beside_vllm() -> None:
+def log_beside_vllm() -> None:
     """Sends ROSE's log to vLLM's handlers. vLLM sets up its own logger only, so INFO lines would be lost.
 
+    Does nothing while vLLM has none. In an API server vLLM sets them up after the plugins, so that the routes
+    call this once more (endpoint.py).
     Handlers of the root logger do not count: a dependency may have added one for warnings.
     """
     ours, theirs = logging.getLogger("rose"), logging.getLogger("vllm")

@@ -247,6 +247,7 @@ class ServedEngine:
         # The status tells of the update before a step is held back, so that no router sees a stall. From here
         # on, no router sends a turn.
         self._is_updating = True
+        began_s = time.monotonic()
         try:
             await self._pause()
             try:
@@ -262,6 +263,8 @@ class ServedEngine:
                 await self._use(update.version)
             finally:
                 await self._client.resume_generation()
+                held_s = time.monotonic() - began_s
+                logger.info("steps held back for weights: version=%s seconds=%.4f", update.version, held_s)
         finally:
             self._is_updating = False
 

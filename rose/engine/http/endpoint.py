@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from rose.config import SHARE_FILES, Settings
 from rose.engine.adapter_copies import AdapterCopies
 from rose.engine.hooks.patches import ends_commands, stream_routed_experts
+from rose.engine.hooks.plugin import log_beside_vllm
 from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.http.activation import INACTIVE
 from rose.engine.http.adapters import EngineAdapters
@@ -302,6 +303,7 @@ class RoseEndpoint:
         config = engine_client.vllm_config
         settings = EngineSettings.parse(config.additional_config)
         if settings is not None:
+            log_beside_vllm()
             if not getattr(args, "uds", None):  # rose serve has asked, and vLLM may have been started without
                 keys = {"ROSE_KEY": Settings.from_environment().key}
                 with ends_commands():

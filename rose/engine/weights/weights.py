@@ -9,6 +9,7 @@ written are taken back where a parameter does not hold the bits that they start 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -182,20 +183,27 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         staged = self._staged
         on_all_ranks(lambda: reading.enter_context(staged.reading(state_hash)))
         self.is_mixed = True
+        began_s = time.monotonic()
         try:
             on_all_ranks(prepared.write)
         except Exception as error:  # some rank failed, so this is raised on all ranks
             self.why_whole = str(error)
             self.is_mixed = any(_gather(prepared.take_back()))
             return False
+        written_s = time.monotonic()
         try:
             on_all_ranks(partial(prepared.finish, staged.planes))
         except Exception as error:  # on all ranks too
             self.why_whole = str(error)
             return False
         self.is_mixed = False
-        counts = (prepared.num_changed, prepared.num_loaded)
-        logger.info("weights changed in place elements=%d layers_loaded=%d", *counts)
+        logger.info(
+            "weights changed in place elements=%d write_s=%.4f layers_loaded=%d load_s=%.4f",
+            prepared.num_changed,
+            written_s - began_s,
+            prepared.num_loaded,
+            time.monotonic() - written_s,
+        )
         return True
 
     def _load_instead(self, staged: StagedFile) -> None:

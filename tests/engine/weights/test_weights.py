@@ -225,7 +225,9 @@ def test_changes_reach_the_speculative_head_in_the_models_checkpoint(
         later = {name: stepped[name] if "mtp_layers" in name else each for name, each in tensors.items()}
         deliver(engine, mirrored.put(later))
         assert engine.status().weights_in_place == 1
-        assert re.search(r"in place elements=[1-9]\d* layers_loaded=", engine.process.log_tail(10_000))
+        log = engine.process.log_tail(10_000)
+        assert re.search(r"in place elements=[1-9]\d* write_s=", log)
+        assert "steps held back for weights: version=" in log
         assert [engine.complete(turn, PROBE_TOKENS).tokens for turn in probes()] == probed
     finally:
         engine.stop()

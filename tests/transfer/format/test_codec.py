@@ -19,7 +19,7 @@ from rose.transfer.format.layout import DTYPE_BYTES
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.codec_choice import choose_codec, pack_for_link
 
-DENSITIES = [0.0, 1e-4, 0.002, 0.01, 0.2, 0.9, 1.0]
+DENSITIES = [0.0, 1e-4, 0.002, 0.01, 0.2, 0.5, 0.9, 1.0]
 SPARSE = [codec for codec in Codec if codec is not Codec.DENSE]
 BF16_CORNERS = [
     0x0000,
@@ -264,13 +264,36 @@ def test_arrays_that_are_not_raw_bits_are_refused() -> None:
         delta.exponents(bits, 2)
 
 
-def test_the_chosen_codec_depends_on_density_and_link() -> None:
-    mb = 1 << 20
-    elements = 32 * mb
-    assert choose_codec(elements // 100, 64 * mb, link_bytes_per_s=125e6) is Codec.G8S_ZSTD
-    assert choose_codec(elements // 5, 64 * mb, link_bytes_per_s=10e6) is Codec.EXPONENT
-    assert choose_codec(elements, 64 * mb, link_bytes_per_s=50e9) is Codec.G8S
-    assert choose_codec(0, 64 * mb, link_bytes_per_s=125e6) is not Codec.COO
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(
+    ("density", "gbps", "expected"),
+    [
+        (0.0, 1, Codec.G8S_ZSTD),
+        (0.01, 1, Codec.G8S_ZSTD),
+        (0.01, 200, Codec.G8S_ZSTD),
+        (0.2, 0.08, Codec.EXPONENT),
+        (0.2, 200, Codec.G8S),
+        (0.5, 0.08, Codec.EXPONENT),
+        (0.5, 1, Codec.G8S_ZSTD),
+        (0.5, 200, Codec.DENSE),
+        (1.0, 1, Codec.G8S_ZSTD),
+        (1.0, 400, Codec.DENSE),
+    ],
+)
+def test_the_chosen_codec_depends_on_density_and_link(
+    instructions: str, density: float, gbps: float, expected: Codec
+) -> None:
+    assert choose_codec(round(32 * MB * density), 64 * MB, gbps * 125e6, instructions) is expected
+
+
+def test_slower_instructions_send_a_half_changed_bucket_dense_over_a_slower_link() -> None:
+    """At 5 Gbps, a bucket is sent sooner than a processor without AVX-512 packs it."""
+    chosen = {each: choose_codec(16 * MB, 64 * MB, 5 * 125e6, each) for each in INSTRUCTIONS}
+    assert chosen.pop("avx512") is Codec.G8S
+    assert set(chosen.values()) == {Codec.DENSE}
 
 
 def test_a_bucket_that_no_codec_shrinks_is_sent_dense() -> None:

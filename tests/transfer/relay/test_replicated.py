@@ -103,6 +103,28 @@ def test_objects_survive_the_death_of_either_relay(pair: Pair, victim: int) -> N
     late.close()
 
 
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)])
+def test_several_objects_are_read_although_the_first_copy_lacks_one_of_them(
+    kind: str, start_relay: StartRelay
+) -> None:
+    urls = [start_relay(kind).url for _ in range(2)]
+    both, first = open_relay(",".join(urls)), open_relay(urls[0])
+    held = {f"rose/run/1-0/{number}": os.urandom(1000 + number) for number in range(3)}
+    for key, data in held.items():
+        both.put(key, data)
+    names = ["rose/run/1-0/none", *held]
+    for lacks, data in held.items():
+        first.remove([lacks])
+        found: list[bytes | None] = []
+        while len(found) < len(names):
+            came = both.get_several(names[len(found) :])
+            found += [bytes(each) if each is not None else None for each in came]
+        assert found == [None, *held.values()], lacks
+        first.put(lacks, data)
+    first.close()
+    both.close()
+
+
 @pytest.mark.slow
 def test_a_put_whose_relay_died_after_handing_it_on_is_no_second_put(
     pair: Pair,
