@@ -18,7 +18,7 @@ POLL_S = 0.02
 folder = Path(sys.argv[1])
 job = running_job()
 assert job is not None
-NAME = job.file.name
+NAME, RANK = job.file.name, job.rank
 moves: list[list[int]] = []
 
 
@@ -55,7 +55,7 @@ def move_tail(nodes: tuple[int, ...]) -> None:
 def rollout(progress: rose.Progress) -> None:
     begin_s = time.monotonic()
     moves.clear()
-    if job.rank:
+    if RANK:
         progress.report("rollout", NUM_RESPONSES, NUM_RESPONSES)
         wait_for_rank_0(progress.iteration)
         assert not moves
@@ -74,7 +74,7 @@ def rollout(progress: rose.Progress) -> None:
 
 @rose.phase("train")
 def train(progress: rose.Progress) -> None:
-    if not job.rank:
+    if not RANK:
         note(phase="train", iteration=progress.iteration, begin_s=time.monotonic(), end_s=time.monotonic())
 
 

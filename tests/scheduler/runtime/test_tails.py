@@ -113,8 +113,8 @@ def test_rank_0_moves_the_tail_of_a_job_and_all_ranks_release_what_it_keeps() ->
         return [each for each in answers if isinstance(each, Granted)]
 
     def release(phase: str, epoch: int, rank: int) -> list[Granted]:
-        fields = {"job": "a", "attempt": 1, "phase": phase, "epoch": epoch, "rank": rank}
-        return [each for each in scheduler.call(Release, **fields) if isinstance(each, Granted)]
+        answers = scheduler.call(Release, job="a", attempt=1, phase=phase, epoch=epoch, rank=rank)
+        return [each for each in answers if isinstance(each, Granted)]
 
     held = ask("rollout")[0]
     report(scheduler, 20, lengths=LENGTHS)
@@ -126,8 +126,8 @@ def test_rank_0_moves_the_tail_of_a_job_and_all_ranks_release_what_it_keeps() ->
     held = ask("rollout", 1)[0]
     assert scheduler.request("b") == []
     assert report(scheduler, 18, num_tokens=50) == [0]
-    moved = {"job": "a", "attempt": 1, "epoch": held.epoch, "keep": [0]}
-    guest = only(Granted, scheduler.call(Moved, **moved, client="a"))
+    answers = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
+    guest = only(Granted, answers)
     assert guest.job == "b"
     scheduler.call(Release, job="b", attempt=1, phase="rollout", epoch=guest.epoch, client="b")
     assert scheduler.request("b", "train") == []
