@@ -48,6 +48,16 @@ class OwnEngines:
         """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
         _each(EngineControl.deactivate, self._engines())
 
+    def begin_timing(self) -> None:
+        """Counts the engines' prompts from now on. Raises: WorkerError; ConfigError."""
+        self._timing = EngineTiming([engines for _, engines in self._by_number()])
+
+    def engine_times(self, max_tokens: int) -> EngineTimes:
+        """Says how fast the engines are, after a rollout since `begin_timing`. Takes as long as
+        `rose profile`. Raises: WorkerError."""
+        assert self._timing is not None
+        return self._timing.finish(max_tokens)
+
     def take_memory(self, share: float) -> None:
         """Bounds each engine's slabs by this share of the rollout budget of its pool, in which it has to be
         the job's only one. An engine that refuses, such as one in no pool, stays as it is, which the log
@@ -59,16 +69,6 @@ class OwnEngines:
         ConfigError."""
         left = [node for number, node in self._by_number() if number not in keep]
         _each(EngineControl.deactivate, [engine for node in left for engine in node])
-
-    def begin_timing(self) -> None:
-        """Counts the engines' prompts from now on. Raises: WorkerError; ConfigError."""
-        self._timing = EngineTiming([engines for _, engines in self._by_number()])
-
-    def engine_times(self, max_tokens: int) -> EngineTimes:
-        """Says how fast the engines are, after a rollout since `begin_timing`. Takes as long as
-        `rose profile`. Raises: WorkerError."""
-        assert self._timing is not None
-        return self._timing.finish(max_tokens)
 
     def _engines(self) -> list[EngineControl]:
         return [engine for _, node in self._by_number() for engine in node]
