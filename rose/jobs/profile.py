@@ -23,7 +23,7 @@ from rose.node.signals import StopOnSignals
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.command.connection import add_channel_flag
 from rose.scheduler.runtime.job.profile import NUM_WARM_UP, JobProfile, filled
-from rose.scheduler.runtime.job.spec import RayClusterSpec, RunSpec, ServeSpec, read_job
+from rose.scheduler.runtime.job.spec import RayClusterSpec, RunSpec, ServeSpec, TailSpec, read_job
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         else:
             console = Console()
             console.print(_table(profile))
+            if profile.tail is not None:
+                console.print(_speed(profile.tail), soft_wrap=True)
             console.print(f"written: {output}  (rose sched submit {output})", soft_wrap=True)
         return 0
     return 130  # a signal
@@ -132,6 +134,13 @@ def _table(profile: JobProfile) -> Table:
     for earlier, seconds in profile.outside.items():
         table.add_row(f"outside, after {earlier}", f"{seconds.worst:.3f} s", f"{seconds.median:.3f} s")
     return table
+
+
+def _speed(tail: TailSpec) -> str:
+    return (
+        f"a rollout node's decode step takes {tail.step_s * 1e3:.3g} ms, and {tail.request_s * 1e6:.3g} us "
+        f"for each response; it prefills {tail.prefill_tokens_per_s:.4g} tokens/s"
+    )
 
 
 def _parser() -> CommandParser:

@@ -62,7 +62,11 @@ def measure(
         channel = _own_channel(redis) if redis is not None else f"unix:{folder / 'channel'}"
         cluster = folder / "cluster.yaml"
         cluster.write_text(yaml.safe_dump(cluster_of(spec, GROUP, ray)))
-        recording = Recording(forced_tokens=spec.max_tokens, path=str(folder / "phases.jsonl"))
+        recording = Recording(
+            forced_tokens=spec.max_tokens,
+            path=str(folder / "phases.jsonl"),
+            times_engines=spec.tail is None and spec.phases["rollout"].nodes > 1,
+        )
         node = ScheduledNode(channel, cluster, folder / "scheduler.log")
         node.start()
         try:

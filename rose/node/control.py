@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from rose.config import Settings, worker_api_key
 from rose.engine.status import Field, StatusPage, page_path
@@ -103,6 +104,22 @@ class EngineControl:
         """Returns the context of the model that the engine serves, in tokens."""
         return int(self._call("GET", "/v1/models")["data"][0]["max_model_len"])
 
+    def prompt_counts(self) -> tuple[float, float]:
+        """Returns how many requests the engine has finished since its start, and the tokens of their prompts.
+
+        They are vLLM's metrics. Raises: WorkerError if it shows none, as with --disable-log-stats.
+        """
+        name = "vllm:request_prompt_tokens"
+        text = self._send("GET", "/metrics", None, self._timeout_s).text
+        families = [each for each in text_string_to_metric_families(text) if each.name == name]
+        if not families:
+            raise WorkerError(f"{self.url}/metrics: no {name}; start the engine without --disable-log-stats")
+        num_requests, num_tokens = (
+            sum(sample.value for sample in families[0].samples if sample.name == f"{name}_{end}")
+            for end in ("count", "sum")
+        )
+        return num_requests, num_tokens
+
     def close(self) -> None:
         self._client.close()
 
@@ -110,6 +127,9 @@ class EngineControl:
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
         timeout_s = timeout_s if timeout_s is not None else self._timeout_s
+        return self._send(method, path, body, timeout_s).json()
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
         try:
             headers = {} if path.startswith("/rose/") else self._worker_headers
             answer = self._client.request(method, path, json=body, timeout=timeout_s, headers=headers)
@@ -118,4 +138,4 @@ class EngineControl:
             raise WorkerError(f"{self.url}{path}: no answer ({why}); is an engine running there?") from error
         if answer.is_error:
             raise WorkerError(f"{self.url}{path}: {answer.status_code} {answer.text[:300]}")
-        return answer.json()
+        return answer

@@ -10,31 +10,53 @@ they have.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import httpx
 
 from rose.errors import ConfigError, WorkerError
 from rose.node.control import EngineControl
 from rose.scheduler.runtime.job.cache import HostCache
-from rose.scheduler.runtime.job.job import running_job
+from rose.scheduler.runtime.job.job import JobFile, running_job
+from rose.scheduler.runtime.job.recording import EngineTimes
+from rose.trainers.engine_times import EngineTiming
 
 logger = logging.getLogger(__name__)
 
 
 class OwnEngines:
-    """``nodes``: the engines' addresses on each of the job's rollout nodes, in the order of
-    `Progress.rollout_nodes`. Engines with a key want it in ROSE_KEY here as well."""
+    """``nodes``: the engines' addresses on each rollout node that the job asks for, in the order of
+    `Progress.rollout_nodes`. A job that has fewer nodes uses the engines of these (`places`). Engines with a
+    key want it in ROSE_KEY here as well."""
 
     def __init__(self, nodes: Sequence[Sequence[str]]) -> None:
+        self._timing: EngineTiming | None = None
+        self._group = ""
+        self._places: dict[int, int] = {}
+        """For each rollout node of the job in this group, by its number, the index of its engines."""
         self._nodes = [[EngineControl(url, "") for url in urls] for urls in nodes]
 
     def load(self, cache: HostCache) -> None:
-        """Activates all engines. Raises: WorkerError if one can't be; ConfigError."""
-        _each(EngineControl.activate, self._engines())
+        """Activates the engines of the job's nodes, and makes sure that no others are active. Raises:
+        WorkerError if one can't be activated; ConfigError."""
+        engines = self._engines()
+        _each(_put_aside, [each for node in self._nodes for each in node if each not in engines])
+        _each(EngineControl.activate, engines)
 
     def offload(self, cache: HostCache) -> None:
         """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
         _each(EngineControl.deactivate, self._engines())
+
+    def begin_timing(self) -> None:
+        """Counts the engines' prompts from now on. Raises: WorkerError; ConfigError."""
+        self._timing = EngineTiming([engines for _, engines in self._by_number()])
+
+    def engine_times(self, max_tokens: int) -> EngineTimes:
+        """Says how fast the engines are, after a rollout since `begin_timing`. Takes as long as
+        `rose profile`. Raises: WorkerError."""
+        assert self._timing is not None
+        return self._timing.finish(max_tokens)
 
     def take_memory(self, share: float) -> None:
         """Bounds each engine's slabs by this share of the rollout budget of its pool, in which it has to be
@@ -53,20 +75,66 @@ class OwnEngines:
 
     def _by_number(self) -> list[tuple[int, Sequence[EngineControl]]]:
         job = running_job()
-        return by_number(job.rollout_nodes if job is not None else range(len(self._nodes)), self._nodes)
+        if job is None:
+            return list(enumerate(self._nodes))
+        before = self._places if job.group == self._group else {}
+        hosts = [{httpx.URL(engine.url).host for engine in node} for node in self._nodes]
+        self._group = job.group
+        self._places = places(job.rollout_nodes, hosts, _addresses(job.file), before)
+        return [(number, self._nodes[index]) for number, index in self._places.items()]
 
 
-def by_number(
-    numbers: Sequence[int], nodes: Sequence[Sequence[EngineControl]]
-) -> list[tuple[int, Sequence[EngineControl]]]:
-    """Returns each rollout node's number in the group with its engines. Raises: ConfigError if the job has
-    more nodes or fewer than there are engines for."""
-    if len(numbers) != len(nodes):
+def places(
+    numbers: Sequence[int],
+    hosts: Sequence[Collection[str]],
+    addresses: Mapping[int, str],
+    before: Mapping[int, int],
+) -> dict[int, int]:
+    """Returns for each rollout node, by its number in the group, which engines are its own.
+
+    A node keeps the engines that it had. As many nodes as there are engines for have theirs in order. Of
+    fewer nodes each has engines at its address, where addresses say so, and number i those of index i if
+    they are free. Raises: ConfigError.
+
+    hosts: those of the engines at each index. addresses: of nodes. before: the places until now.
+    """
+    if len(numbers) > len(hosts):
         raise ConfigError(
-            f"OwnEngines has engines for {len(nodes)} rollout nodes, and the job has {len(numbers)}; "
-            "give the engines of each node, and leave out borrow.fewest_nodes, which hands nodes back"
+            f"OwnEngines has engines for {len(hosts)} rollout nodes, and the job has {len(numbers)}; give "
+            "the engines of each node that the job's file asks for"
         )
-    return list(zip(numbers, nodes, strict=True))
+    found = {number: before[number] for number in numbers if number in before}
+    if not found and len(numbers) == len(hosts):
+        return dict(zip(numbers, range(len(hosts)), strict=True))
+    says_so = any(address in host for address in addresses.values() for host in hosts)
+    new = [number for number in numbers if number not in found]
+    for number in sorted(new, key=lambda each: each >= len(hosts)):
+        address = addresses.get(number) if says_so else None
+        free = [
+            index
+            for index, host in enumerate(hosts)
+            if index not in found.values() and (address is None or address in host)
+        ]
+        if not free:
+            raise ConfigError(
+                f"OwnEngines: rollout node {number} is at {address}, and no free engine of the job is there; "
+                "give the engines of each host that the job may be on"
+            )
+        found[number] = number if number in free else free[0]
+    return {number: found[number] for number in numbers}
+
+
+def _addresses(file: JobFile) -> dict[int, str]:
+    """Returns where the rollout nodes are, by their numbers; on one machine all are at the same place."""
+    nodes = zip(file.rollout_nodes, file.nodes, strict=False)  # rollout nodes come first
+    return {number: node.address for number, node in nodes if node.address != "127.0.0.1"}
+
+
+def _put_aside(engine: EngineControl) -> None:
+    try:
+        engine.deactivate()
+    except WorkerError as error:  # its node is another job's now, or gone
+        logger.info("an engine of a node that the job has handed back does not answer: %s", error)
 
 
 def _bound(engine: EngineControl, share: float) -> None:

@@ -17,7 +17,7 @@ ahead: it takes the first pass in which none of them is late for its own next it
 the timetable is a new one, and the group may be late in it from the start: then the new job is not let in
 before each of the others has begun an iteration in it. What this cannot mend: an iteration in progress while
 the timetable changes was begun for the old one, and may be longer than its SLO allows, once, where SLOs leave
-no slack: its successor's place in the new timetable can be later than in the old.
+no slack and no place in the new timetable suits all: its successor's can be later than in the old (`late_s`).
 """
 
 import math
@@ -167,12 +167,7 @@ class Pace:
         self._gone.discard(job)
         for passes in range(MAX_PASSES_LATER):
             self._of[job] = _Last(now, max(-1, number + passes * len(self._order.steps) - 1))
-            anchor_s = self.anchor_s(now)
-            if all(
-                anchor_s + self._planned_s(self._next_rollout(other)) <= self._due_s(other) + ROUNDING_S
-                for other in self._began_s
-                if other not in self._gone
-            ):
+            if self.late_s(now) <= ROUNDING_S:
                 self._awaited.pop(job, None)
                 return passes
         others = {name: began_s for name, began_s in self._began_s.items() if name not in self._gone}
@@ -184,6 +179,17 @@ class Pace:
         del self._awaited[job]
         self._of[job] = _Last(now, number + MAX_PASSES_LATER * len(self._order.steps) - 1)
         return MAX_PASSES_LATER
+
+    def late_s(self, now: float) -> float:
+        """By how much the next iteration of a job that is there would, at worst, begin too late for its
+        present one to be as long as allowed; not above 0: none would."""
+        anchor_s = self.anchor_s(now)
+        late_s = (
+            anchor_s + self._planned_s(self._next_rollout(job)) - self._due_s(job)
+            for job in self._began_s
+            if job not in self._gone
+        )
+        return max(late_s, default=0.0)
 
     def leave(self, job: str) -> None:
         """The job is absent: nothing waits for it until it is ready again."""

@@ -79,15 +79,16 @@ class PermitBook:
         """Returns the jobs in their order from here on, absent ones last."""
         return self._line.sequence()
 
-    def take_over(self, old: "PermitBook", now: float) -> None:
+    def take_over(self, old: "PermitBook", now: float, behind: int = -1) -> None:
         """The members of an earlier order, where they are: permits stay out. On a new book only.
 
+        behind: the step after which they go on in this order.
         Each takes its first iteration after those before it in `old.sequence`. All others take theirs after
         the permits that are out: whoever holds a node is first in line there. In this pace all members are
         gone.
         """
         self._epoch = old._epoch
-        last = held = -1
+        last = held = behind
         for name in old.sequence():
             was, place = old._line.place(name), self._line.places.get(name)
             if place is None or was.until_s is None:
@@ -109,6 +110,10 @@ class PermitBook:
         for place in self._line.places.values():
             if place.until_s is None:
                 self._line.go_behind(place, held)
+
+    def late_s(self, now: float) -> float:
+        """Returns by how much an iteration in progress would become too long; not above 0: none would."""
+        return self._pace.late_s(now) if self._pace is not None else 0.0
 
     def state(self) -> BookState:
         """Returns what `restore` needs. The owner keeps the permits."""

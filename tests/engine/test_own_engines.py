@@ -8,9 +8,8 @@ from real_engine import until
 from shared_gpu import LedgerLog, SharedGpu
 
 from rose.errors import ConfigError
-from rose.node.control import EngineControl
 from rose.scheduler.runtime.job.cache import HostCache
-from rose.trainers.own_engines import OwnEngines, by_number
+from rose.trainers.own_engines import OwnEngines, places
 from rose.types import Role
 
 pytestmark = pytest.mark.vllm
@@ -55,8 +54,27 @@ def test_a_share_of_memory_bounds_an_engine_s_slabs_until_it_is_activated_again(
     assert log.peak[Role.ROLLOUT] > bound
 
 
-def test_a_job_with_fewer_nodes_than_engines_is_refused() -> None:
-    engines = [EngineControl(f"http://127.0.0.1:{port}", "") for port in (1, 2)]
-    assert by_number((4, 7), [engines, []]) == [(4, engines), (7, [])]
-    with pytest.raises(ConfigError, match=r"for 2 rollout nodes, and the job has 1; .*fewest_nodes"):
-        by_number((4,), [engines, []])
+@pytest.mark.parametrize(
+    ("numbers", "addresses", "before", "expected"),
+    [
+        ((4, 7, 8), {}, {}, {4: 0, 7: 1, 8: 2}),
+        ((4, 8), {}, {4: 0, 7: 1, 8: 2}, {4: 0, 8: 2}),
+        ((4, 5, 8), {}, {4: 0, 8: 2}, {4: 0, 5: 1, 8: 2}),
+        ((0, 2), {}, {}, {0: 0, 2: 2}),
+        ((2, 9), {}, {}, {2: 2, 9: 0}),
+        ((9, 1), {}, {}, {9: 0, 1: 1}),
+        ((4, 8), {4: "c", 8: "a"}, {}, {4: 2, 8: 0}),
+        ((4, 8), {4: "elsewhere", 8: "too"}, {}, {4: 0, 8: 1}),
+    ],
+)
+def test_a_job_with_fewer_nodes_uses_the_engines_of_those_that_it_has(
+    numbers: tuple[int, ...], addresses: dict[int, str], before: dict[int, int], expected: dict[int, int]
+) -> None:
+    assert places(numbers, ["a", "b", "c"], addresses, before) == expected
+
+
+def test_a_node_without_engines_is_named() -> None:
+    with pytest.raises(ConfigError, match="for 1 rollout nodes, and the job has 2"):
+        places((0, 1), ["a"], {}, {})
+    with pytest.raises(ConfigError, match="rollout node 8 is at d, and no free engine"):
+        places((4, 8), ["a", "b", "c"], {4: "a", 8: "d"}, {})

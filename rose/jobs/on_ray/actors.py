@@ -178,19 +178,18 @@ class Part:
         part: HostPart,
         ray_nodes: tuple[str, ...],
         channel: str,
-        forced_tokens: int | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """Starts the processes. ray_nodes: those of the attempt's nodes. Raises: ConfigError.
 
-        forced_tokens: the length of every response of a job that is run for its profile.
+        recording: of a job that is run for its profile; each part records into a file of its own.
         """
         spec = parse_config(order.spec, RunSpec, f"job {order.job}")
         if spec.runtime_env.get("working_dir") is not None:
             sent = self._folder / "code"
             spec = spec.model_copy(update={"folder": str(sent if sent.exists() else Path.cwd())})
-        recording = None
-        if forced_tokens is not None:
-            recording = Recording(forced_tokens=forced_tokens, path=str(self._folder / FILE))
+        if recording is not None:
+            recording = msgspec.structs.replace(recording, path=str(self._folder / FILE))
         file = write_job_file(
             self._folder / "job.json",
             spec,

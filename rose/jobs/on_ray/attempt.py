@@ -136,12 +136,11 @@ class RayAttempt(AttemptThread):
         for part, each in zip(self._parts, prepared, strict=True):
             part.identity = each.identity
         all_nodes, ray_nodes = tuple(seat.node for seat in seats), tuple(seat.ray_node for seat in seats)
-        recording = self._setup.recording
-        tokens = recording.recording.forced_tokens if recording is not None else None
+        recording = self._setup.recording.recording if self._setup.recording is not None else None
         starts = []
         for index, part in enumerate(self._parts):
             its_part = HostPart(nodes=all_nodes, index=index, master_port=prepared[0].free_port)
-            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._setup.channel, tokens)
+            order = part.actor.start.remote(self._order, its_part, ray_nodes, self._setup.channel, recording)
             starts.append((part, order))
         self._ask(starts, "to start its processes", self._setup.hung_s)
         return True

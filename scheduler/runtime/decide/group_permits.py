@@ -12,6 +12,7 @@ nodes on at once, and here the holder's process is ended first.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from rose.scheduler.group.cycle import depends_on_order
 from rose.scheduler.group.line import BookState
 from rose.scheduler.group.model import Group, Phase
 from rose.scheduler.group.order import TRAIN_POOL, CyclicOrder, order_by_name, own_order
-from rose.scheduler.group.pace import Pace, PaceState
+from rose.scheduler.group.pace import ROUNDING_S, Pace, PaceState
 from rose.scheduler.group.permits import PermitBook
 
 ASK_AGAIN_S = 0.25
@@ -114,21 +115,31 @@ class GroupPermits:
         return order_by_name(group, min(rotations, key=lambda each: _num_iterations(each, present)))
 
     def form(self, group: Group, certificate: Certificate, now: float) -> None:
-        """Takes the group's members, certified in the order of `order_for`. Held permits stay held."""
-        self._now = now
-        book = self._begin(group, certificate, now)
-        if self._book is not None:
-            book.take_over(self._book, now)
-        self._book = book
+        """Takes the group's members, certified in the order of `order_for`. Held permits stay held.
 
-    def _begin(self, group: Group, certificate: Certificate, now: float) -> PermitBook:
-        self._group, self._certificate, self._pace = group, certificate, Pace(certificate, now)
+        The members go on in the first place of the new order in which no iteration in progress becomes
+        longer than allowed; without one, in that in which the longest does so by least.
+        """
+        old, self._now = self._book, now
+        if old is None:
+            self._book, self._pace = self._begin(group, certificate, now)
+            return
+        least_s = math.inf
+        for rollout, step in enumerate(certificate.order.steps):
+            if step.kind is Phase.ROLLOUT and least_s > ROUNDING_S:
+                book, pace = self._begin(group, certificate, now)
+                book.take_over(old, now, behind=rollout - 1)
+                if (late_s := book.late_s(now)) < least_s:
+                    least_s, self._book, self._pace = late_s, book, pace
+
+    def _begin(self, group: Group, certificate: Certificate, now: float) -> tuple[PermitBook, Pace]:
+        self._group, self._certificate, pace = group, certificate, Pace(certificate, now)
         for name in certificate.bounds:
-            self._pace.leave(name)  # until it asks
+            pace.leave(name)  # until it asks
         # A transfer of weights or a checkpoint is no absence.
         gaps_s = (member.job.after_s(phase) for member in group.members for phase in Phase)
         between_s = self.lease_s + max(gaps_s, default=0.0)
-        return PermitBook(certificate.order, lease_s=self.lease_s, between_s=between_s, pace=self._pace)
+        return PermitBook(certificate.order, lease_s=self.lease_s, between_s=between_s, pace=pace), pace
 
     @property
     def order_of_jobs(self) -> list[str]:
@@ -290,10 +301,9 @@ class GroupPermits:
         later_s = 0.0 if row.clock == self._clock else now - row.at_s
         self._now = now
         certificate = certify(order.group, order_by_name(order.group, order.jobs), order.limits_s)
-        self._book = self._begin(order.group, certificate, now)
+        self._book, self._pace = self._begin(order.group, certificate, now)
         held = {each.job: (each.epoch, each.granted_s + later_s) for each in row.holds}
         self._book.restore(row.book, held, now)
-        assert self._pace is not None
         self._pace.restore(row.pace, later_s)
         for each in row.holds:
             self.holds[each.job] = Hold(

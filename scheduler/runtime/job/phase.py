@@ -32,7 +32,7 @@ from rose.scheduler.cluster.spec import PHASE_NAME
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.job.cache import WorkingSet
 from rose.scheduler.runtime.job.job import JobNode, RunningJob, running_job
-from rose.scheduler.runtime.job.recording import IterationDone, PhaseBegan, PhaseRun
+from rose.scheduler.runtime.job.recording import IterationDone, PhaseBegan, PhaseRun, TimedSet
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +200,7 @@ def phase(
             if job.recorder is not None:
                 job.recorder.note(PhaseBegan(phase=name))
             _refuse_unknown(job, name)
+            timed = _begin_timing(job, working_set) if move_tail is not None else None
             began_s = time.monotonic()
             if working_set is not None:
                 working_set.load(job.cache(name))
@@ -207,6 +208,8 @@ def phase(
             with job.bounding(working_set):
                 result = run()
             ran_s = time.monotonic()
+            if timed is not None and job.recorder is not None:
+                job.recorder.end_timing(timed)
             if working_set is not None:
                 working_set.offload(job.cache(name))
             if job.recorder is not None:
@@ -217,6 +220,11 @@ def phase(
         return shim
 
     return wrap
+
+
+def _begin_timing(job: RunningJob, working_set: WorkingSet | None) -> TimedSet | None:
+    """Returns the engines whose tail may move, if `rose sched profile` has them timed in this phase."""
+    return job.recorder.begin_timing(working_set) if job.recorder is not None and not job.rank else None
 
 
 def _refuse_unknown(job: RunningJob, phase: str) -> None:

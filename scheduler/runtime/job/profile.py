@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+import msgspec
+
 from rose.errors import ProfileError
 from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.group.model import Phase
-from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
-from rose.scheduler.runtime.job.spec import RayClusterSpec, RunSpec
+from rose.scheduler.runtime.job.recording import EngineTimes, PhaseRun, Recorded
+from rose.scheduler.runtime.job.spec import RayClusterSpec, RunSpec, TailSpec
 
 NUM_WARM_UP = 1
 """Iterations that are not measured: the first one starts cold and compiles."""
@@ -70,6 +72,8 @@ class JobProfile:
     phases: Mapping[str, PhaseProfile]
     outside: Mapping[Phase, Seconds]
     """For each phase with nodes, the time after it in which the job is in no phase."""
+    tail: TailSpec | None = None
+    """How fast the job's engines are, for moves of its tails; None if it has not told."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,6 +84,7 @@ class JobProfile:
             "has_asked_tokens": self.has_asked_tokens,
             "phases": {name: asdict(phase) for name, phase in self.phases.items()},
             "outside": {f"after_{phase}_s": asdict(seconds) for phase, seconds in self.outside.items()},
+            "tail": self.tail.model_dump() if self.tail is not None else None,
         }
 
 
@@ -163,18 +168,29 @@ def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[MemorySample
             f"{spec.name}: never entered phase {missing[0]}, only {', '.join(sorted(seen)) or 'none'}; put "
             f'@rose.phase("{missing[0]}") on its function, or leave it out of the file'
         )
+    phases = {
+        name: _phase([run for run in measured if run.phase == name], samples)
+        for name in spec.phases
+        if name in seen
+    }
     return JobProfile(
         job=spec.name,
         max_tokens=spec.max_tokens,
         num_iterations=len({run.iteration for run in measured}),
         has_asked_tokens=recorded.has_asked_tokens,
-        phases={
-            name: _phase([run for run in measured if run.phase == name], samples)
-            for name in spec.phases
-            if name in seen
-        },
+        phases=phases,
         outside=_outside(spec, measured, recorded.done_s),
+        tail=_tail(recorded.engines, phases[Phase.ROLLOUT].offload_s.worst),
     )
+
+
+def _tail(engines: EngineTimes | None, offload_s: float) -> TailSpec | None:
+    """Returns the file's section on moves of tails. A move offloads the engines that it leaves."""
+    if engines is None:
+        return None
+    shown = {key: float(f"{value:.4g}") for key, value in msgspec.structs.asdict(engines).items()}
+    found = TailSpec.model_validate({**shown, "prompt_tokens": engines.prompt_tokens})
+    return found.model_copy(update={"pause_s": max(found.pause_s, _rounded_up(offload_s))})
 
 
 def _outside(
@@ -253,21 +269,28 @@ def _peak_bytes(run: PhaseRun, samples: Sequence[MemorySample]) -> int:
 
 
 def filled(content: Mapping[str, Any], spec: RunSpec, profile: JobProfile) -> dict[str, Any]:
-    """Returns the job's file with the measured seconds, and host memory where the file names none.
+    """Returns the job's file with the measured seconds, and with host memory and `tail` where it names none.
 
     A longer time outside of phases that the file names is kept: what is rare need not be in the profile.
     """
     written = copy.deepcopy(dict(content))
     for name, phase in profile.phases.items():
-        written["phases"][name]["seconds"] = math.ceil(phase.total_s.worst * 1e3) / 1e3
+        written["phases"][name]["seconds"] = _rounded_up(phase.total_s.worst)
         if phase.cached_bytes and not _has_memory(spec.phases[name]):
             node_bytes = phase.cached_bytes / max(1, spec.phases[name].nodes)
             written["phases"][name]["memory_gb"] = math.ceil(node_bytes / 1e6) / 1e3
     written["outside"] = spec.outside.model_dump()
     for earlier, seconds in profile.outside.items():
         key = f"after_{earlier}_s"
-        written["outside"][key] = max(written["outside"][key], math.ceil(seconds.worst * 1e3) / 1e3)
+        written["outside"][key] = max(written["outside"][key], _rounded_up(seconds.worst))
+    if profile.tail is not None and spec.tail is None:
+        written["tail"] = profile.tail.model_dump()
     return written
+
+
+def _rounded_up(seconds: float) -> float:
+    """Returns the seconds as the file has them, in whole milliseconds."""
+    return math.ceil(seconds * 1e3) / 1e3
 
 
 def _has_memory(phase: PhaseSpec) -> bool:

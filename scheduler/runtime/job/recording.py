@@ -4,9 +4,11 @@ A job that is not profiled writes none. Each line is written whole.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+
+from rose.scheduler.runtime.job.cache import WorkingSet
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +17,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     forced_tokens: int
     """The length of every response."""
     path: str
+    times_engines: bool = False
+    """Whether the first rollout also measures the job's engines, for moves of its tails."""
 
 
 class PhaseRun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -58,7 +62,34 @@ class IterationDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_s: float
 
 
-RecordedLine = PhaseRun | TokensAsked | PhaseBegan | IterationDone
+class EngineTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How fast the engines of a rollout node are, for moves of tails: those of the slowest node."""
+
+    step_s: float
+    """The part of a decode step that does not depend on the responses."""
+    request_s: float
+    """The part for each response that runs on the node, at the longest context."""
+    prompt_tokens: int
+    """The mean length of the prompts that they got."""
+    prefill_tokens_per_s: float
+    """The speed at which the node prefills a response of the longest context."""
+
+
+RecordedLine = PhaseRun | TokensAsked | PhaseBegan | IterationDone | EngineTimes
+
+
+@runtime_checkable
+class TimedSet(WorkingSet, Protocol):
+    """A working set of engines that can tell how fast they are."""
+
+    def begin_timing(self) -> None:
+        """Says that the prompts count that the engines get from now on. Raises: WorkerError."""
+
+    def engine_times(self, max_tokens: int) -> EngineTimes:
+        """Measures the engines, which are loaded and idle. max_tokens: the longest response.
+
+        Raises: WorkerError.
+        """
 
 
 class Recorded(NamedTuple):
@@ -70,6 +101,8 @@ class Recorded(NamedTuple):
     done_s: dict[int, float]
     """When the last rank had done each iteration."""
     has_asked_tokens: bool
+    engines: EngineTimes | None = None
+    """None if the job has not told."""
 
 
 class Recorder:
@@ -78,6 +111,7 @@ class Recorder:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._has_asked = False
+        self._times_engines = recording.times_engines
 
     def forced_tokens(self) -> int:
         """Returns the length of every response, and records that the job has read it."""
@@ -85,6 +119,19 @@ class Recorder:
             self._has_asked = True
             self.note(TokensAsked())
         return self._recording.forced_tokens
+
+    def begin_timing(self, working_set: WorkingSet | None) -> TimedSet | None:
+        """Returns the engines if they are to be timed after the rollout that begins, which is the first one:
+        the time that this takes is one of the warm-up."""
+        if not self._times_engines or not isinstance(working_set, TimedSet):
+            return None
+        self._times_engines = False
+        working_set.begin_timing()
+        return working_set
+
+    def end_timing(self, engines: TimedSet) -> None:
+        """Times the engines of a rollout that is done, and records the result."""
+        self.note(engines.engine_times(self._recording.forced_tokens))
 
     def note(self, line: RecordedLine) -> None:
         """Records what happens now."""
@@ -103,4 +150,5 @@ def read_recording(path: Path) -> Recorded:
         runs=[each for each in found if isinstance(each, PhaseRun)],
         done_s={each.iteration: each.at_s for each in sorted(done, key=lambda each: each.at_s)},
         has_asked_tokens=any(isinstance(each, TokensAsked) for each in found),
+        engines=next((each for each in found if isinstance(each, EngineTimes)), None),
     )

@@ -137,16 +137,15 @@ class RunSpec(JobSpec):
     outside of phases; then the attempt is ended. In its first phase `start_s` counts if it is longer."""
 
     tail: TailSpec | None = None
-    """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`."""
+    """Set it for rollouts on several nodes whose `rose.phase` has a `move_tail`.
+
+    `rose sched profile` measures it where the rollouts run on `OwnEngines`.
+    """
     ray: RaySpec | None = None
     """Gives each attempt a Ray instance of its own. None: it gets none."""
 
     @model_validator(mode="after")
     def _pins_make_sense(self) -> Self:
-        if self.tail is not None and self.num_ranks > 1:
-            raise ValueError(
-                f"num_ranks is {self.num_ranks}: only a job of one rank can move its tail; remove `tail`"
-            )
         nodes = self.rollout_nodes
         if nodes is None:
             return self

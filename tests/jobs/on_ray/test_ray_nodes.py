@@ -112,8 +112,7 @@ def test_ranks_and_bundles_of_a_job_follow_what_is_lent_to_it(
             train={"CPU": 1.0},
         ) as served,
     ):
-        ranks = {"launch": "per-rank", "num_ranks": NUM_ASKED + 1, "placement": "spread", "max_restarts": 0}
-        submit(served, **ranks)
+        submit(served, launch="per-rank", num_ranks=NUM_ASKED + 1, placement="spread", max_restarts=0)
         assert wait_nodes(served, NUM_ASKED)["num_ranks"] == NUM_ASKED + 1
         phases = {"rollout": {"seconds": 0.05, "nodes": NUM_ASKED}, "train": {"seconds": 0.05}}
         (tmp_path / "hold-b").touch()

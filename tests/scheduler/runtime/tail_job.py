@@ -1,5 +1,5 @@
 """A job of the tests whose rollout has a long tail on two nodes: moved aside, it lasts until another job has
-run on the node that it left.
+run on the node that it left. Of several ranks, those behind rank 0 are in their rollouts until it is over.
 
 ``tail_job.py FOLDER``
 """
@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import rose
 from rose.scheduler.runtime.job.job import running_job
@@ -17,7 +18,7 @@ POLL_S = 0.02
 folder = Path(sys.argv[1])
 job = running_job()
 assert job is not None
-NAME = job.file.name
+NAME, RANK = job.file.name, job.rank
 moves: list[list[int]] = []
 
 
@@ -26,11 +27,24 @@ def note(**line: object) -> None:
         log.write(json.dumps({"job": NAME, **line}) + "\n")
 
 
+def noted() -> list[dict[str, Any]]:
+    path = folder / "phases.jsonl"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def begun_since(begin_s: float) -> bool:
-    lines = map(json.loads, (folder / "phases.jsonl").read_text().rpartition("\n")[0].splitlines())
     return any(
-        line["job"] != NAME and line["phase"] == "rollout" and line["begin_s"] > begin_s for line in lines
+        line["job"] != NAME and line["phase"] == "rollout" and line["begin_s"] > begin_s for line in noted()
     )
+
+
+def wait_for_rank_0(iteration: int) -> None:
+    while not any(
+        line["job"] == NAME and line["iteration"] == iteration and line["phase"] == "rollout"
+        for line in noted()
+    ):
+        time.sleep(POLL_S)
 
 
 def move_tail(nodes: tuple[int, ...]) -> None:
@@ -41,6 +55,11 @@ def move_tail(nodes: tuple[int, ...]) -> None:
 def rollout(progress: rose.Progress) -> None:
     begin_s = time.monotonic()
     moves.clear()
+    if RANK:
+        progress.report("rollout", NUM_RESPONSES, NUM_RESPONSES)
+        wait_for_rank_0(progress.iteration)
+        assert not moves
+        return
     while progress.iteration > 0 and not moves:  # nothing is known of the first one's lengths
         progress.report("rollout", NUM_SHORT, NUM_RESPONSES, num_tokens=SHORT)
         time.sleep(POLL_S)
@@ -55,7 +74,8 @@ def rollout(progress: rose.Progress) -> None:
 
 @rose.phase("train")
 def train(progress: rose.Progress) -> None:
-    note(phase="train", iteration=progress.iteration, begin_s=time.monotonic(), end_s=time.monotonic())
+    if not RANK:
+        note(phase="train", iteration=progress.iteration, begin_s=time.monotonic(), end_s=time.monotonic())
 
 
 @rose.runtime_hook

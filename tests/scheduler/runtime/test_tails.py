@@ -18,16 +18,15 @@ def phases(rollout_s: float, nodes: int, train_s: float = 0.1) -> dict[str, Any]
     return {"rollout": {"seconds": rollout_s, "nodes": nodes}, "train": {"seconds": train_s}}
 
 
-def two_nodes(train_s: float = 0.1) -> Scheduler:
+def two_nodes(train_s: float = 0.1, num_ranks: int = 1) -> Scheduler:
     """`a` on both, with a tail of a tenth of its responses; `b` on one of them."""
     scheduler = Scheduler(groups={"main": {"num_rollout_nodes": 2}})
     scheduler.call(Hello, client="runner", running={}, log_folder="/logs")
     rows = {"a": (phases(25.0, 2, train_s), [0, 1], TAIL), "b": (phases(5.0, 1, train_s), [1], None)}
     for name, (phase_rows, nodes, tail) in rows.items():
-        answers = scheduler.submit(
-            name, phases=phase_rows, rollout_nodes=nodes, tail=tail, max_tokens=1000, iterations=9
-        )
-        only(Start, answers)
+        fields = {"phases": phase_rows, "rollout_nodes": nodes, "tail": tail, "max_tokens": 1000}
+        fields["num_ranks"] = num_ranks if name == "a" else 1
+        only(Start, scheduler.submit(name, iterations=9, **fields))
     return scheduler
 
 
@@ -106,11 +105,45 @@ def test_a_tail_moves_as_soon_as_somebody_can_use_its_nodes() -> None:
     assert report(scheduler, 18, num_tokens=50) == [0]
 
 
+def test_rank_0_moves_the_tail_of_a_job_and_all_ranks_release_what_it_keeps() -> None:
+    scheduler = two_nodes(num_ranks=2)
+
+    def ask(phase: str, iteration: int = 0) -> list[Granted]:
+        answers = [scheduler.request("a", phase, iteration, rank=rank) for rank in (1, 0)][-1]
+        return [each for each in answers if isinstance(each, Granted)]
+
+    def release(phase: str, epoch: int, rank: int) -> list[Granted]:
+        answers = scheduler.call(Release, job="a", attempt=1, phase=phase, epoch=epoch, rank=rank)
+        return [each for each in answers if isinstance(each, Granted)]
+
+    held = ask("rollout")[0]
+    report(scheduler, 20, lengths=LENGTHS)
+    for rank in (0, 1):
+        release("rollout", held.epoch, rank)
+    epoch = ask("train")[0].epoch
+    for rank in (0, 1):
+        release("train", epoch, rank)
+    held = ask("rollout", 1)[0]
+    assert scheduler.request("b") == []
+    assert report(scheduler, 18, num_tokens=50) == [0]
+    answers = scheduler.call(Moved, job="a", attempt=1, epoch=held.epoch, keep=[0], client="a")
+    guest = only(Granted, answers)
+    assert guest.job == "b"
+    scheduler.call(Release, job="b", attempt=1, phase="rollout", epoch=guest.epoch, client="b")
+    assert scheduler.request("b", "train") == []
+    assert release("rollout", held.epoch, 0) == [], "rank 1 is still there"
+    assert scheduler.job("a")["ranks_holding"] == [1]
+    assert release("rollout", held.epoch, 1) == []
+    assert {each.job for each in ask("train", 1)} == {"a"}
+
+
 @pytest.mark.slow
-def test_another_job_runs_on_the_node_that_a_real_tail_has_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_job_runs_on_the_node_that_a_real_tail_has_left(tmp_path: Path, num_ranks: int) -> None:
     with ServedCluster(tmp_path, groups={"main": {"num_rollout_nodes": 2}}) as cluster:
         command = [sys.executable, str(Path(__file__).with_name("tail_job.py")), str(tmp_path)]
         tail = {"command": command, "tail": TAIL, "rollout_nodes": [0, 1], "max_tokens": 1000}
+        tail |= {"num_ranks": num_ranks, "launch": "per-rank" if num_ranks > 1 else "once"}
         # Worst cases of an hour: however slow this machine is, there is time left to move.
         assert cluster.submit("tail", rollout_s=3600.0, **tail).error is None
         command = [sys.executable, str(JOB), str(tmp_path), "0.05", "0.05"]

@@ -78,3 +78,9 @@ def test_progress_is_said_at_most_every_few_seconds(capsys: pytest.CaptureFixtur
     quiet(1, 2)
     loud(1, 2)
     assert capsys.readouterr().err == "loud: 1 of 2 jobs have ended, 0 s\n"
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+def test_iterations_in_progress_keep_their_slos_when_jobs_join_and_leave_an_order_in_turns(seed: int) -> None:
+    jobs = submissions(generate_trace(seed)[:12], Workload.ROLLOUT_HEAVY, seed)
+    assert SchedulerReplay(jobs, "lifetime-multirate", keeps_ends=True).run().violated == ()

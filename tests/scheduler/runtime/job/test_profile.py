@@ -6,7 +6,7 @@ import pytest
 
 from rose.errors import ProfileError
 from rose.scheduler.runtime.job.profile import JobProfile, MemorySample, filled, profile_of
-from rose.scheduler.runtime.job.recording import PhaseRun, Recorded
+from rose.scheduler.runtime.job.recording import EngineTimes, PhaseRun, Recorded
 from rose.scheduler.runtime.job.spec import RunSpec
 
 GIB = 1 << 30
@@ -27,9 +27,10 @@ def profile(
     runs: list[PhaseRun],
     samples: tuple[MemorySample, ...] = (),
     done_s: dict[int, float] | None = None,
+    engines: EngineTimes | None = None,
 ) -> JobProfile:
     began = [each.phase for each in runs]
-    recorded = Recorded(began=began, runs=runs, done_s=done_s or {}, has_asked_tokens=True)
+    recorded = Recorded(began, runs, done_s or {}, has_asked_tokens=True, engines=engines)
     return profile_of(RunSpec.model_validate(file), recorded, samples)
 
 
@@ -134,3 +135,24 @@ def test_the_file_gets_times_and_the_memory_that_it_does_not_name() -> None:
         key: file[key] for key in file if key != "phases"
     }
     assert "seconds" not in file["phases"]["train"], "what was read stays"
+
+
+def test_the_file_gets_the_speed_of_the_job_s_engines_unless_it_has_one() -> None:
+    file = content(rollout={"nodes": 2})
+    runs = [
+        run(phase, 1, 2.0, offload_s=offload_s) for phase, offload_s in (("rollout", 2.5), ("train", 9.0))
+    ]
+    engines = EngineTimes(step_s=0.0123456, request_s=0.0, prompt_tokens=12345, prefill_tokens_per_s=16000.0)
+    found = profile(file, runs, engines=engines)
+    written = filled(file, RunSpec.model_validate(file), found)
+    assert written["tail"] == {
+        "step_s": 0.01235,
+        "request_s": 0.0,
+        "prompt_tokens": 12345,
+        "prefill_tokens_per_s": 16000.0,
+        "pause_s": 2.5,
+    }
+    assert RunSpec.model_validate(written).speed is not None
+    own = {**file, "tail": {**written["tail"], "step_s": 0.5}}
+    assert filled(own, RunSpec.model_validate(own), found)["tail"] == own["tail"]
+    assert "tail" not in filled(file, RunSpec.model_validate(file), profile(file, runs))

@@ -1,7 +1,8 @@
 """A job of the tests whose rollouts are turns at the router of its environment, on more nodes than it needs.
 
-``sized_job.py FOLDER SECONDS``. Rank 0 asks for turns for SECONDS in each rollout. Every rank adds a line for
-each iteration to FOLDER/NAME.jsonl: attempt, rank, ranks in all, and rollout nodes.
+``sized_job.py FOLDER SECONDS [URL ...]``. Its own engines are at the URLs, one on each node. Rank 0 asks for
+turns for SECONDS in each rollout. Every rank adds a line for each iteration to FOLDER/NAME.jsonl: attempt,
+rank, ranks in all, and rollout nodes.
 """
 
 import json
@@ -13,14 +14,16 @@ import openai
 
 import rose
 from rose.scheduler.runtime.job.job import running_job
+from rose.trainers.own_engines import OwnEngines
 
 folder, SECONDS = Path(sys.argv[1]), float(sys.argv[2])
 job = running_job()
 assert job is not None
 FILE, RANK = job.file, job.rank
+engines = OwnEngines([[url] for url in sys.argv[3:]]) if sys.argv[3:] else None
 
 
-@rose.phase("rollout")
+@rose.phase("rollout", working_set=engines)
 def rollout() -> None:
     until_s = time.monotonic() + SECONDS
     if RANK:

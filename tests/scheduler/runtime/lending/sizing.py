@@ -2,8 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,40 @@ POOLS = {
 }
 
 
+class _Routes(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, OwnEngine)
+        self.server.is_active = self.path == "/rose/v1/activate"
+        body = json.dumps({"is_active": self.server.is_active, "took_s": 0.1}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None: ...
+
+
+class OwnEngine(HTTPServer):
+    """What a job activates and deactivates."""
+
+    is_active = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def own_engines(num: int) -> Iterator[list[OwnEngine]]:
+    """Engines of a job's own, one for each node, that make no tokens."""
+    with ExitStack() as stack:
+        engines = [stack.enter_context(OwnEngine(("127.0.0.1", 0), _Routes)) for _ in range(num)]
+        for engine in engines:
+            threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.05}).start()
+            stack.callback(engine.shutdown)
+        yield engines
+
+
 @contextmanager
 def lending(folder: Path) -> Iterator[tuple[Router, ScriptedWorker]]:
     """A router with one serving GPU, and an engine of job a's own that it does not know yet."""
@@ -36,11 +72,12 @@ def lending(folder: Path) -> Iterator[tuple[Router, ScriptedWorker]]:
             router.process.stop(0.0)
 
 
-def submit(cluster: ServedCluster, **fields: Any) -> None:
+def submit(cluster: ServedCluster, engines: Sequence[OwnEngine] = (), **fields: Any) -> None:
     """Submits job a, which borrows and may do with one node of its four."""
     spec = cluster.spec("a", **{"group": None, "iterations": 1000, "slo": 5.0, **fields})
     spec["phases"] = {"rollout": {"seconds": ROLLOUT_S + 1, "nodes": NUM_ASKED}, "train": {"seconds": 0.5}}
-    spec["command"] = [sys.executable, str(JOB), str(cluster.folder), str(ROLLOUT_S)]
+    urls = [engine.url for engine in engines]
+    spec["command"] = [sys.executable, str(JOB), str(cluster.folder), str(ROLLOUT_S), *urls]
     spec["borrow"] = {"run_id": "run-a", "model": "scripted", "fewest_nodes": 1}
     answer = cluster.ask(Submit, spec=spec)
     assert answer.error is None, answer.error
