@@ -200,13 +200,14 @@ class _Runs:
         """Has decoders take their prompts' KV from a prefiller until rollouts and these have moved so many
         slabs."""
         events, runs = self._tests["preloaded"].FORKS, self._tests["prefill_decode_runs"]
-        asked, told, stop = events.Queue(), events.Queue(), events.Event()
+        line, stop = runs.Line(asked=events.Queue(), told=events.Queue()), events.Event()
         rolled = {"model": self._model("rollout", "make_rollout_model"), "max_tokens": MAX_TOKENS}
         rolled["prompts"] = self._clear_prompts(run, prompts=self._prompts, **rolled)
-        num_prompts = len(given["prompts"])
+        prompts = given.pop("prompts")
+        work = [(line, prompts * ROUNDS_OF_A_DECODER)]
         rollout = run(runs.roll_out, **rolled, pool=pool, stop=stop)
         rollout_stock = run(self._tests["engine_runs"].stock_answers, **rolled)
-        prefiller = run(runs.prefill, model=given["model"], pool=pool, asked=asked, told=told, stop=stop)
+        prefiller = run(runs.prefill, model=given["model"], pool=pool, line=line, stop=stop)
         replies: list[list[Any]] = []
         folder = self._tests["real_engine"].runtime_dir(self._folder)
         with PoolClient.observe(pool, runtime_dir=folder) as watcher:
@@ -215,11 +216,10 @@ class _Runs:
                 return sum(watcher.ledger.entry(slab).epoch for slab in range(watcher.num_slabs))
 
             while not replies or num_moved() < num_moves:
-                again = {**given, "prompts": given["prompts"] * ROUNDS_OF_A_DECODER}
-                decoder = run(runs.decode, **again, pool=pool, asked=asked, told=told, has_window=True)
+                decoder = run(runs.decode, **given, pool=pool, work=work, has_window=True)
                 decoded = decoder.result()
                 decoder.stop()
-                replies += [decoded[at : at + num_prompts] for at in range(0, len(decoded), num_prompts)]
+                replies += [decoded[at : at + len(prompts)] for at in range(0, len(decoded), len(prompts))]
         stop.set()
         moves = rollout.result()
         prefiller.result()

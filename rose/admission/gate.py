@@ -117,10 +117,8 @@ class GateSettings:
         return min(target_s, MAX_TPOT_TARGET_FRACTION * slo_s)
 
     def itl_cap_for(self, target_s: float, own_tpot_s: float | None = None) -> float:
-        """Returns itl_cap_s, or its default for a TPOT target of ``target_s``.
-
-        For a request with a TPOT SLO of its own (``own_tpot_s``) it is at most the default.
-        """
+        """Returns itl_cap_s, or its default for a TPOT target of ``target_s``. For a request with a TPOT SLO
+        of its own (``own_tpot_s``) it is at most the default."""
         slo_s = own_tpot_s if own_tpot_s is not None else self.slo.tpot_s
         default_s = max(slo_s, MIN_ITL_CAP_TARGETS * target_s)
         if self.itl_cap_s is None:
@@ -222,6 +220,7 @@ class GatePolicy:
         self._is_prefill_first = mode is GateMode.DUAL
         self._is_bounded = mode not in (GateMode.OFF, GateMode.ALTERNATE, GateMode.EQUATIONS)
         self._max_step_s = settings.effective_max_step_s if self._is_bounded else NEVER
+        self._own_max_step_s = settings.max_step_s if settings.max_step_s is not None else NEVER
         self._longest_gap_s = settings.longest_gap_s
         self._patience_s = PATIENCE * settings.stall_timeout_s
 
@@ -289,8 +288,11 @@ class GatePolicy:
         return max(least_s, min(most_s, budget_s)) if least_s <= budget_s else GateReason.NO_SLACK
 
     def longest_step_s(self, view: ServingView) -> float:
-        """Returns the longest step of a guest, even on an idle GPU; NEVER if the mode sets no bound."""
-        return min(self._max_step_s, view.max_step_s) if self._is_bounded else NEVER
+        """Returns the longest step of a guest, even on an idle GPU; NEVER if the mode sets no bound. It
+        follows from serving's objectives, and from the guest's own only while there is no serving engine."""
+        if view.max_step_s == NEVER or not self._is_bounded:
+            return self._max_step_s
+        return min(view.max_step_s, self._own_max_step_s)
 
     def _refusal(self, now: float, view: ServingView) -> GateReason | None:
         mode = self.settings.mode

@@ -33,7 +33,8 @@ class EngineSettings(BaseModel):
     """The engine's name on this host. By default it is made of role and process id."""
     gate: GateMode | None = None
     """The test that a rollout step must pass before it may start. The default of a serving engine is idle, or
-    dual with spend_slo; a rollout engine by default follows what serving offers."""
+    dual with spend_slo; a rollout engine by default follows what serving offers in these two modes. Any other
+    mode has to be set in both engines."""
     allow_harm: float = Field(default=0.02, gt=0, le=1)
     """Share by which serving's P99 TTFT and TPOT may differ with rollouts on. While the measured difference
     is larger, rollouts are shut out for a part of the time. What spend_slo or another gate mode than idle

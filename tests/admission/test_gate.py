@@ -158,6 +158,16 @@ def test_a_step_on_an_idle_gpu_is_as_short_as_serving_asks() -> None:
     assert [decision.max_tokens for decision in decisions] == [512, 310, 210]
 
 
+def test_serving_and_not_the_rollout_engine_has_the_objective_that_bounds_a_step() -> None:
+    """Beside a decoder, a TTFT of the rollout engine's own says nothing. A max_step_s of its own holds."""
+    own = GateSettings(slo=SLO_600_150)  # its default is 0.15 s
+    shorter = replace(own, max_step_s=0.1)
+    for max_step_s, longest_s in ((0.4, 0.4), (0.05, 0.05), (NEVER, 0.15)):
+        view = IDLE._replace(max_step_s=max_step_s)
+        assert GatePolicy(own).longest_step_s(view) == longest_s
+        assert GatePolicy(shorter).longest_step_s(view) == min(0.1, longest_s)
+
+
 @pytest.mark.parametrize(
     ("deployment", "longest_s"),
     [(Deployment.COLLOCATED, 0.15), (Deployment.PREFILL, 0.15), (Deployment.DECODE, 0.075)],

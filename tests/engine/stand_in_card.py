@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 LATENESS_S = 0.3
 Bytes = npt.NDArray[np.uint8]
@@ -36,6 +37,20 @@ def install() -> None:
     api.nixl_agent, api.nixl_agent_config = Card, SimpleNamespace  # type: ignore[attr-defined]
     bindings.nixlXferTelemetry = SimpleNamespace  # type: ignore[attr-defined]
     sys.modules.update({"nixl": package, "nixl._api": api, "nixl._bindings": bindings})
+
+
+def keep_kv_in_files() -> None:
+    """Has a stock engine of this process allocate its KV cache in a memfd, where the card finds its pages."""
+    zeros = torch.zeros
+
+    def in_file(*size: Any, **given: Any) -> torch.Tensor:
+        if len(size) != 1 or given.get("dtype") is not torch.int8:
+            return zeros(*size, **given)
+        fd = os.memfd_create("kv")
+        os.ftruncate(fd, size[0])
+        return torch.frombuffer(mmap.mmap(fd, size[0]), dtype=torch.int8)
+
+    torch.zeros = in_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

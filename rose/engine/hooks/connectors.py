@@ -2,13 +2,14 @@
 
 Owns what is known of the connectors. One that copies within a step needs nothing of ROSE. One that registers
 the memory gets the transfer window (kv_range.py), and its slabs stay while it uses them: those of a request
-whose blocks it keeps, and what connector_holds.py knows of. Never changes a setting.
+whose blocks it keeps, and what connector_holds.py knows of. Its peer need not have slabs: a layer's part of a
+block has the bytes that it has there. Never changes a setting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rose.errors import ConfigError
 from rose.types import Role
@@ -85,6 +86,15 @@ def check_connectors(config: VllmConfig, role: Role) -> None:
     for one in _connectors(config.kv_transfer_config):
         if problem := _problem(one, has_latents=config.model_config.use_mla):
             raise ConfigError(f"--kv-transfer-config {one.kv_connector}: {problem}, or serve without --pool")
+
+
+def preferred_layout(config: VllmConfig) -> str | None:
+    """Returns the KV layout that the connector asks vLLM for, which its peers have then; None without one."""
+    if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
+        return None
+    connector: Any = _load(config.kv_transfer_config)
+    layout: str | None = connector.get_required_kvcache_layout(config)
+    return layout
 
 
 def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:

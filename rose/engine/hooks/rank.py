@@ -20,8 +20,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+from rose.engine.hooks.connectors import preferred_layout
 from rose.engine.hooks.patches import continue_from_generated_tokens, write_cpu_latents_between_layers
-from rose.engine.memory.kv_layout import block_layouts
+from rose.engine.memory.kv_layout import block_layouts, compare_layers_alone
 from rose.engine.memory.kv_range import KVRange, SlabOps
 from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
@@ -172,7 +173,8 @@ class EngineRank:
         is_cpu = self._worker.device.type == "cpu"
         if is_cpu and self._worker.model_config.use_mla:
             write_cpu_latents_between_layers()
-        return block_layouts([*supported, "BLHNC"] if is_cpu else supported)
+        preferred = preferred_layout(self._worker.vllm_config)
+        return block_layouts([*supported, "BLHNC"] if is_cpu else supported, preferred)
 
     def open_pool(self, config: KVCacheConfig) -> None:
         """Attaches to the pool, maps the pinned slab and rewrites ``config`` in place, if there is a pool."""
@@ -204,6 +206,7 @@ class EngineRank:
         Why: a connector registers the KV cache once, and the memory behind it changes with every slab that
         moves. vLLM calls the method after the allocation. vLLM 0.30-0.33.
         """
+        compare_layers_alone(connector)
         register = connector.register_kv_caches
         if getattr(register, "__func__", None) is not KVConnectorBase_V1.register_kv_caches:
             connector.register_kv_caches = lambda kv_caches: register(kv.over_window(kv_caches))

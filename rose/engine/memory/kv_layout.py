@@ -7,6 +7,7 @@ copy. They agree, because the result depends on the copy alone. Never allocates 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -18,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, PoolError
 from rose.memory.slabs.layout import SlabLayout
 
 SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
@@ -29,9 +30,11 @@ BLOCK_LAYOUTS = ("BLNHC", "BLHNC")
 part."""
 
 
-def block_layouts(supported: Sequence[str]) -> list[str]:
+def block_layouts(supported: Sequence[str], preferred: str | None = None) -> list[str]:
     """Returns those of vLLM's KV layouts that keep a block of all layers in one piece.
 
+    The first one has a layer's part in the order of ``preferred``, if there is such a one. A KV connector
+    prefers a layout, and moves a layer's part as bytes from and to engines that have it.
     Raises: ConfigError if the model's attention kernels read none of them.
     """
     found = [name for name in supported if name in BLOCK_LAYOUTS]
@@ -41,7 +44,30 @@ def block_layouts(supported: Sequence[str]) -> list[str]:
             f"pool a block has all layers side by side ({' or '.join(BLOCK_LAYOUTS)}): choose another "
             f"--attention-backend, or serve without --pool"
         )
-    return found
+    return sorted(found, key=lambda name: layer_layout(name) != preferred)
+
+
+def layer_layout(name: str) -> str:
+    """Returns the layout that keeps the layers apart and has the same bytes in a layer's part of a block."""
+    return f"LB{name[2:]}" if name in BLOCK_LAYOUTS else name
+
+
+def compare_layers_alone(connector: Any) -> None:
+    """Has NixlConnector compare the order within a layer's part of a block with its peer's, and not whether
+    the layers lie side by side. Call before it registers the KV cache.
+
+    Why: it refuses a peer with another layout by the layout's name, and an engine without slabs has the
+    layers apart. Both tell each other where each layer's parts lie and how far apart. vLLM 0.30-0.33.
+    Raises: PoolError for a version that keeps the names elsewhere.
+    """
+    for child in getattr(connector, "_connectors", ()):  # a MultiConnector's
+        compare_layers_alone(child)
+    if "NixlBaseConnector" not in {base.__name__ for base in type(connector).__mro__}:
+        return
+    for name in ("kv_cache_layout", "host_buffer_kv_cache_layout"):
+        if not isinstance(layout := getattr(connector.connector_worker, name, None), str):
+            raise PoolError(f"vLLM's NixlConnector has no {name} where rose looks: unsupported version")
+        setattr(connector.connector_worker, name, layer_layout(layout))
 
 
 def place_on_slabs(config: KVCacheConfig, *, slab_bytes: int, num_positions: int) -> SlabLayout:

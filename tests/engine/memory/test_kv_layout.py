@@ -167,6 +167,8 @@ def test_a_config_with_the_layers_apart_is_refused() -> None:
 
 def test_of_vllms_layouts_those_with_whole_blocks_are_offered() -> None:
     assert block_layouts(["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC"]) == ["BLNHC", "BLHNC"]
+    assert block_layouts(["LBNHC", "LBHNC", "BLNHC", "BLHNC"], "LBHNC") == ["BLHNC", "BLNHC"]
+    assert block_layouts(["BLNHC"], "LBHNC") == ["BLNHC"]
     with pytest.raises(ConfigError, match=r"read the KV layouts LBNHC alone, .* --attention-backend"):
         block_layouts(["LBNHC"])
 
