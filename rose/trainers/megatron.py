@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from rose.transfer.publish.torch_source import TensorShard
 
@@ -73,7 +73,7 @@ def _of_chunk(model: Any, vocab_size: int) -> Iterator[Pair]:
             f"a Megatron model with {', '.join(refused)} can't be published under Hugging Face names: "
             f"{_INSTEAD}"
         )
-    # Otherwise Megatron joins equal parameters of all layers, and experts, along further dimensions.
+    # Otherwise Megatron joins the parameters of all layers and experts, along dimensions of their own.
     state = model.sharded_state_dict(metadata={"singleton_local_shards": True})
     held = [part for part in state.values() if not isinstance(part, ShardedObject)]
     names = {part.key: _names(part.key) for part in held}
@@ -104,18 +104,13 @@ def _names(key: str) -> list[str]:
 def _pairs(part: Any, names: list[str], config: Any, vocab_size: int) -> Iterator[Pair]:
     if isinstance(part, ShardedTensorFactory):  # gate and up, one after the other
         built = part.build()
-        _require(isinstance(built, list) and len(built) == len(names), part.key, "is fused in an unknown way")
+        _require(len(built) == len(names), part.key, f"has {len(built)} parts instead of {len(names)}")
         begin = 0
         for name, half in zip(names, built, strict=True):
             size = half.local_shape[0]
             yield name, _rows(half, part.data, begin, size, half.global_shape[0], half.global_offset[0])
             begin += size
         return
-    _require(
-        isinstance(part, ShardedTensor) and part.prepend_axis_num == 0,
-        part.key,
-        "is not cut by layers and experts, as Megatron-Core since 0.14 can do",
-    )
     (begin, *_), (num_rows, *_), (total, *_) = part.global_offset, part.local_shape, part.global_shape
     if len(names) > 1:
         _require(_QKV in part.key, part.key, "is not gated, unlike those of Llama and Qwen")

@@ -82,19 +82,19 @@ INSIDE = {
 }
 
 
-class PlainAttention(MegatronModule):  # type: ignore[misc]
+class PlainAttention(MegatronModule):
     """Torch's attention; Megatron's own takes its buffer from a GPU."""
 
     def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
         super().__init__(config)
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        heads = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-class HostModel(GPTModel):  # type: ignore[misc]
+class HostModel(GPTModel):
     """Megatron's model on a processor. A tied head of another stage begins with what fill() writes."""
 
     def setup_embeddings_and_output_layer(self) -> None:
@@ -203,7 +203,7 @@ def train(model: Any, kind: Kind) -> None:
             for parameter in model.parameters():
                 parameter += NOISE
         return
-    logits(model).float().logsumexp(dim=-1).sum().backward()
+    logits(model).float().logsumexp(dim=-1).sum().backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_layernorm" in name or "k_layernorm" in name:  # each rank has seen its own heads
