@@ -47,6 +47,9 @@ TOKENS_BEFORE_CUT = 4
 ROUNDS_S = 200.0
 """The longest time for all rounds, so that their figures come within the ten minutes of a part."""
 ANSWER_S = 120.0
+SLO_TTFT_MS = 5000.0
+"""So high that a rollout step may prefill several prompts even on a CPU: all rollouts decode when the cut
+comes."""
 PAUSE_S = 0.05
 """How long serving is idle between two requests, so that rollouts compute."""
 STOCK_FLAGS = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(256 * MIB))
@@ -66,7 +69,7 @@ def measure(rig: GpuRig) -> list[Figure]:
         num_slabs, model = NUM_HOST_SLABS if rig.is_dry else NUM_SLABS, machine.model(Role.SERVING)
         pool = machine.pool(POOL, num_slabs=num_slabs, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS)
         settings: dict[str, Any] = {"pool": POOL, "poison_slabs": True, "serving_window_s": 0.5}
-        settings |= {"model": model, "vllm_args": flags, "stall_s": ANSWER_S}
+        settings |= {"model": model, "vllm_args": flags, "stall_s": ANSWER_S, "slo_ttft_ms": SLO_TTFT_MS}
         for role in Role:
             machine.start_engine(str(role), role, **settings)
         stock = EngineControl(machine.wait_stock(server), str(Role.SERVING))

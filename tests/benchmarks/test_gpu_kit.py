@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def test_every_part_runs_on_the_stand_in_driver_and_says_what_it_found(tmp_path:
     (engines,) = [part for part in found["parts"] if part["part"] == "engines"]
     assert engines["reason"] in ("", "vllm not installed")  # else it names figures that miss their targets
     assert ("slab_moves" in values) is (engines["status"] == "passed")
+
+
+def test_the_bundle_has_the_plugins_of_pytest_that_the_tests_need() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {each.partition(">=")[0] for each in extras["dev"] if each.startswith("pytest")}
+    assert names - {"pytest-xdist"} <= set(bundle.TESTING)
 
 
 @pytest.mark.slow
