@@ -3,13 +3,14 @@
 The pool is on the GPU, in a dry run in host memory, and too small for the requests of both. All three engines
 run the same random model, on a GPU with what vLLM turns on by itself: async scheduling and CUDA graphs. A
 slab that leaves an engine is filled with NaN. In each round rollouts lose half of their slabs while they
-decode, and then a burst to serving needs some, too.
+decode, and then a burst to serving needs some, too. There the gate is off, so both engines compute at once.
 
 `greedy_equal_moves[ROLE]`: the share of answers that are token for token stock vLLM's; a rollout that was cut
 counts as far as it came. Prompts whose greedy tokens rounding decides are left out, as in bench_moves.py.
 `slab_moves`: how often slabs changed hands. `cut_ms`: from the cut of rollouts' budget until they hold no
-more than it. `step_ratio`: serving's time per output token over stock's, while rollouts are idle and while
-they take each moment in which serving is. `yield_ms`: what these add to serving's time to first token.
+more than it. With the gate on: `step_ratio`, serving's time per output token over stock's, while rollouts are
+idle and while they take each moment in which serving is; `yield_ms`, what these add to serving's time to
+first token.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from rose.measure.records import RequestRecord
 from rose.measure.rig import Rig
 from rose.memory.pool.pool import PoolClient
 from rose.node.control import EngineControl, completion_body
-from rose.types import Role
+from rose.types import GateMode, Role
 
 POOL, SLAB_BYTES, HEADROOM_SLABS = "kit", 2 * MIB, 3
 NUM_SLABS, NUM_HOST_SLABS = 14, 24
@@ -46,10 +47,7 @@ NUM_MOVES, QUICK_MOVES = 1000, 60
 TOKENS_BEFORE_CUT = 4
 ROUNDS_S = 200.0
 """The longest time for all rounds, so that their figures come within the ten minutes of a part."""
-ANSWER_S = 120.0
-SLO_TTFT_MS = 5000.0
-"""So high that a rollout step may prefill several prompts even on a CPU: all rollouts decode when the cut
-comes."""
+ANSWER_S, STALL_S, QUIET_S = 120.0, 15.0, 5.0
 PAUSE_S = 0.05
 """How long serving is idle between two requests, so that rollouts compute."""
 STOCK_FLAGS = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(256 * MIB))
@@ -69,14 +67,16 @@ def measure(rig: GpuRig) -> list[Figure]:
         num_slabs, model = NUM_HOST_SLABS if rig.is_dry else NUM_SLABS, machine.model(Role.SERVING)
         pool = machine.pool(POOL, num_slabs=num_slabs, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS)
         settings: dict[str, Any] = {"pool": POOL, "poison_slabs": True, "serving_window_s": 0.5}
-        settings |= {"model": model, "vllm_args": flags, "stall_s": ANSWER_S, "slo_ttft_ms": SLO_TTFT_MS}
+        settings |= {"model": model, "vllm_args": flags, "stall_s": STALL_S}
         for role in Role:
             machine.start_engine(str(role), role, **settings)
         stock = EngineControl(machine.wait_stock(server), str(Role.SERVING))
         serving, rollout = (machine.wait_engine(str(role)) for role in (Role.SERVING, Role.ROLLOUT))
         pair = _Pair(serving, rollout, pool, threads)
         prompts, expected = _clear_prompts(stock)
+        pair.set_gate(GateMode.OFF)
         rounds = pair.play(prompts, num_moves)
+        pair.set_gate(GateMode.IDLE)
         steps = _step_figures(stock, pair, prompts[:4], num_rounds=rig.count(20), is_dry=rig.is_dry)
         stock.close()
     return [*_round_figures(rounds, expected, num_moves), *steps]
@@ -125,10 +125,18 @@ class _Pair:
         self._ledger, self._num_slabs, self._threads = pool.ledger, pool.num_slabs, threads
         self._step = 0
 
+    def set_gate(self, mode: GateMode) -> None:
+        """Returns once both engines obey."""
+        for engine in (self.serving, self.rollout):
+            engine.set_gate(mode)
+            while engine.status().gate.mode is not mode:
+                time.sleep(0.01)
+
     def play(self, prompts: Prompts, num_moves: int) -> _Rounds:
         """Plays rounds until slabs have changed hands so often, or the time is over."""
         rounds, before, ends_s = _Rounds(), self._num_changes(), time.monotonic() + ROUNDS_S
         while rounds.num_moves < num_moves and time.monotonic() < ends_s:
+            self._wait_until_quiet()
             enough = self.rollout.status().generated_tokens + TOKENS_BEFORE_CUT * len(prompts)
             rolled = self._threads.submit(self._roll, prompts)
             while not rolled.done() and self.rollout.status().generated_tokens < enough:
@@ -160,6 +168,12 @@ class _Pair:
         self._step += 1
         self.rollout.begin_rl_step(self._step)
         return self.rollout.complete(prompts, MAX_TOKENS)
+
+    def _wait_until_quiet(self) -> None:
+        """Waits until serving's recent peak has passed, which an RL step's budget leaves to serving."""
+        ends_s = time.monotonic() + QUIET_S
+        while self._ledger.serving_reserve_slabs and time.monotonic() < ends_s:
+            time.sleep(0.02)
 
     def _num_changes(self) -> int:
         return sum(self._ledger.entry(slab).epoch for slab in range(self._num_slabs))
