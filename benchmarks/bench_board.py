@@ -138,8 +138,12 @@ class BoardRig:
         if rng.random() < 0.5:
             process.kill()
             process.wait()
+            steps = self.count(party, STEPS)
             self.start(party)
             self.kills += 1
+            if self.compute is not None:
+                # It loads torch first, for seconds: faults that came meanwhile would let nobody compute.
+                _wait_until(lambda: self.count(party, STEPS) > steps, "a party that was killed steps again")
         else:
             process.send_signal(signal.SIGSTOP)
             time.sleep(rng.random() * LONGEST_STOP_S)

@@ -6,7 +6,7 @@ The machine has torch and its CUDA libraries; the bundle makes an environment be
 
 On the machine:
 
-    mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar.gz.gz
+    mkdir kit && cd kit && tar xf ../rose-gpu-kit.tar.gz
     sh benchmarks/gpu/install.sh && venv/bin/python benchmarks/gpu/run.py --json gpu.json
 """
 
@@ -22,7 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_BYTES = 60 << 20
-TESTING = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "pybind11", "setuptools>=77")
+TESTING = (
+    *("pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout", "hypothesis"),
+    *("pybind11", "setuptools>=77"),
+)
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 
 
@@ -33,7 +36,7 @@ def main() -> int:
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=own, help=f"the machine's Python (default: {own})")
     parser.add_argument("--torch", default="2.11+cu130", help="the machine's torch (default: 2.11+cu130)")
-    parser.add_argument("--output", type=Path, default=ROOT / "dist" / "rose-gpu-kit.tar.gz.gz")
+    parser.add_argument("--output", type=Path, default=ROOT / "dist" / "rose-gpu-kit.tar.gz")
     arguments = parser.parse_args()
     cuda = re.search(r"\+cu(\d+)(\d)$", arguments.torch)
     if re.fullmatch(r"3\.1[1-3]", arguments.python) is None:

@@ -1,22 +1,29 @@
-"""What a context costs, and what works without one."""
+"""What a context costs, and what works without one.
 
-from gpu.rig import GpuRig
+Another process measures the free memory, each time with a context of its own: in this one, the question
+itself would make a context for as long as it is answered.
+"""
+
+import subprocess
+import sys
+
+from gpu.rig import MIB, GpuRig
 from rose.measure.figures import Figure
 from rose.memory.slabs.backend import CudaBackend
 
-MIB = 1 << 20
+FREE_BYTES = "from rose.memory.slabs.backend import CudaBackend; print(CudaBackend(0).free_bytes)"
 
 
 def measure(rig: GpuRig) -> list[Figure]:
     """Measures the device memory that an owner of slabs takes, then what its context adds."""
     num_slabs, slab_bytes = 16, rig.slab_bytes(64)
-    free_before = rig.backend.free_bytes
+    free_before = _free_bytes()
     owner = CudaBackend(0)
     slabs = owner.create(num_slabs, slab_bytes, "kit")
-    free_owned = rig.backend.free_bytes
+    free_owned = _free_bytes()
     range_ = slabs.reserve(1)
     range_.map(0, 0)
-    free_mapped = rig.backend.free_bytes
+    free_mapped = _free_bytes()
     owner_mib = (free_before - free_owned - num_slabs * slab_bytes) / MIB
     return [
         Figure(
@@ -24,3 +31,8 @@ def measure(rig: GpuRig) -> list[Figure]:
         ),
         Figure(name="context_mib", value=(free_owned - free_mapped) / MIB, unit="MiB"),
     ]
+
+
+def _free_bytes() -> int:
+    command = [sys.executable, "-c", FREE_BYTES]
+    return int(subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout)

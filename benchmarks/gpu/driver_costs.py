@@ -6,6 +6,7 @@ from collections import defaultdict
 from time import perf_counter
 from typing import Any
 
+import torch
 from lib.harness import median_figure
 
 from gpu.rig import GpuRig
@@ -71,6 +72,7 @@ class RawDriver:
 
 def measure(rig: GpuRig) -> list[Figure]:
     """Times a slab's whole life for each size."""
+    torch.empty(1, device=rig.device)  # makes a context, as every process has that maps slabs
     figures = []
     for num_mib in SIZES_MIB[:: 3 if rig.is_quick else 1]:
         driver = RawDriver()

@@ -50,7 +50,9 @@ class KitPart:
 
 
 PARTS = {
-    "contract": KitPart(module="suites", function="measure_contract", needs=("pytest", "hypothesis")),
+    "contract": KitPart(
+        module="suites", function="measure_contract", needs=("pytest_rerunfailures", "hypothesis")
+    ),
     "costs": KitPart(module="driver_costs"),
     "moves": KitPart(module="slab_moves", function="measure_moves"),
     "guards": KitPart(module="slab_moves", function="measure_guards"),
@@ -63,7 +65,7 @@ PARTS = {
     "contexts": KitPart(module="contexts"),
     "shares": KitPart(module="shares", needs=("cuda.bindings",)),
     "board": KitPart(module="suites", function="measure_board"),
-    "engines": KitPart(module="suites", function="measure_engines", needs=("vllm",)),
+    "engines": KitPart(module="engines", needs=("vllm",)),
     "kvcached": KitPart(module="suites", function="measure_kvcached", needs=("kvcached",)),
 }
 

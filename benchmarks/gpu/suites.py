@@ -17,7 +17,6 @@ CONTRACT_TESTS = (
     "tests/memory/test_pool_backends.py",
     "tests/transfer/format/test_device_delta.py",
 )
-ENGINE_TESTS = ("tests/engine/test_moves.py", "tests/engine/test_async_scheduling.py")
 TESTS_TIMEOUT_S = 560.0
 
 
@@ -26,36 +25,19 @@ def measure_contract(rig: GpuRig) -> list[Figure]:
 
     A dry run takes the first file alone: the others pass on the stand-in driver wherever the tests run.
     """
-    if rig.is_dry:
-        return _run_tests("contract", CONTRACT_TESTS[:1], "-k", "stand-in")
-    return _run_tests("contract", CONTRACT_TESTS, "-k", "gpu")
-
-
-def measure_engines(rig: GpuRig) -> list[Figure]:
-    """Runs the tests of slab moves and async scheduling with real engines.
-
-    A dry run collects them alone: without a GPU they run on the processor wherever the tests run.
-    """
-    return _run_tests("engines", ENGINE_TESTS, *(["--collect-only"] if rig.is_dry else []))
-
-
-def _run_tests(name: str, files: tuple[str, ...], *options: str) -> list[Figure]:
-    """Counts passed and failed tests; the log goes to the terminal."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *options]
+    files, world = (CONTRACT_TESTS[:1], "stand-in") if rig.is_dry else (CONTRACT_TESTS, "gpu")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", world]
     done = subprocess.run(
         command, check=False, text=True, stdout=subprocess.PIPE, cwd=ROOT, timeout=TESTS_TIMEOUT_S
     )
     print(done.stdout)
-    words = "passed|failed|skipped|error|collected"
-    found = re.findall(rf"(\d+) (?:tests? )?({words})", done.stdout)
+    found = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
     counts = {word: int(number) for number, word in found}
     bad = counts.get("failed", 0) + counts.get("error", 0)
-    if not (counts.get("passed") or counts.get("collected")) and not bad:
-        raise WorkerError(f"no test of {name} ran: {done.stdout.strip().splitlines()[-1:]}")
-    peers: dict[str, float | None] = {
-        word: counts.get(word, 0) for word in ("passed", "skipped", "collected")
-    }
-    return [Figure(name=f"{name}_failed_tests", value=bad, unit="tests", target="0", peers=peers)]
+    if not counts.get("passed") and not bad:
+        raise WorkerError(f"no contract test ran: {done.stdout.strip().splitlines()[-1:]}")
+    peers: dict[str, float | None] = {word: counts.get(word, 0) for word in ("passed", "skipped")}
+    return [Figure(name="contract_failed_tests", value=bad, unit="tests", target="0", peers=peers)]
 
 
 def measure_board(rig: GpuRig) -> list[Figure]:

@@ -21,6 +21,8 @@ from rose.config import Settings
 from rose.errors import RelayError, WorkerError
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
 from rose.memory.pool.pool import PoolClient
+from rose.memory.pool.sizing import engines_backend
+from rose.memory.slabs.backend import open_backend
 from rose.node import launch
 from rose.node.control import EngineControl
 from rose.node.node_config import EngineConfig
@@ -35,6 +37,8 @@ ENGINE_ENV = {
     # vLLM would bind threads to CPUs of its own choice.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # On a GPU, attention in float32 would round its factors to 10 bits, and with the batch to others.
+    "TRITON_F32_DEFAULT": "ieee",
 }
 CLIENT_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 ENGINE_DTYPE = "float32"
@@ -107,10 +111,16 @@ class Rig:
         return models / str(role)
 
     def pool(self, name: str, *, num_slabs: int, slab_bytes: int, headroom_slabs: int) -> PoolClient:
-        """Starts a pool and returns an observer of it."""
+        """Starts a pool where engines compute, and returns an observer of it.
+
+        ``slab_bytes``: rounded up to what the memory there allows.
+        """
         runtime_dir = self._settings.make_runtime_dir()
+        granularity = open_backend(engines_backend()).granularity
         self._pool_sizes[name] = PoolSetup(
-            num_slabs=num_slabs, slab_bytes=slab_bytes, headroom_slabs=headroom_slabs
+            num_slabs=num_slabs,
+            slab_bytes=-(-slab_bytes // granularity) * granularity,
+            headroom_slabs=headroom_slabs,
         )
         self.start_daemon(name)
         observer = PoolClient.observe(name, runtime_dir=runtime_dir)
@@ -121,7 +131,8 @@ class Rig:
         """Starts the daemon of a pool; after ``kill_daemon``, one that takes the pool over."""
         log = self.log(f"pool-{name}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._daemons[name] = start_daemon(name, **self._pool_sizes[name], log_path=log)
+        sizes = self._pool_sizes[name]
+        self._daemons[name] = start_daemon(name, **sizes, backend=engines_backend(), log_path=log)
 
     def kill_daemon(self, name: str) -> None:
         """Sends SIGKILL to a pool's daemon; returns once it is gone."""

@@ -24,6 +24,7 @@ STOCK_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # as in rose.measure.rig.ENGINE_ENV
 }
 CHUNK_TOKENS = 512
 """A rollout engine's token limit per step, so that prefills are split in the same way."""

@@ -199,8 +199,8 @@ def pool_processes(node: NodeConfig, log_dir: Path) -> list[ServerProcess]:
     processes = []
     for rank, name in enumerate(node.pool_names):
         pool = node.pool.model_copy(update={"name": name})
-        is_on_gpus = len(node.pool_names) > 1 and pool.backend is BackendKind.CUDA
-        env = devices_of_rank(rank, pool.num_shards) if is_on_gpus else None
+        has_own_gpus = len(node.pool_names) > 1 and pool.backend is not BackendKind.HOST
+        env = devices_of_rank(rank, pool.num_shards) if has_own_gpus else None
         processes.append(pool_process(pool, models, log_dir / f"pool-{name}.log", env))
     return processes
 
@@ -209,17 +209,17 @@ def pool_process(
     pool: PoolConfig, models: Iterable[str], log_path: Path | None, env: Mapping[str, str] | None = None
 ) -> ServerProcess:
     """Describes the daemon that owns the pool's slabs; ``models`` are its engines'."""
-    sizes = {
+    given = {
         "--num-slabs": pool.num_slabs,
         "--slab-bytes": pool.slab_bytes,
         "--headroom-slabs": pool.headroom_slabs,
         "--num-shards": pool.num_shards,
+        "--backend": pool.backend,
     }
     argv = [
         *(sys.executable, "-m", "rose.memory.daemon.daemon", pool.name),
-        *(text for flag, size in sizes.items() if size is not None for text in (flag, str(size))),
+        *(text for flag, value in given.items() if value is not None for text in (flag, str(value))),
         *(text for model in models for text in ("--model", model)),
-        *("--backend", pool.backend),
     ]
     return ServerProcess(argv, f"pool-{pool.name}", log_path, env)
 

@@ -38,8 +38,9 @@ class PoolConfig(Section):
     """Slabs kept free for serving's bursts. None: 20% of the slabs."""
     num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
     """The tensor-parallel size of its engines."""
-    backend: BackendKind = BackendKind.HOST
-    """Where the slabs are: in host memory, or shard i on the i-th visible GPU."""
+    backend: BackendKind | None = None
+    """Where the slabs are: in host memory, or shard i on the i-th visible GPU. None: cuda where the installed
+    vLLM has a GPU to compute on, else host."""
 
     @model_validator(mode="after")
     def _headroom_fits(self) -> Self:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def test_every_part_runs_on_the_stand_in_driver_and_says_what_it_found(tmp_path:
     exact = [name for name in values if name.startswith(("poison_differing", "alias_wrong", "offset_wrong"))]
     assert exact and all(values[name] == 0 for name in (*exact, "contract_failed_tests"))
     assert values["poison_nan_share"] == 1
+    (engines,) = [part for part in found["parts"] if part["part"] == "engines"]
+    assert engines["reason"] in ("", "vllm not installed")  # else it names figures that miss their targets
+    assert ("slab_moves" in values) is (engines["status"] == "passed")
+
+
+def test_the_bundle_has_the_plugins_of_pytest_that_the_tests_need() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {each.partition(">=")[0] for each in extras["dev"] if each.startswith("pytest")}
+    assert names - {"pytest-xdist"} <= set(bundle.TESTING)
 
 
 @pytest.mark.slow

@@ -3,16 +3,19 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pool_setup import NUM_SLABS, POOL, StartEngine, attach, observe, start_pool, wait_until
+from pool_setup import NUM_SLABS, PATIENCE_S, POOL, StartEngine, attach, observe, start_pool, wait_until
 
 from rose.errors import PoolError
 from rose.memory.daemon.daemon import DaemonHandle, start_daemon
 from rose.memory.ledger.ledger_words import LedgerWord
+from rose.memory.pool.pool import describe_pool
 from rose.memory.pool.wire import Kind
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
@@ -221,6 +224,26 @@ def test_cuda_pools_that_can_not_be_are_refused(
     with pytest.raises(PoolError, match=reason):
         start_pool(runtime_dir, backend=BackendKind.CUDA, **sizes)
     assert list(runtime_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(("version", "expected"), [("0.32.0", "cuda"), ("0.32.0+cpu", "host")])
+def test_a_pool_lies_where_the_installed_vllm_computes(
+    with_driver: None,
+    runtime_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    expected: str,
+) -> None:
+    """The package has a name and a version alone, and is found before any other."""
+    package = tmp_path / f"vllm-{version}.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    argv = [sys.executable, "-m", "rose.memory.daemon.daemon", POOL, "--runtime-dir", str(runtime_dir)]
+    with subprocess.Popen([*argv, "--num-slabs", "4", "--slab-bytes", str(2 << 20)]) as daemon:
+        assert describe_pool(POOL, runtime_dir=runtime_dir, timeout_s=PATIENCE_S).backend == expected
+        daemon.terminate()
 
 
 def test_a_cuda_pool_without_a_driver_is_refused(

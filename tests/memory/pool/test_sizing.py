@@ -16,7 +16,7 @@ from rose.memory.pool.sizing import OpenSize, choose_slab_bytes, kv_block_bytes
 from rose.memory.slabs import backend
 from rose.memory.slabs.backend import BackendKind
 
-MIB, GIB = 1 << 20, 1 << 30
+HOST, MIB, GIB = BackendKind.HOST, 1 << 20, 1 << 30
 QWEN3_8B = {
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
@@ -120,10 +120,10 @@ def model(tmp_path: Path) -> str:
 
 def test_the_models_leave_the_pool_what_they_do_not_need(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available_bytes", lambda: 20 * GIB)
-    size = OpenSize().completed([model, model])
+    size = OpenSize(backend=HOST).completed([model, model])
     # A quarter of what two engines with 1 GiB of weights and 1 GiB of their own leave: 4 GiB.
     assert size == PoolSize(num_slabs=56, slab_bytes=72 * MIB, headroom_slabs=11)
-    ranks = OpenSize(num_shards=2).completed([model])
+    ranks = OpenSize(num_shards=2, backend=HOST).completed([model])
     # Each of two ranks has 10 GiB, and takes 0.5 GiB of weights and 1 GiB of its own.
     assert (ranks.slab_bytes, ranks.num_slabs) == (36 * MIB, 60)
 
@@ -135,10 +135,14 @@ def test_layers_of_unknown_kinds_count_one_by_one() -> None:
 
 
 def test_what_is_given_stays(model: str) -> None:
-    given = OpenSize(num_slabs=7, slab_bytes=MIB, headroom_slabs=0)
+    given = OpenSize(num_slabs=7, slab_bytes=MIB, headroom_slabs=0, backend=HOST)
     assert given.completed([model]) == PoolSize(num_slabs=7, slab_bytes=MIB, headroom_slabs=0)
-    assert OpenSize(num_slabs=7).completed([]) == PoolSize(num_slabs=7, slab_bytes=2 * MIB, headroom_slabs=1)
-    assert given.matches(given.completed([])) and not given.matches(OpenSize(num_slabs=8).completed([]))
+    assert OpenSize(num_slabs=7, backend=HOST).completed([]) == PoolSize(
+        num_slabs=7, slab_bytes=2 * MIB, headroom_slabs=1
+    )
+    assert given.matches(given.completed([])) and not given.matches(
+        OpenSize(num_slabs=8, backend=HOST).completed([])
+    )
 
 
 def test_what_cannot_be_chosen_is_refused_with_the_fix(
@@ -146,17 +150,17 @@ def test_what_cannot_be_chosen_is_refused_with_the_fix(
 ) -> None:
     monkeypatch.setattr(backend, "available_bytes", lambda: 3 * GIB)
     with pytest.raises(ConfigError, match=r"3\.2 GB free, the engines need 2\.1 GB.* or set --num-slabs"):
-        OpenSize().completed([model])
+        OpenSize(backend=HOST).completed([model])
     with pytest.raises(
         ConfigError, match=r"--num-slabs is missing, .*\(no --model is given\): set --num-slabs"
     ):
-        OpenSize().completed([])
+        OpenSize(backend=HOST).completed([])
     with pytest.raises(ConfigError, match=r"are unknown \(nobody/has-this\)"):
-        OpenSize().completed([model, "nobody/has-this"])
+        OpenSize(backend=HOST).completed([model, "nobody/has-this"])
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"are unknown \({model}\)"):
-        OpenSize().completed([model])
-    assert OpenSize(num_slabs=4).completed([model]).slab_bytes == 2 * MIB
+        OpenSize(backend=HOST).completed([model])
+    assert OpenSize(num_slabs=4, backend=HOST).completed([model]).slab_bytes == 2 * MIB
 
 
 def test_a_restarted_daemon_keeps_what_its_predecessor_chose(
@@ -164,6 +168,7 @@ def test_a_restarted_daemon_keeps_what_its_predecessor_chose(
 ) -> None:
     def daemon() -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "rose.memory.daemon.daemon", POOL, "--num-slabs", "4"]
+        argv += ["--backend", "host"]
         return subprocess.Popen([*argv, "--model", model, "--runtime-dir", str(runtime_dir)])
 
     (Path(model) / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 1}))
