@@ -159,8 +159,8 @@ class PairFacts:
 
 def decision_text(pairing: Pairing, decision: Decision) -> str:
     """Says what each pipeline runs after a decision."""
-    parts = (f"{name} {_part(decision, index)}" for index, name in enumerate(pairing.names))
-    return "; ".join(parts)
+    parts = [f"{name} {_part(decision, index)}" for index, name in enumerate(pairing.names)]
+    return "; ".join([decision.note, *parts] if decision.note else parts)
 
 
 def _part(decision: Decision, index: int) -> str:

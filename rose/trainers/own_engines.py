@@ -12,13 +12,18 @@ they have.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from rose.errors import ConfigError, WorkerError
+from rose.messages import WorkerStatus
 from rose.node.control import EngineControl
+from rose.scheduler.runtime.channel.messages import EngineRun
 from rose.scheduler.runtime.job.cache import HostCache
 from rose.scheduler.runtime.job.job import running_job
 
 logger = logging.getLogger(__name__)
+
+Done = TypeVar("Done")
 
 
 class OwnEngines:
@@ -27,6 +32,7 @@ class OwnEngines:
 
     def __init__(self, nodes: Sequence[Sequence[str]]) -> None:
         self._nodes = [[EngineControl(url, "") for url in urls] for urls in nodes]
+        self._seen: dict[str, WorkerStatus] = {}
 
     def load(self, cache: HostCache) -> None:
         """Activates all engines. Raises: WorkerError if one can't be; ConfigError."""
@@ -47,6 +53,17 @@ class OwnEngines:
         ConfigError."""
         left = [node for number, node in self._by_number() if number not in keep]
         _each(EngineControl.deactivate, [engine for node in left for engine in node])
+
+    def engine_runs(self) -> list[EngineRun]:
+        """Returns what each node's engines have computed since the last call. Raises: WorkerError;
+        ConfigError."""
+        engines = self._engines()
+        before, found = self._seen, _each(EngineControl.status, engines)
+        self._seen = {engine.url: status for engine, status in zip(engines, found, strict=True)}
+        return [
+            _run([(before.get(engine.url), self._seen[engine.url]) for engine in node])
+            for _, node in self._by_number()
+        ]
 
     def _engines(self) -> list[EngineControl]:
         return [engine for _, node in self._by_number() for engine in node]
@@ -76,7 +93,27 @@ def _bound(engine: EngineControl, share: float) -> None:
         logger.warning("an engine takes no share of memory: url=%s error=%s", engine.url, error)
 
 
-def _each(do: Callable[[EngineControl], object], engines: Sequence[EngineControl]) -> None:
+def _run(statuses: Sequence[tuple[WorkerStatus | None, WorkerStatus]]) -> EngineRun:
+    """Returns what the engines of one node, which step side by side, have computed between two statuses."""
+
+    def more(name: str) -> float:
+        # An engine that was started anew counts from 0.
+        return sum(
+            getattr(now, name) - (getattr(before, name) if before and before.steps <= now.steps else 0)
+            for before, now in statuses
+        )
+
+    num_engines = max(1, len(statuses))
+    return EngineRun(
+        num_steps=round(more("steps") / num_engines),
+        seconds=more("busy_s") / num_engines,
+        tokens=int(more("computed_tokens")),
+        generated=int(more("generated_tokens")),
+        num_requests=sum(now.num_running + now.num_waiting for _, now in statuses),
+    )
+
+
+def _each(do: Callable[[EngineControl], Done], engines: Sequence[EngineControl]) -> list[Done]:
     """Does it with all at once: an engine reads its weights for seconds. Raises what the first one raised."""
     with ThreadPoolExecutor(max(1, len(engines))) as threads:
-        list(threads.map(do, engines))
+        return list(threads.map(do, engines))

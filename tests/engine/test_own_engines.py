@@ -55,6 +55,19 @@ def test_a_share_of_memory_bounds_an_engine_s_slabs_until_it_is_activated_again(
     assert log.peak[Role.ROLLOUT] > bound
 
 
+def test_steps_are_told_by_node_since_the_last_call(gpu: SharedGpu) -> None:
+    engine = gpu.engine(Role.ROLLOUT)
+    engines = OwnEngines([[], [engine.url]])
+    engines.engine_runs()
+    engine.complete(PROMPT, 8)
+    until(lambda: not engine.status().num_running, "the request has left the engine")
+    idle, busy = engines.engine_runs()
+    assert (idle.num_steps, idle.seconds, idle.tokens, idle.num_requests) == (0, 0.0, 0, 0)
+    assert (busy.num_steps, busy.generated, busy.num_requests) == (8, 8, 0)
+    assert busy.tokens == len(PROMPT) + 7 and busy.seconds > 0
+    assert engines.engine_runs() == [idle, idle]
+
+
 def test_a_job_with_fewer_nodes_than_engines_is_refused() -> None:
     engines = [EngineControl(f"http://127.0.0.1:{port}", "") for port in (1, 2)]
     assert by_number((4, 7), [engines, []]) == [(4, engines), (7, [])]

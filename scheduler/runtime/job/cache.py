@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 from rose.errors import CacheFull
+from rose.scheduler.runtime.channel.messages import EngineRun
 
 if TYPE_CHECKING:  # numpy takes half as long to load as all else that a job needs of ROSE
     import numpy as np
@@ -50,6 +51,14 @@ class BoundedSet(WorkingSet, Protocol):
 
     def take_memory(self, share: float) -> None:
         """Keeps within this share from now on. 1: all of it, as after each `load`."""
+
+
+@runtime_checkable
+class EngineSet(WorkingSet, Protocol):
+    """A working set of engines, which compute a rollout beside the job's process."""
+
+    def engine_runs(self) -> list[EngineRun]:
+        """Returns what each rollout node's engines have computed since the last call. Raises: WorkerError."""
 
 
 class HostCache:
