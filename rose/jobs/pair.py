@@ -127,7 +127,7 @@ class PairRun:
             first_iteration=0,
             num_iterations=spec.iterations,
             group=DEVICE,
-            rollout_nodes=spec_nodes(spec),
+            rollout_nodes=rollout_nodes(spec),
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
             shares_device=True,
@@ -206,7 +206,7 @@ class PairRun:
                     side.done_s.append(now)
                     self.meter.completed(call.job, now)
                     pairing.completed(index, now)
-                body = {"group": DEVICE, "rollout_nodes": spec_nodes(side.spec), "ends": False}
+                body = {"group": DEVICE, "rollout_nodes": rollout_nodes(side.spec), "ends": False}
             case Stepped():
                 for each in call.steps:
                     pairing.stepped(index, each.tokens, each.num_running, each.seconds, each.epoch)
@@ -286,7 +286,7 @@ class PairRun:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
 
 
-def spec_nodes(spec: RunSpec) -> list[int]:
+def rollout_nodes(spec: RunSpec) -> list[int]:
     """Returns the numbers of a job's rollout nodes, each of which is a worker of the device."""
     return list(range(spec.phases["rollout"].nodes))
 

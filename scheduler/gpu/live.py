@@ -135,7 +135,8 @@ class Live:
             self._began_s, self._is_new, self._is_alone = now, False, True
 
     def disturbed(self) -> None:
-        """Notes that something ran beside it or that it paused, so its times are not those of a run alone."""
+        """Notes that something ran beside it, or that it paused or waited: its times are not those of a run
+        alone."""
         self._was_alone = self._is_alone = False
 
     def step(self, tokens: int, num_running: int, seconds: float, *, is_alone: bool) -> float | None:

@@ -128,9 +128,12 @@ class Pairing:
         return self._alone_s / (self._until_s - self._since_s)
 
     def asks(self, index: int, phase: int, now: float) -> None:
-        """A pipeline asks for a phase. It may begin when it has a share."""
+        """A pipeline asks for a phase. It may begin when it has a share, and waits for the other one until
+        then."""
         self.pipelines[index].asks(phase, now)
         self._decide(now)
+        if self.shares[index] is None:
+            self.pipelines[index].disturbed()
 
     def granted(self, index: int, now: float) -> None:
         """The executor has let a pipeline begin its phase."""
