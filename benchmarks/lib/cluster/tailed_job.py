@@ -17,7 +17,7 @@ from pathlib import Path
 
 import rose
 from lib.cluster.phase_job import compute
-from lib.load.turns import RouterClient, Turn, random_prompt
+from lib.load.turns import RouterClient, Turn, random_prompt, until_so
 from rose.trainers.own_engines import OwnEngines
 
 PROMPT_TOKENS = 32
@@ -61,9 +61,10 @@ class TailedJob:
             log.write(json.dumps(line) + "\n")
 
     async def _ask(self, turns: list[Turn], iteration: int) -> None:
-        """Asks for the longest ones first, so that the router gives one to each engine."""
+        """Asks for the longest ones first, once the router knows that all engines are active."""
         lengths = sorted(self._arguments.lengths * len(self._arguments.engines), reverse=True)
         async with RouterClient(self._arguments.router, self._arguments.model) as client:
+            await until_so(lambda: self._knows_all(client), "the router knows that all engines are active")
             begun = [
                 client.begin(random_prompt(f"{iteration}-{number}", PROMPT_TOKENS), length)
                 for number, length in enumerate(lengths)
@@ -72,6 +73,9 @@ class TailedJob:
             await asyncio.gather(*(task for _, task in begun))
         whole = [turn.is_whole(length) for turn, length in zip(turns, lengths, strict=True)]
         assert all(whole), [turn.error for turn in turns]
+
+    async def _knows_all(self, client: RouterClient) -> bool:
+        return all(worker["active"] for worker in (await client.status())["workers"])
 
     def train(self, progress: rose.Progress) -> None:
         for _ in range(self._arguments.microbatches):
