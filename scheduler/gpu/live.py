@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rose.scheduler.gpu.lookahead import Next, Turn
+from rose.scheduler.gpu.lookahead import Claim, Next
 from rose.scheduler.gpu.merge import WorkerTail, expected_left
 from rose.scheduler.gpu.progress import PipelineProgress
 from rose.scheduler.gpu.substages import Iteration, Steps, SubStageKind, iteration, substages
@@ -91,8 +91,8 @@ class Live:
         return self.num_workers > 1 and self.phase == ROLLOUT
 
     @property
-    def turn(self) -> Turn:
-        return Turn(began_s=self._asked_s, before_s=self._asked_before_s, is_exclusive=self.is_exclusive)
+    def claim(self) -> Claim:
+        return Claim(began_s=self._asked_s, before_s=self._asked_before_s, is_exclusive=self.is_exclusive)
 
     @property
     def kind(self) -> SubStageKind | None:

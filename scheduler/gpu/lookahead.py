@@ -42,7 +42,7 @@ ALONE = (Action(shares=(WHOLE, None), rates=(1.0, 0.0)), Action(shares=(None, WH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Claim:
     """When a pipeline's iteration began, and the one before it. `is_exclusive`: it is in a phase that neither
     shares a worker nor pauses."""
 
@@ -51,7 +51,7 @@ class Turn:
     is_exclusive: bool
 
 
-def first_of(one: Turn, two: Turn) -> int:
+def first_of(one: Claim, two: Claim) -> int:
     """Returns which pipeline goes on if only one can.
 
     That is the one whose iteration began earlier. But an exclusive phase overtakes the other pipeline once an

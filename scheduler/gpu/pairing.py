@@ -291,7 +291,7 @@ class Pairing:
         elif not (one.is_ready and two.is_ready):
             action = ALONE[0 if one.is_ready else 1]
         elif one.is_exclusive or two.is_exclusive:
-            action = ALONE[first_of(one.turn, two.turn)]
+            action = ALONE[first_of(one.claim, two.claim)]
         elif trial is not None:
             action = Action(shares=(trial.first, trial.second), rates=(1.0, 1.0))
         else:
@@ -327,7 +327,7 @@ class Pairing:
     def _chosen(self) -> Action:
         one, two = self.pipelines
         policy = self._policy if self._policy is not None else Multiplexing(self.table, 1)
-        return policy.decide((one.upcoming(), two.upcoming()), first_of(one.turn, two.turn))
+        return policy.decide((one.upcoming(), two.upcoming()), first_of(one.claim, two.claim))
 
     def _apply(
         self,

@@ -136,10 +136,10 @@ class Player:
 
     def _action(self, worker: int) -> Action:
         one, two = self._heads(worker)
-        turns = [run.turn for run in self._runs]
-        first = first_of(turns[0], turns[-1])
-        num_exclusive = sum(turn.is_exclusive for turn in turns)
-        if len(turns) == num_exclusive == 2:  # the second one needs all workers
+        claims = [run.claim for run in self._runs]
+        first = first_of(claims[0], claims[-1])
+        num_exclusive = sum(each.is_exclusive for each in claims)
+        if len(claims) == num_exclusive == 2:  # the second one needs all workers
             return ALONE[first]
         if one is None or two is None:
             return ALONE[0 if one is not None else 1]
@@ -205,7 +205,7 @@ class Player:
         if run.is_elastic or len(self._runs) < 2 or len(workers) < 2 or not is_tail:
             return False
         other = self._runs[1 - index]
-        if run.turn.is_exclusive and other.turn.is_exclusive:  # it could not begin on some workers
+        if run.claim.is_exclusive and other.claim.is_exclusive:  # it could not begin on some workers
             return False
         tails = []
         for worker in workers:

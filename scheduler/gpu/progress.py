@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.gpu.lookahead import Next, Turn
+from rose.scheduler.gpu.lookahead import Claim, Next
 from rose.scheduler.gpu.merge import WorkerTail, expected_left
 from rose.scheduler.gpu.substages import Iteration, SubStage, SubStageKind
 
@@ -68,9 +68,9 @@ class PipelineProgress:
         return self.graph.phases[self.phase].is_elastic
 
     @property
-    def turn(self) -> Turn:
+    def claim(self) -> Claim:
         is_exclusive = self.graph.phases[self.phase].is_exclusive
-        return Turn(began_s=self.began_s, before_s=self.before_s, is_exclusive=is_exclusive)
+        return Claim(began_s=self.began_s, before_s=self.before_s, is_exclusive=is_exclusive)
 
     def enter(self, phase: int) -> None:
         self.phase = phase

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rose.scheduler.gpu.lookahead import ALONE, Action, LookAhead, Next, Turn, first_of
+from rose.scheduler.gpu.lookahead import ALONE, Action, Claim, LookAhead, Next, first_of
 from rose.scheduler.gpu.slowdown import Share, SlowdownTable, splits
 from rose.scheduler.gpu.substages import SubStageKind
 
@@ -121,13 +121,13 @@ def _cost(policy: LookAhead, action: Action, one: list[Next], two: list[Next], d
 
 
 def test_an_exclusive_phase_goes_first_once_in_an_iteration_of_the_other_pipeline() -> None:
-    def turn(began_s: float, before_s: float, *, is_exclusive: bool = False) -> Turn:
-        return Turn(began_s=began_s, before_s=before_s, is_exclusive=is_exclusive)
+    def claim(began_s: float, before_s: float, *, is_exclusive: bool = False) -> Claim:
+        return Claim(began_s=began_s, before_s=before_s, is_exclusive=is_exclusive)
 
-    waits = turn(5.0, 0.0)
-    assert first_of(turn(9.0, 1.0), waits) == 1, "whose iteration began earlier"
-    assert first_of(turn(9.0, 1.0, is_exclusive=True), waits) == 0, "its last one began before the other's"
-    assert first_of(turn(9.0, 7.0, is_exclusive=True), waits) == 1, "it has overtaken once"
-    assert first_of(waits, turn(9.0, 1.0, is_exclusive=True)) == 1
-    both = turn(9.0, 1.0, is_exclusive=True), turn(5.0, 0.0, is_exclusive=True)
+    waits = claim(5.0, 0.0)
+    assert first_of(claim(9.0, 1.0), waits) == 1, "whose iteration began earlier"
+    assert first_of(claim(9.0, 1.0, is_exclusive=True), waits) == 0, "its last one began before the other's"
+    assert first_of(claim(9.0, 7.0, is_exclusive=True), waits) == 1, "it has overtaken once"
+    assert first_of(waits, claim(9.0, 1.0, is_exclusive=True)) == 1
+    both = claim(9.0, 1.0, is_exclusive=True), claim(5.0, 0.0, is_exclusive=True)
     assert first_of(*both) == 1
