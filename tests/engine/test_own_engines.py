@@ -7,8 +7,9 @@ from probes import prompt
 from real_engine import until
 from shared_gpu import LedgerLog, SharedGpu
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, WorkerError
 from rose.node.control import EngineControl
+from rose.ports import free_port
 from rose.scheduler.runtime.job.cache import HostCache
 from rose.trainers.own_engines import OwnEngines, by_number
 from rose.types import Role
@@ -66,6 +67,14 @@ def test_steps_are_told_by_node_since_the_last_call(gpu: SharedGpu) -> None:
     assert (busy.num_steps, busy.generated, busy.num_requests) == (8, 8, 0)
     assert busy.tokens == len(PROMPT) + 7 and busy.seconds > 0
     assert engines.engine_runs() == [idle, idle]
+
+
+def test_an_engine_that_is_gone_is_named_when_its_tail_should_move() -> None:
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    engines = OwnEngines([[url] for url in urls])
+    for call in (lambda: engines.move_tail((0,)), lambda: OwnEngines([[urls[1]]]).engine_runs()):
+        with pytest.raises(WorkerError, match=rf"{urls[1]}/rose/.*is an engine running there\?"):
+            call()
 
 
 def test_a_job_with_fewer_nodes_than_engines_is_refused() -> None:
