@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rose.errors import ChannelError, WorkerError
-from rose.jobs.pair_facts import PairFacts, Side
+from rose.jobs.pair_facts import PairFacts, Side, rollout_nodes
 from rose.jobs.runner import GRACE_S
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.scheduler.gpu.live import ROLLOUT, TRAIN
@@ -185,7 +185,8 @@ class PairRun:
         refusal: str | None = None
         if isinstance(call, Release | Completed | Stepped | Report | Moved):
             # A client that lost its connection sends again what was not answered.
-            is_repeated, side.last_seq = call.seq <= side.last_seq, max(call.seq, side.last_seq)
+            is_repeated = call.seq in side.carried_out
+            side.carried_out.append(call.seq)
         else:
             is_repeated = False
         match call:
@@ -286,11 +287,6 @@ class PairRun:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
 
 
-def rollout_nodes(spec: RunSpec) -> list[int]:
-    """Returns the numbers of a job's rollout nodes, each of which is a worker of the device."""
-    return list(range(spec.phases["rollout"].nodes))
-
-
 def rollout_report(call: Report) -> RolloutReport:
     """Returns a rollout's progress with the mean step of each engine."""
     logs = [
@@ -310,6 +306,7 @@ def rollout_report(call: Report) -> RolloutReport:
         logs=logs,
         num_running=[run.num_requests for run in call.engines],
         num_samples=call.num_total,
+        num_done=call.num_done,
         num_tokens=call.num_tokens,
         lengths=call.lengths or [],
     )

@@ -17,6 +17,8 @@ from rose.scheduler.gpu.substages import Iteration, Steps, SubStageKind, iterati
 
 ROLLOUT, TRAIN = 0, 1
 """The phases of a running pipeline, for which it asks permits."""
+MAX_MERGED_IN_A_ROW = 5
+"""After so many merged rollouts one runs whole, because the graph is made of a whole one."""
 NUM_KEPT = 32
 """The most steps of one size that are kept. Their median is the time of such a step."""
 
@@ -66,6 +68,8 @@ class Live:
         self._logs: list[list[Steps]] = [[] for _ in range(num_workers)]
         self._whole_logs = self._logs
         self._has_merged = False
+        self._num_merged = 0
+        """The iterations since the last one whose rollout was whole."""
         self._lengths: list[int] = []
         self._train_done_s = 0.0
         self._train_s: float | None = None
@@ -89,6 +93,13 @@ class Live:
     def is_exclusive(self) -> bool:
         """Whether it is in a rollout on several engines, which compute without asking."""
         return self.num_workers > 1 and self.phase == ROLLOUT
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether its rollout may go on on one engine: it runs on several, an earlier one has told its
+        lengths, and a whole one is not too long ago."""
+        is_known = self.past is not None and bool(self._lengths)
+        return self.holds and self.is_exclusive and is_known and self._num_merged < MAX_MERGED_IN_A_ROW
 
     @property
     def claim(self) -> Claim:
@@ -140,8 +151,8 @@ class Live:
         self._was_alone = self._is_alone = False
 
     def step(self, tokens: int, num_running: int, seconds: float, *, is_alone: bool) -> float | None:
-        """Notes a step, whose kind follows from the phase. Returns its time alone; None if that is
-        unknown. Of a rollout on engines, `computed` says more."""
+        """Notes a step, whose kind follows from the phase. Returns its time alone; None if that is unknown.
+        Returns None for a rollout on engines, whose steps `computed` takes."""
         if self.is_exclusive:
             return None
         steps = Steps(tokens=tokens, num_running=num_running, seconds=seconds)
@@ -179,13 +190,12 @@ class Live:
 
         What runs beside them waits. ``num_samples``: all of the rollout.
         """
-        lengths = self._lengths if self._lengths or self.past is None else self.past.tails()
         prefilled = sum((each.tokens - each.num_running) * each.count for log in self._logs for each in log)
         tokens = reached + prefilled // max(1, num_samples)
         return [
             WorkerTail(
                 worker=worker,
-                left=expected_left(lengths, reached, running) if running else (),
+                left=expected_left(self._lengths, reached, running) if running else (),
                 tokens=running * tokens,
                 beside_slowdown=math.inf,
             )
@@ -210,6 +220,7 @@ class Live:
         has_log = any(self._logs)
         if has_log and not self._has_merged:
             self._whole_logs = self._logs
+        self._num_merged = self._num_merged + 1 if self._has_merged else 0
         if has_log and self._train_s is not None and any(self._whole_logs):
             self.past = self._graph(self._train_s)
             if self._is_alone:

@@ -57,14 +57,21 @@ class Decision:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReport:
     """How far a rollout on several engines is. By engine: ``logs``, the steps since the last report, and
-    ``num_running``, the responses that it has. ``num_tokens``: of the longest that still runs; None if they
-    must not move. ``lengths``: of all responses, when all are done."""
+    ``num_running``, the responses that it has. ``num_done``: of all ``num_samples``. ``num_tokens``: of the
+    longest that still runs; None if they must not move. ``lengths``: of all responses, when all are done."""
 
     logs: Sequence[Sequence[Steps]]
     num_running: Sequence[int]
     num_samples: int
+    num_done: int
     num_tokens: int | None = None
     lengths: Sequence[int] = ()
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether the responses that are not done may move, and all of them are in an engine: none is still
+        to be sent, or waits for a tool."""
+        return bool(self.num_tokens) and sum(self.num_running) >= self.num_samples - self.num_done
 
 
 class Pairing:
@@ -98,7 +105,8 @@ class Pairing:
         self.merged: tuple[int, int] | None = None
         """The pipeline whose rollout goes on on one worker, and that worker. The other one has the rest."""
         self.num_merges = 0
-        self._offered: Merge | None = None
+        self._offered: tuple[int, Merge] | None = None
+        """The pipeline whose rollout was told where to go on, and has not moved yet."""
         self.decisions: deque[Decision] = deque(maxlen=NUM_DECISIONS)
         self._measured = MeasuredSlowdowns(hardware, levels)
         self._given = table
@@ -131,6 +139,7 @@ class Pairing:
         """A pipeline asks for a phase. It may begin when it has a share, and waits for the other one until
         then."""
         self.pipelines[index].asks(phase, now)
+        self._unmerge(index)
         self._decide(now)
         if self.shares[index] is None:
             self.pipelines[index].disturbed()
@@ -149,7 +158,8 @@ class Pairing:
         is_current = epoch == self.epoch and share is not None
         alone_s = live.step(tokens, num_running, seconds, is_alone=is_current and self._is_alone(index))
         kind, is_beside = self._kinds[index], self.shares[1 - index] is not None
-        if is_current and is_beside and kind is not None and beside is not None and alone_s:
+        is_split = is_current and is_beside and self.merged is None  # behind a merge it has other cores
+        if is_split and kind is not None and beside is not None and alone_s:
             assert share is not None
             self._measured.add(kind, beside, share.compute, seconds, alone_s)
 
@@ -171,24 +181,27 @@ class Pairing:
         live.computed(report.logs)
         if report.lengths:
             live.learn(report.lengths)
+        if self.merged is not None or not live.can_merge:
+            return None
         self._offered = None
-        can_merge = self.mode is Mode.SHARED and self.merged is None and live.holds and live.is_exclusive
-        if can_merge and live.past is not None and report.num_tokens and self._policy is not None:
+        if self.mode is Mode.SHARED and self._policy is not None and report.is_tail:
+            assert live.past is not None and report.num_tokens is not None
             tails = live.tails(report.num_running, report.num_tokens, report.num_samples)
-            self._offered = self._policy.merge(tails, live.past, other.left_s(), is_elastic=True)
-        return self._offered.target if self._offered is not None else None
+            merge = self._policy.merge(tails, live.past, other.left_s(), is_elastic=True)
+            self._offered = (index, merge) if merge is not None else None
+        return self._offered[1].target if self._offered is not None else None
 
     def moved(self, index: int, workers: Sequence[int], now: float) -> str | None:
         """The rollout of a pipeline goes on on these workers alone. Returns why that is refused, or None."""
-        live, name, offered = self.pipelines[index], self.names[index], self._offered
-        if not (live.holds and live.is_exclusive) or offered is None or list(workers) != [offered.target]:
+        name, offered = self.names[index], self._offered
+        if offered is None or offered[0] != index or list(workers) != [offered[1].target]:
             return f"{name} was not told that its rollout should go on on workers {list(workers)} alone"
-        worker = offered.target
-        live.merged()
-        self.merged, self._offered = (index, worker), None
+        merge = offered[1]
+        self.pipelines[index].merged()
+        self.merged, self._offered = (index, merge.target), None
         self.num_merges += 1
         self._decide(now)
-        note = f"the tail of {name} goes on on worker {worker} alone: saves {offered.gain_s:.1f} s"
+        note = f"the tail of {name} goes on on worker {merge.target} alone: saves {merge.gain_s:.1f} s"
         self.decisions.append(
             Decision(time_s=now, mode=self.mode, kinds=self._kinds, shares=self.shares, note=note)
         )
@@ -201,8 +214,11 @@ class Pairing:
         self._decide(now)
 
     def _unmerge(self, index: int) -> None:
+        """Ends the merge of a pipeline's rollout, and withdraws one that was offered."""
         if self.merged is not None and self.merged[0] == index:
             self.merged = None
+        if self._offered is not None and self._offered[0] == index:
+            self._offered = None
 
     def completed(self, index: int, now: float) -> None:
         """A pipeline's iteration is over."""

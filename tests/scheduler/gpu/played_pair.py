@@ -143,6 +143,7 @@ class PlayedPair:
             logs=[[Steps(tokens=n, num_running=n, seconds=seconds)] if n else [] for n in stepped],
             num_running=running,
             num_samples=sum(map(len, script.engines)),
+            num_done=sum(map(len, script.engines)) - sum(running),
             num_tokens=done if any(running) else None,
             lengths=[] if any(running) else [length for lengths in script.engines for length in lengths],
         )

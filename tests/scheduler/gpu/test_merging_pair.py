@@ -113,6 +113,7 @@ class Rollout:
             logs=[steps, steps],
             num_running=num_running,
             num_samples=4,
+            num_done=4 - sum(num_running),
             num_tokens=num_tokens,
             lengths=lengths,
         )
@@ -168,7 +169,7 @@ def test_a_tail_keeps_the_device_when_the_other_pipeline_dies_or_has_no_work() -
 
 def test_a_rollout_that_must_not_move_is_not_told_to() -> None:
     at = Rollout()
-    steps = RolloutReport(logs=[[], []], num_running=(1, 1), num_samples=4)
+    steps = RolloutReport(logs=[[], []], num_running=(1, 1), num_samples=4, num_done=2)
     assert at.pairing.reported(0, steps) is None
 
 
