@@ -175,9 +175,10 @@ class EngineRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Those that run or wait there now."""
 
 
-class Report(RankCall, frozen=True, kw_only=True):
+class Report(RankCall, frozen=True, kw_only=True, omit_defaults=True):
     """Reports progress inside a phase, for long-tail migration. Rank 0 reports for all.
 
+    Defaults are left out, so that a scheduler of an earlier version takes it.
     The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should move.
     """
 

@@ -58,7 +58,8 @@ class EngineSet(WorkingSet, Protocol):
     """A working set of engines, which compute a rollout beside the job's process."""
 
     def engine_runs(self) -> list[EngineRun]:
-        """Returns what each rollout node's engines have computed since the last call. Raises: WorkerError."""
+        """Returns what each rollout node's engines have computed since the last call; nothing at the first
+        one. Raises: WorkerError."""
 
 
 class HostCache:

@@ -119,6 +119,8 @@ class RunningJob:
         )
         self._engines: EngineSet | None = None
         """Those of the phase that runs, if it shares its device."""
+        self._has_warned = False
+        """Whether this phase's log says that its engines' steps are not reported."""
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
     @contextmanager
@@ -156,16 +158,17 @@ class RunningJob:
     def sharing(self, working_set: WorkingSet | None) -> Iterator[None]:
         """Tells a loaded working set the job's share of the device's memory, and each new one, inside the
         context. There its engines' steps are reported."""
+        outer = self._engines
         with ExitStack() as stack:
             if self.device is not None and isinstance(working_set, BoundedSet):
                 stack.enter_context(self.device.bounding(working_set.take_memory))
             if self.device is not None and isinstance(working_set, EngineSet):
-                self._engines = working_set
+                self._engines, self._has_warned = working_set, False
                 self._engine_runs()  # what they computed before does not count
             try:
                 yield
             finally:
-                self._engines = None
+                self._engines = outer
 
     def _stepped(self, steps: list[StepRun], epoch: int) -> None:
         self._client.tell(self._call(Stepped, steps=steps, epoch=epoch))
@@ -210,7 +213,8 @@ class RunningJob:
     ) -> tuple[int, ...] | None:
         """Reports progress inside a phase. Returns the nodes onto which the rest should move, or None.
 
-        Waits at most `REPORT_S`: without a scheduler the phase goes on.
+        Waits at most `REPORT_S` for the engines' steps, and as long for the scheduler: without them the phase
+        goes on.
         """
         call = self._call(
             Report,
@@ -234,7 +238,11 @@ class RunningJob:
         try:
             return self._engines.engine_runs() if self._engines is not None else []
         except WorkerError as error:
-            logger.warning("an engine's steps are not reported: %s", error)
+            if not self._has_warned:
+                logger.warning(
+                    "this phase's tail may stay where it is: an engine's steps are unknown: %s", error
+                )
+            self._has_warned = True
             return []
 
     def moved(self, keep: Sequence[int]) -> None:
