@@ -4,6 +4,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rose.jobs.pair import PairRun, cores_of
 from rose.jobs.pair_facts import PairFacts, Side
 from rose.node.processes import ServerProcess
@@ -106,41 +108,66 @@ def test_a_call_that_is_sent_again_counts_once(tmp_path: Path) -> None:
     assert [each.seq for each in answers if isinstance(each, Answer)].count(6) == 2, "both are answered"
 
 
-def test_a_merge_gives_the_freed_cores_to_the_other_job_and_is_told(tmp_path: Path) -> None:
-    """Job math has two engines, code one process. Each call arrives twice, as after a lost connection."""
-    pairing = Pairing(("math", "code"), "four cores", (0.5,), num_workers=(2, 1), table=UNSHARED)
+def test_a_release_counts_after_a_later_call_of_another_thread(tmp_path: Path) -> None:
+    pairing = Pairing(("math", "code"), "two cores", (0.5,))
     channel = ChannelUrl.parse(f"unix:{tmp_path / 'channel'}")
     with closing(channel.serve()) as served:
-        specs = (side("math", nodes=2).spec, side("code").spec)
+        specs = (side("math").spec, side("code").spec)
+        run = PairRun(specs, pairing, [0, 1], (channel.url, served), tmp_path, tmp_path / "cache")
+        of_job: dict[str, Any] = {"job": "math", "attempt": 1}
+        run._handle("math's client", Request(seq=1, phase=Phase.ROLLOUT, iteration=0, **of_job), 1.0)
+        run._carry_out(1.0)
+        assert run.sides[0].holds is Phase.ROLLOUT
+        report = Report(seq=3, phase=Phase.ROLLOUT, num_done=1, num_total=1, **of_job)
+        run._handle("math's client", report, 2.0)
+        run._handle("math's client", Release(seq=2, phase=Phase.ROLLOUT, epoch=1, **of_job), 3.0)
+    assert run.sides[0].holds is None and not pairing.pipelines[0].holds
+
+
+@pytest.mark.parametrize("tailed", ["math", "code"])
+def test_a_merge_gives_the_freed_cores_to_the_other_job_and_is_told(tmp_path: Path, tailed: str) -> None:
+    """One job has two engines, the other one a process. Each call arrives twice, as after a lost
+    connection."""
+    other = "code" if tailed == "math" else "math"
+    nodes = {tailed: 2, other: 1}
+    workers = nodes["math"], nodes["code"]
+    pairing = Pairing(("math", "code"), "four cores", (0.5,), num_workers=workers, table=UNSHARED)
+    channel = ChannelUrl.parse(f"unix:{tmp_path / 'channel'}")
+    with closing(channel.serve()) as served:
+        specs = (side("math", nodes["math"]).spec, side("code", nodes["code"]).spec)
         run = PairRun(specs, pairing, [4, 5, 6, 7], (channel.url, served), tmp_path, tmp_path / "cache")
-        calls = Calls(run)
+        calls = Calls(run, tailed)
         for _ in range(2):
             for job in ("math", "code"):
                 calls.iteration(job)
         assert pairing.mode is Mode.SHARED
-        calls.send("math", Request, phase=Phase.ROLLOUT, iteration=2)
-        calls.send("code", Request, phase=Phase.ROLLOUT, iteration=2)
+        calls.send(tailed, Request, phase=Phase.ROLLOUT, iteration=2)
+        calls.send(other, Request, phase=Phase.ROLLOUT, iteration=2)
         ended = [EngineRun(num_steps=9, seconds=0.9, tokens=9, generated=9, num_requests=1)] * 2
-        refused = calls.send("math", Moved, epoch=9, keep=[1])
-        assert refused.error is not None and "math was not told" in refused.error
+        refused = calls.send(tailed, Moved, epoch=9, keep=[1])
+        assert refused.error is not None and f"{tailed} was not told" in refused.error
         report = {"phase": Phase.ROLLOUT, "num_done": 2, "num_total": 4, "num_tokens": 9}
-        assert calls.send("math", Report, **report, engines=ended[:1]).body == {}
-        keep = calls.send("math", Report, **report, engines=ended).body["keep"]
+        assert calls.send(tailed, Report, **report, engines=ended[:1]).body == {}
+        keep = calls.send(tailed, Report, **report, engines=ended).body["keep"]
         calls.shared.clear()
-        assert calls.send("math", Moved, epoch=9, keep=keep).error is None
+        assert calls.send(tailed, Moved, epoch=9, keep=keep).error is None
         kept = [[4, 5], [6, 7]][keep[0]]
-        assert calls.shared == {"math": kept, "code": [each for each in (4, 5, 6, 7) if each not in kept]}
+        assert calls.shared == {tailed: kept, other: [each for each in (4, 5, 6, 7) if each not in kept]}
         said = PairFacts(run.sides, pairing, run.meter).events(1)[0]["runs"]
-        assert said.startswith(f"the tail of math goes on on worker {keep[0]} alone: saves ")
-        calls.send("math", Release, phase=Phase.ROLLOUT, epoch=9)
-        assert calls.shared["code"] == [4, 5, 6, 7]
+        assert said.startswith(f"the tail of {tailed} goes on on worker {keep[0]} alone: saves ")
+        jobs = PairFacts(run.sides, pairing, run.meter).overview(99.0)["jobs"]
+        assert {job["name"]: job["num_rollout_nodes"] for job in jobs} == nodes
+        assert {job["name"]: len(job["rollout_nodes"]) for job in jobs} == nodes
+        calls.send(tailed, Release, phase=Phase.ROLLOUT, epoch=9)
+        assert calls.shared[other] == [4, 5, 6, 7]
 
 
 class Calls:
-    """Sends a pair its jobs' calls. ``shared``: the cores that each job was given last."""
+    """Sends a pair its jobs' calls. ``tailed``: the job with engines. ``shared``: the cores that each job was
+    given last."""
 
-    def __init__(self, run: PairRun) -> None:
-        self._run, self._seq, self.shared = run, 0, dict[str, list[int]]()
+    def __init__(self, run: PairRun, tailed: str) -> None:
+        self._run, self._tailed, self._seq, self.shared = run, tailed, 0, dict[str, list[int]]()
 
     def send(self, job: str, kind: type[RankCall], **fields: Any) -> Answer:
         """Returns the answer of the first of two arrivals; an empty one if it comes later."""
@@ -157,7 +184,7 @@ class Calls:
     def iteration(self, job: str) -> None:
         for phase in (Phase.ROLLOUT, Phase.TRAIN):
             self.send(job, Request, phase=phase, iteration=0)
-            if (job, phase) == ("math", Phase.ROLLOUT):
+            if (job, phase) == (self._tailed, Phase.ROLLOUT):
                 engines = [
                     EngineRun(num_steps=50, seconds=5.0, tokens=100, generated=100, num_requests=0)
                 ] * 2

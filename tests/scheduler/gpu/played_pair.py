@@ -16,12 +16,14 @@ Truth = dict[tuple[int, int], float]
 @dataclass(slots=True)
 class Script:
     """One pipeline: so many equal steps a phase. `obeys`: whether it pauses when it is told to. `engines`:
-    the lengths of the responses on each engine, if its rollouts run there: a step is one of all engines."""
+    the lengths of the responses on each engine, if its rollouts run there: a step is one of all engines.
+    `growth`: how many times longer they are in each next iteration."""
 
     rollout: tuple[int, float] = (40, 0.02)
     train: tuple[int, float] = (8, 0.1)
     num_iterations: int = 20
     engines: tuple[tuple[int, ...], ...] = ()
+    growth: float = 1.0
     reports: bool = True
     obeys: bool = True
     phase: int = ROLLOUT
@@ -159,6 +161,8 @@ class PlayedPair:
         if script.phase == TRAIN:
             pairing.completed(index, self.now)
             script.num_done += 1
+            grown = (tuple(round(each * script.growth) for each in lengths) for lengths in script.engines)
+            script.engines = tuple(grown)
             script.ends_s.append(self.now)
         script.phase = TRAIN if script.phase == ROLLOUT else ROLLOUT
         if script.num_done == script.num_iterations:

@@ -28,9 +28,11 @@ TABLE = SlowdownTable(
 """Nothing may be shared by it, so that merging alone can gain."""
 
 
-def pair(num_workers: tuple[int, int] = (2, 1), *, is_serial: bool = False) -> Pairing:
+def pair(
+    num_workers: tuple[int, int] = (2, 1), *, table: SlowdownTable | None = TABLE, is_serial: bool = False
+) -> Pairing:
     names = ("a", "b")
-    return Pairing(names, "two cores", (0.5,), num_workers=num_workers, table=TABLE, is_serial=is_serial)
+    return Pairing(names, "two cores", (0.5,), num_workers=num_workers, table=table, is_serial=is_serial)
 
 
 def scripts(*, both: bool = False) -> tuple[Script, Script]:
@@ -69,11 +71,35 @@ def test_more_responses_than_the_small_bucket_holds_are_not_merged() -> None:
     assert played.modes[:2] == [Mode.PROFILE, Mode.SERIAL]
 
 
-class Rollout:
-    """A planned pair in which pipeline a is in a rollout on engines, and b waits."""
+@pytest.mark.parametrize("growth", [1.05, 0.95])
+def test_the_graph_follows_lengths_that_change_though_every_rollout_could_merge(growth: float) -> None:
+    grows = Script(engines=TAILED, train=(8, 0.1), growth=growth)
+    other = Script(rollout=(100, 0.02), num_iterations=60)
+    played = PlayedPair(pair(), (grows, other), TRUTH)
+    played.run()
+    assert Mode.SERIAL not in played.modes, played.reasons
+    assert played.pairing.num_merges > 10
+    past = played.pairing.pipelines[0].past
+    assert past is not None
+    longest_s = max(map(max, grows.engines)) * grows.rollout[1]
+    assert past.phases[0].seconds == pytest.approx(longest_s, rel=0.4), "it is some iterations old"
 
-    def __init__(self) -> None:
-        self.pairing = pair()
+
+def test_steps_beside_a_merged_tail_say_nothing_of_a_split_device() -> None:
+    played = PlayedPair(pair(table=None), scripts(), TRUTH)
+    played.run()
+    assert played.pairing.num_merges > 5
+    small = SubStageKind.ROLLOUT_SMALL
+    assert (SubStageKind.TRAIN, SubStageKind.TRAIN) in played.pairing.table.entries
+    assert (small, small) not in played.pairing.table.entries, "they met behind merges alone"
+
+
+class Rollout:
+    """A planned pair in which pipeline a is in a rollout on engines, and b waits. ``lengths``: of a's
+    responses, as it has told them."""
+
+    def __init__(self, lengths: tuple[int, ...] = (10, 10, 200, 200)) -> None:
+        self.pairing, self._lengths = pair(), lengths
         self.now = 0.0
         for index in (0, 1, 0, 1):
             self._iteration(index)
@@ -91,7 +117,7 @@ class Rollout:
             self.pairing.asks(index, phase, self.now)
             self.pairing.granted(index, self.now)
             if (index, phase) == (0, ROLLOUT):
-                self.report(200, (0, 0), seconds=4.0, lengths=(10, 10, 200, 200))
+                self.report(200, (0, 0), seconds=4.0, lengths=self._lengths)
             for _ in range(50):
                 tokens = (4, 4) if phase == ROLLOUT else (512, 0)
                 self.pairing.stepped(index, *tokens, 0.05, self.pairing.epoch)
@@ -106,14 +132,16 @@ class Rollout:
         *,
         seconds: float = 0.0,
         lengths: tuple[int, ...] = (),
+        num_samples: int = 4,
+        num_done: int | None = None,
     ) -> int | None:
         """Returns the worker on which a is told to go on."""
         steps = [Steps(tokens=2, num_running=2, seconds=seconds / 200, count=200)] if seconds else []
         report = RolloutReport(
             logs=[steps, steps],
             num_running=num_running,
-            num_samples=4,
-            num_done=4 - sum(num_running),
+            num_samples=num_samples,
+            num_done=num_done if num_done is not None else num_samples - sum(num_running),
             num_tokens=num_tokens,
             lengths=lengths,
         )
@@ -163,8 +191,43 @@ def test_a_tail_keeps_the_device_when_the_other_pipeline_dies_or_has_no_work() -
     at = Rollout()
     target = at.report(20, (1, 1))
     assert target is not None and at.pairing.moved(0, [target], at.now) is None
+    halves = at.shares()
+    assert None not in halves
+    at.pairing.granted(1, at.now)
+    at.pairing.released(1, at.now)
+    assert at.shares() == (WHOLE, None), "it is between two phases"
+    at.pairing.asks(1, TRAIN, at.now)
+    assert at.shares() == halves
     at.pairing.ended(1, at.now)
     assert at.shares() == (WHOLE, None)
+
+
+@pytest.mark.parametrize(("num_samples", "num_done"), [(1000, 0), (4, 1)])
+def test_nothing_moves_while_a_response_is_in_no_engine(num_samples: int, num_done: int) -> None:
+    """It is still to be sent, or waits for a tool."""
+    at = Rollout()
+    assert at.report(20, (1, 1), num_samples=num_samples, num_done=num_done) is None
+    assert at.report(20, (1, 1)) is not None
+
+
+def test_nothing_moves_before_a_rollout_has_told_its_lengths() -> None:
+    assert Rollout(lengths=()).report(20, (1, 1)) is None
+
+
+def test_a_rollout_that_is_over_can_no_longer_move() -> None:
+    at = Rollout()
+    target = at.report(20, (1, 1))
+    assert target is not None
+    at.pairing.released(0, at.now)
+    assert at.pairing.moved(0, [target], at.now) is not None
+
+
+def test_a_pipeline_that_asks_for_its_next_phase_has_no_merged_tail() -> None:
+    at = Rollout()
+    target = at.report(20, (1, 1))
+    assert target is not None and at.pairing.moved(0, [target], at.now) is None
+    at.pairing.asks(0, TRAIN, at.now)
+    assert at.pairing.merged is None
 
 
 def test_a_rollout_that_must_not_move_is_not_told_to() -> None:
