@@ -117,11 +117,12 @@ def test_a_release_counts_after_a_later_call_of_another_thread(tmp_path: Path) -
         of_job: dict[str, Any] = {"job": "math", "attempt": 1}
         run._handle("math's client", Request(seq=1, phase=Phase.ROLLOUT, iteration=0, **of_job), 1.0)
         run._carry_out(1.0)
-        assert run.sides[0].holds is Phase.ROLLOUT
+        assert pairing.shares == (WHOLE, None)
         report = Report(seq=3, phase=Phase.ROLLOUT, num_done=1, num_total=1, **of_job)
         run._handle("math's client", report, 2.0)
         run._handle("math's client", Release(seq=2, phase=Phase.ROLLOUT, epoch=1, **of_job), 3.0)
-    assert run.sides[0].holds is None and not pairing.pipelines[0].holds
+    assert run.sides[0].holds is None
+    assert not pairing.pipelines[0].holds
 
 
 @pytest.mark.parametrize("tailed", ["math", "code"])

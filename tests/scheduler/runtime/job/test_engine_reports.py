@@ -100,7 +100,7 @@ def test_a_phase_inside_of_a_rollout_leaves_the_rollout_its_engines(reporting: R
     assert reporting.report() == []
 
 
-def test_a_report_without_engines_is_one_of_earlier_versions(reporting: Reporting) -> None:
+def test_a_scheduler_of_an_earlier_version_takes_a_report_without_engines(reporting: Reporting) -> None:
     assert reporting.report() == []
     assert b"engines" not in reporting.bodies[-1]
 
