@@ -33,6 +33,14 @@ which each pipeline's iterations are its profile.
   real_decode_threads             a rollout of all iterations with a thread on each core over one with one
                                   thread: above 1, decoding gains nothing from more cores
 
+Part `merge`, measured in the same way, with real engines and a router (lib/cluster/merging_pair.py):
+
+  real_merge_throughput   one has a rollout engine on each half of the cores, with a long response on each of
+                          them, and the other decodes in its process: serial over multiplexed seconds. Beside
+                          it, the gain after the profile, the predicted one, and the merges in a run
+  real_merge_differ       iterations in which a response's tokens, a reward or a weight differ from the serial
+                          run's
+
     python benchmarks/bench_jigsaw.py --json jigsaw.json
 """
 
@@ -47,6 +55,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from lib.cluster.merging_pair import MergingPair, MergingRun
 from lib.cluster.real_pair import MeasuredPair, run_pair
 from lib.harness import median_figure, run_benchmark
 from sim.gpu.baselines import Disaggregated, LongestChain, RolloutOnly, TimeMultiplexing
@@ -63,7 +72,7 @@ NUM_WORKERS = 8
 POOLS = (2, 3, 4, 5, 6)
 """Rollout workers of time multiplexing; its best counts."""
 GPU = ModelledGpu()
-PARTS = ("simulated", "decision", "real")
+PARTS = ("simulated", "decision", "real", "merge")
 PAIRS = {
     "complementary": ("--width", "256", "--layers", "4"),
     "saturating": (
@@ -75,6 +84,8 @@ PAIRS = {
 """Options of the pipelines. Decoding a few samples is one core's work; a long training is all cores'. An
 iteration takes about a second, so that the scheduler, which runs on the same cores, takes little of it."""
 ITERATIONS = 16
+MERGE_ITERATIONS = (10, 20)
+"""Of the job with engines, and of the other one, whose iterations are about half as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +103,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         figures += [_decision_ms(window, args) for window in (1, 2, 3)]
     if "real" in args.parts:
         figures += _real(args)
+    if "merge" in args.parts:
+        figures += _merge(args)
     return figures
 
 
@@ -125,8 +138,8 @@ def _real(args: argparse.Namespace) -> list[Figure]:
     figures, differ = [], 0
     for name, runs in found.items():
         ratios = [serial.elapsed_s / shared.elapsed_s for serial, shared in runs]
-        gains = [shared.gain for _, shared in runs if shared.gain is not None]
-        peers: dict[str, float | None] = {"after the profile": statistics.median(gains) if gains else None}
+        gains = [shared.gain for _, shared in runs]
+        peers: dict[str, float | None] = {"after the profile": _median(gains)}
         peers |= {"serial s": statistics.median(serial.elapsed_s for serial, _ in runs)}
         target = ">= 1.2" if name == "complementary" else ">= 0.97" if name == "saturating" else None
         figures.append(
@@ -140,6 +153,38 @@ def _real(args: argparse.Namespace) -> list[Figure]:
         Figure(name="real_rewards_differ", value=differ, unit="iterations", target="= 0"),
         Figure(name="real_decode_threads", value=threads, unit="x"),
     ]
+
+
+def _merge(args: argparse.Namespace) -> list[Figure]:
+    """The whole run counts, with the start in which nothing is merged."""
+    found: list[tuple[MergingRun, MergingRun]] = []
+    with MergingPair() as pair:
+        for number in range(args.rounds or (1 if args.quick else 3)):
+            flags = (["--serial"], []) if number % 2 == 0 else ([], ["--serial"])
+            first, second = (pair.run(MERGE_ITERATIONS, *each) for each in flags)
+            found.append((first, second) if number % 2 == 0 else (second, first))
+    ratios = [serial.elapsed_s / merged.elapsed_s for serial, merged in found]
+    peers: dict[str, float | None] = {
+        "after the profile": _median([merged.gain for _, merged in found]),
+        "predicted": _median([merged.predicted_gain for _, merged in found]),
+        "merges": _median([float(merged.num_merges) for _, merged in found]),
+        "serial s": _median([serial.elapsed_s for serial, _ in found]),
+    }
+    differ = sum(
+        one != two
+        for serial, merged in found
+        for own, other in zip(serial.results, merged.results, strict=True)
+        for one, two in zip_longest(own, other)
+    )
+    return [
+        median_figure("real_merge_throughput", ratios, "x", target=">= 1.1", peers=peers),
+        Figure(name="real_merge_differ", value=differ, unit="iterations", target="= 0"),
+    ]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _both(

@@ -252,6 +252,8 @@ class WorkerStatus(RoutingStatus):
     cuts: int
     """Emergency cuts of the pool's rollout budget."""
     generated_tokens: int
+    computed_tokens: int = 0
+    """Of all steps, prefilled tokens included."""
     busy_s: float
     """Seconds in steps."""
     is_active: bool

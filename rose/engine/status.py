@@ -48,6 +48,8 @@ class Field(IntEnum):
     TPOT_FLOOR_US = 23
     BOARD_SLOT = 24
     """A serving engine's place on the board of its GPU."""
+    COMPUTED_TOKENS = 25
+    """Prefilled tokens included."""
     # Commands, which the HTTP routes write and the scheduler reads.
     RL_STEP = 32
     WANTED_GATE_MODE = 33

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser(settings).parse_args(list(argv))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     cores, here = _device(is_gpu=arguments.gpu)
-    specs = _read(arguments.jobs)
+    specs = read_pair(arguments.jobs, len(cores), is_gpu=arguments.gpu)
     pairing = _pairing(specs, cores, here, arguments)
     folder = make_private_dir(arguments.folder.absolute(), "choose another with --folder")
     page = make_page(arguments, settings)
@@ -85,7 +85,7 @@ class _Watch:
         self._seen = said
 
 
-def _read(paths: Sequence[Path]) -> tuple[RunSpec, RunSpec]:
+def read_pair(paths: Sequence[Path], num_cores: int, *, is_gpu: bool) -> tuple[RunSpec, RunSpec]:
     """Reads both job files. Raises: ConfigError for jobs that can't share this machine."""
     found = []
     for path in paths:
@@ -93,10 +93,17 @@ def _read(paths: Sequence[Path]) -> tuple[RunSpec, RunSpec]:
         folder = str((path.parent / spec.folder).resolve())
         found.append(spec.model_copy(update={"folder": folder}))
         for name, phase in spec.phases.items():
-            if phase.nodes > 1:
+            if phase.nodes > 1 and (name != "rollout" or is_gpu):
                 raise ConfigError(
-                    f"{path}: {name} with nodes: {phase.nodes}; pipelines that share this machine have one"
+                    f"{path}: {name} with nodes: {phase.nodes}; pipelines that share "
+                    + ("a GPU have one" if is_gpu else "this machine have one, except for a rollout")
                 )
+        num_workers = spec.phases["rollout"].nodes
+        if num_workers > 1 and num_cores % num_workers:
+            raise ConfigError(
+                f"{path}: rollout with nodes: {num_workers}; the {num_cores} cores here can't be divided "
+                f"into {num_workers} equal parts, one for each"
+            )
         if spec.num_ranks > 1:
             raise ConfigError(f"{path}: num_ranks: {spec.num_ranks}; only jobs of one process can be moved")
         if spec.ray is not None:
@@ -104,7 +111,17 @@ def _read(paths: Sequence[Path]) -> tuple[RunSpec, RunSpec]:
     one, two = found
     if one.name == two.name:
         raise ConfigError(f"both jobs are named {one.name}; give each a name of its own")
+    parts = sorted({num for num in _num_workers((one, two)) if num > 1})
+    if len(parts) > 1:
+        raise ConfigError(
+            f"rollouts with nodes: {parts[0]} and {parts[1]}; the cores are divided in one way, so give both "
+            "jobs as many"
+        )
     return one, two
+
+
+def _num_workers(specs: tuple[RunSpec, RunSpec]) -> tuple[int, int]:
+    return specs[0].phases["rollout"].nodes, specs[1].phases["rollout"].nodes
 
 
 def _device(*, is_gpu: bool) -> tuple[list[int], str]:
@@ -134,7 +151,8 @@ def _pairing(
         load_table(arguments.slowdown, here, otherwise=INSTEAD) if arguments.slowdown is not None else None
     )
     names = (specs[0].name, specs[1].name)
-    return Pairing(names, here, levels, table=table, is_serial=arguments.serial)
+    workers = _num_workers(specs)
+    return Pairing(names, here, levels, num_workers=workers, table=table, is_serial=arguments.serial)
 
 
 def _write(table: SlowdownTable, path: Path) -> None:
@@ -156,6 +174,7 @@ def _report(run: PairRun, pairing: Pairing) -> dict[str, Any]:
         "window": pairing.plan.window if pairing.plan is not None else None,
         "predicted_gain": round(pairing.plan.gain, 3) if pairing.plan is not None else None,
         "gain": round(pairing.gain, 3) if pairing.gain is not None else None,
+        "merges": pairing.num_merges,
         "elapsed_s": round(run.elapsed_s, 3),
         "pipelines": [
             {

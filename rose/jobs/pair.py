@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 
 from rose.errors import ChannelError, WorkerError
-from rose.jobs.pair_facts import PairFacts, Side
+from rose.jobs.pair_facts import PairFacts, Side, rollout_nodes
 from rose.jobs.runner import GRACE_S
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.scheduler.gpu.live import ROLLOUT, TRAIN
-from rose.scheduler.gpu.pairing import Pairing
+from rose.scheduler.gpu.pairing import Pairing, RolloutReport
 from rose.scheduler.gpu.slowdown import Share
+from rose.scheduler.gpu.substages import Steps
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import (
     Answer,
@@ -126,7 +127,7 @@ class PairRun:
             first_iteration=0,
             num_iterations=spec.iterations,
             group=DEVICE,
-            rollout_nodes=[0],
+            rollout_nodes=rollout_nodes(spec),
             cache_folder=str(self._cache_root / spec.name),
             limit_bytes={name: round(phase.memory_gb * 1e9) for name, phase in spec.phases.items()},
             shares_device=True,
@@ -181,9 +182,11 @@ class PairRun:
     ) -> None:
         side, pairing = self.sides[index], self._pairing
         body: dict[str, object] = {}
-        if isinstance(call, Release | Completed | Stepped):
+        refusal: str | None = None
+        if isinstance(call, Release | Completed | Stepped | Report | Moved):
             # A client that lost its connection sends again what was not answered.
-            is_repeated, side.last_seq = call.seq <= side.last_seq, max(call.seq, side.last_seq)
+            is_repeated = call.seq in side.carried_out
+            side.carried_out.append(call.seq)
         else:
             is_repeated = False
         match call:
@@ -192,7 +195,7 @@ class PairRun:
                 self.meter.asked(call.job, call.phase, now)
                 pairing.asks(index, PHASES[call.phase], now)
                 return  # the permit will be the answer
-            case Release() | Stepped() if is_repeated:
+            case Release() | Stepped() | Report() | Moved() if is_repeated:
                 pass
             case Release():
                 side.holds = None
@@ -204,13 +207,18 @@ class PairRun:
                     side.done_s.append(now)
                     self.meter.completed(call.job, now)
                     pairing.completed(index, now)
-                body = {"group": DEVICE, "rollout_nodes": [0], "ends": False}
+                body = {"group": DEVICE, "rollout_nodes": rollout_nodes(side.spec), "ends": False}
             case Stepped():
                 for each in call.steps:
                     pairing.stepped(index, each.tokens, each.num_running, each.seconds, each.epoch)
                 pairing.obeys(index, call.epoch, now)
+            case Report() if len(call.engines) == pairing.pipelines[index].num_workers > 1:
+                worker = pairing.reported(index, rollout_report(call))
+                body = {"keep": [worker]} if worker is not None else {}
+            case Moved():
+                refusal = pairing.moved(index, call.keep, now)
         assert side.caller is not None
-        self._send(side.caller, Answer(seq=call.seq, body=body))
+        self._send(side.caller, Answer(seq=call.seq, error=refusal, body=body))
 
     def _bury(self, now: float) -> None:
         for index, side in enumerate(self.sides):
@@ -226,7 +234,7 @@ class PairRun:
         """Sends new shares, the smaller share first, and permits to waiting jobs that have a share."""
         shares = self._pairing.shares
         is_new, self._epoch = self._pairing.epoch != self._epoch, self._pairing.epoch
-        for index in sorted((0, 1), key=lambda k: len(cores_of(k, shares, self._cores))):
+        for index in sorted((0, 1), key=lambda k: len(self._cores_of(k))):
             side, share = self.sides[index], shares[index]
             if side.caller is None:
                 continue
@@ -239,10 +247,21 @@ class PairRun:
     def _shared(self, index: int, share: Share | None) -> Shared:
         return Shared(
             epoch=self._pairing.epoch,
-            cores=cores_of(index, self._pairing.shares, self._cores),
+            cores=self._cores_of(index),
             compute=share.compute if share is not None else 0.0,
             memory=share.memory if share is not None else 0.0,
         )
+
+    def _cores_of(self, index: int) -> list[int]:
+        """Returns a pipeline's cores. Behind a merge, one has the worker of its engine, and the other one the
+        rest."""
+        pairing = self._pairing
+        if pairing.merged is None or None in pairing.shares:
+            return cores_of(index, pairing.shares, self._cores)
+        kept, worker = pairing.merged
+        count = len(self._cores) // pairing.num_workers
+        begin, end = worker * count, (worker + 1) * count
+        return self._cores[begin:end] if index == kept else self._cores[:begin] + self._cores[end:]
 
     def _grant(self, index: int, now: float) -> None:
         side = self.sides[index]
@@ -266,6 +285,31 @@ class PairRun:
 
     def _send(self, client: str, message: Message) -> None:
         self._batch.outgoing.append(Outgoing(client=client, body=encode(message)))
+
+
+def rollout_report(call: Report) -> RolloutReport:
+    """Returns a rollout's progress with the mean step of each engine."""
+    logs = [
+        [
+            Steps(
+                tokens=round(run.tokens / run.num_steps),
+                num_running=round(run.generated / run.num_steps),
+                seconds=run.seconds / run.num_steps,
+                count=run.num_steps,
+            )
+        ]
+        if run.num_steps
+        else []
+        for run in call.engines
+    ]
+    return RolloutReport(
+        logs=logs,
+        num_running=[run.num_requests for run in call.engines],
+        num_samples=call.num_total,
+        num_done=call.num_done,
+        num_tokens=call.num_tokens,
+        lengths=call.lengths or [],
+    )
 
 
 def cores_of(index: int, shares: Sequence[Share | None], cores: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ pair has no groups and no prices. Pure: takes `now`.
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +20,8 @@ from rose.scheduler.runtime.decide.meter import Meter
 from rose.scheduler.runtime.job.spec import RunSpec
 
 NUM_SHOWN = 12
+NUM_REMEMBERED = 1000
+"""More calls than a job has under way at once."""
 
 
 @dataclass(slots=True)
@@ -29,9 +31,9 @@ class Side:
     spec: RunSpec
     process: ServerProcess
     caller: str | None = None
-    last_seq: int = 0
-    """The number of the last call of its phases' thread that was carried out. Repeated ones are answered
-    alone."""
+    carried_out: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    """The numbers of its latest calls that were carried out, which are only answered when they come again.
+    Calls of several threads may come in another order than that of their numbers."""
     waiting: Request | None = None
     holds: Phase | None = None
     num_done: int = 0
@@ -133,12 +135,13 @@ class PairFacts:
         how = "at once" if pairing.mode in (Mode.TRIAL, Mode.SHARED) else "one iteration after the other"
         return {
             **_constant(side.spec.num_ranks),
+            "num_rollout_nodes": len(rollout_nodes(side.spec)),
             "name": name,
             "state": state,
             "is_over": is_over,
             "log": str(side.process.log_path),
             "group": None,
-            "rollout_nodes": [],
+            "rollout_nodes": rollout_nodes(side.spec),
             "why": f"shares this machine with {other}, {how}: {pairing.why}",
             "iterations": [side.num_done, side.spec.iterations],
             "holds": side.holds,
@@ -157,10 +160,15 @@ class PairFacts:
         }
 
 
+def rollout_nodes(spec: RunSpec) -> list[int]:
+    """Returns the numbers of a job's rollout nodes, each of which is a worker of the device."""
+    return list(range(spec.phases["rollout"].nodes))
+
+
 def decision_text(pairing: Pairing, decision: Decision) -> str:
     """Says what each pipeline runs after a decision."""
-    parts = (f"{name} {_part(decision, index)}" for index, name in enumerate(pairing.names))
-    return "; ".join(parts)
+    parts = [f"{name} {_part(decision, index)}" for index, name in enumerate(pairing.names)]
+    return "; ".join([decision.note, *parts] if decision.note else parts)
 
 
 def _part(decision: Decision, index: int) -> str:
@@ -198,6 +206,5 @@ def _constant(num_ranks: int) -> dict[str, Any]:
         "preemptions": [],
         "after_rollout_s": 0.0,
         "after_train_s": 0.0,
-        "num_rollout_nodes": 1,
         "num_train_nodes": 1,
     }

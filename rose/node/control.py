@@ -65,8 +65,8 @@ class EngineControl:
         self._worker_headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self._client = http_client(url, key=settings.key, timeout=timeout_s, ca=settings.tls_ca)
 
-    def status(self) -> WorkerStatus:
-        return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status"))
+    def status(self, timeout_s: float | None = None) -> WorkerStatus:
+        return WorkerStatus.model_validate(self._call("GET", "/rose/v1/status", timeout_s=timeout_s))
 
     def harm(self) -> HarmHistory:
         return HarmHistory.model_validate(self._call("GET", "/rose/v1/harm"))

@@ -12,17 +12,22 @@ they have.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import httpx
 
 from rose.errors import ConfigError, WorkerError
+from rose.messages import WorkerStatus
 from rose.node.control import EngineControl
+from rose.scheduler.runtime.channel.messages import EngineRun
 from rose.scheduler.runtime.job.cache import HostCache
-from rose.scheduler.runtime.job.job import JobFile, running_job
+from rose.scheduler.runtime.job.job import REPORT_S, JobFile, running_job
 from rose.scheduler.runtime.job.recording import EngineTimes
 from rose.trainers.engine_times import EngineTiming
 
 logger = logging.getLogger(__name__)
+
+Done = TypeVar("Done")
 
 
 class OwnEngines:
@@ -36,6 +41,9 @@ class OwnEngines:
         self._places: dict[int, int] = {}
         """For each rollout node of the job in this group, by its number, the index of its engines."""
         self._nodes = [[EngineControl(url, "") for url in urls] for urls in nodes]
+        self._seen: dict[str, WorkerStatus] = {}
+        self._freed: set[int] = set()
+        """The rollout nodes that the present rollout's tail has left, by their numbers in the group."""
 
     def load(self, cache: HostCache) -> None:
         """Activates the engines of the job's nodes, and makes sure that no others are active. Raises:
@@ -43,6 +51,7 @@ class OwnEngines:
         engines = self._engines()
         _each(_put_aside, [each for node in self._nodes for each in node if each not in engines])
         _each(EngineControl.activate, engines)
+        self._freed = set()
 
     def offload(self, cache: HostCache) -> None:
         """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
@@ -67,8 +76,19 @@ class OwnEngines:
     def move_tail(self, keep: Sequence[int]) -> None:
         """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError;
         ConfigError."""
-        left = [node for number, node in self._by_number() if number not in keep]
-        _each(EngineControl.deactivate, [engine for node in left for engine in node])
+        left = {number: node for number, node in self._by_number() if number not in keep}
+        _each(EngineControl.deactivate, [engine for node in left.values() for engine in node])
+        self._freed = set(left)
+
+    def engine_runs(self) -> list[EngineRun]:
+        """Returns what each node's engines have computed since the last call; nothing for the nodes that the
+        tail has left. Raises: WorkerError if an engine doesn't answer in `REPORT_S`; ConfigError."""
+        nodes = [[] if number in self._freed else node for number, node in self._by_number()]
+        engines = [engine for node in nodes for engine in node]
+        found = _each(lambda engine: engine.status(REPORT_S), engines)
+        before, now = self._seen, {each.url: status for each, status in zip(engines, found, strict=True)}
+        self._seen = before | now
+        return [run_between([(before.get(each.url), now[each.url]) for each in node]) for node in nodes]
 
     def _engines(self) -> list[EngineControl]:
         return [engine for _, node in self._by_number() for engine in node]
@@ -144,7 +164,48 @@ def _bound(engine: EngineControl, share: float) -> None:
         logger.warning("an engine takes no share of memory: url=%s error=%s", engine.url, error)
 
 
-def _each(do: Callable[[EngineControl], object], engines: Sequence[EngineControl]) -> None:
+def run_between(statuses: Sequence[tuple[WorkerStatus | None, WorkerStatus]]) -> EngineRun:
+    """Returns what the engines of one node have computed between two statuses of each; nothing of those
+    without an earlier status.
+
+    Engines and data-parallel ranks step side by side: the steps are those of the one that made most.
+    """
+    runs = [run for before, now in statuses for run in _rank_runs(before, now)]
+    longest = max(runs, key=lambda run: run.num_steps, default=None)
+    return EngineRun(
+        num_steps=longest.num_steps if longest is not None else 0,
+        seconds=longest.seconds if longest is not None else 0.0,
+        tokens=sum(run.tokens for run in runs),
+        generated=sum(run.generated for run in runs),
+        num_requests=sum(now.num_running + now.num_waiting for _, now in statuses),
+    )
+
+
+def _rank_runs(before: WorkerStatus | None, now: WorkerStatus) -> list[EngineRun]:
+    if before is None:
+        return []
+    # An engine that was started anew may have another number of ranks.
+    pairs = zip(before.ranks or [before], now.ranks or [now], strict=False)
+    return [_rank_run(*pair) for pair in pairs]
+
+
+def _rank_run(before: WorkerStatus, now: WorkerStatus) -> EngineRun:
+    def more(name: str) -> float:
+        # An engine that was started anew counts from 0.
+        begun: float = getattr(before, name) if before.steps <= now.steps else 0
+        ended: float = getattr(now, name)
+        return ended - begun
+
+    return EngineRun(
+        num_steps=int(more("steps")),
+        seconds=more("busy_s"),
+        tokens=int(more("computed_tokens")),
+        generated=int(more("generated_tokens")),
+        num_requests=now.num_running + now.num_waiting,
+    )
+
+
+def _each(do: Callable[[EngineControl], Done], engines: Sequence[EngineControl]) -> list[Done]:
     """Does it with all at once: an engine reads its weights for seconds. Raises what the first one raised."""
     with ThreadPoolExecutor(max(1, len(engines))) as threads:
-        list(threads.map(do, engines))
+        return list(threads.map(do, engines))

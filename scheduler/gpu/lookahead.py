@@ -41,6 +41,30 @@ class Action:
 ALONE = (Action(shares=(WHOLE, None), rates=(1.0, 0.0)), Action(shares=(None, WHOLE), rates=(0.0, 1.0)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """When a pipeline's iteration began, and the one before it. `is_exclusive`: it is in a phase that neither
+    shares a worker nor pauses."""
+
+    began_s: float
+    before_s: float
+    is_exclusive: bool
+
+
+def first_of(one: Claim, two: Claim) -> int:
+    """Returns which pipeline goes on if only one can.
+
+    That is the one whose iteration began earlier. But an exclusive phase overtakes the other pipeline once an
+    iteration: the other one goes on behind a merged tail, while an exclusive phase can't begin there. The
+    answer never changes within an exclusive phase, so it is never paused.
+    """
+    if one.is_exclusive != two.is_exclusive:
+        index = 0 if one.is_exclusive else 1
+        overtakes = (one, two)[index].before_s <= (two, one)[index].began_s
+        return index if overtakes else 1 - index
+    return 0 if one.began_s <= two.began_s else 1
+
+
 class LookAhead:
     """Chooses actions for one pair of pipelines by searching `window` sub-stages ahead.
 

@@ -22,7 +22,7 @@ class WorkerTail:
 
     `left`: the expected tokens of each sample, ascending. `tokens`: what all of them have, which the target
     prefills again. `slowdown`, `beside_slowdown`: of the samples, and of what runs beside them; 1 if nothing
-    does.
+    does, and infinite for what waits until the samples have ended.
     """
 
     worker: int
@@ -50,37 +50,44 @@ def decide_merge(
 ) -> Merge | None:
     """Returns the best merge of all tails of a pipeline, or None if none saves time (AT <= 0).
 
-    `beside_s`: what the other pipeline's sub-stage has left, alone; 0 if there is none. `is_elastic`: its
-    workers share one batch.
+    `beside_s`: what the other pipeline has left, alone; 0 if there is none. `is_elastic`: its workers share
+    one batch.
 
     Source: JigsawRL §4.3, T_origin - T_migr, with T(K) slowed by what runs beside it, too, which the paper
     leaves out. M is what prefilling a token takes in this engine's own steps, and stands for FLOPs over MFU
-    and peak. Where the other pipeline is elastic, its time follows from the balance below.
+    and peak. The paper slows the other pipeline to its end; here it is slowed while the samples run, and has
+    every worker after them. Where it is elastic, its time follows from the balance below.
     """
     num_samples = sum(len(tail.left) for tail in tails)
     if len(tails) < 2 or num_samples == 0 or num_samples >= MAX_MERGED:
         return None
     slowed = {tail.worker: tail.beside_slowdown for tail in tails}
     before_s = max(tail.slowdown * cost.seconds(tail.left) for tail in tails)
-    before_s += _beside_s(beside_s, slowed, num_workers, is_elastic)
+    before_s += _beside_s(beside_s, before_s, slowed, num_workers, is_elastic)
     merged_s = cost.seconds(sorted(tokens for tail in tails for tokens in tail.left))
     all_tokens = sum(tail.tokens for tail in tails)
     best: Merge | None = None
-    for target in tails:
+    for target in sorted(tails, key=lambda tail: -tail.tokens):
         moved_s = (all_tokens - target.tokens) * cost.prefill_token_s
         after_s = (merged_s + moved_s) * target.slowdown
-        after_s += _beside_s(beside_s, {target.worker: target.beside_slowdown}, num_workers, is_elastic)
+        only = {target.worker: target.beside_slowdown}
+        after_s += _beside_s(beside_s, after_s, only, num_workers, is_elastic)
         if before_s > after_s and (best is None or before_s - after_s > best.gain_s):
             best = Merge(target=target.worker, gain_s=before_s - after_s)
     return best
 
 
-def _beside_s(seconds: float, slowed: Mapping[int, float], num_workers: int, is_elastic: bool) -> float:
-    """Returns how long the other pipeline takes, of whose workers these are slowed."""
+def _beside_s(
+    seconds: float, tail_s: float, slowed: Mapping[int, float], num_workers: int, is_elastic: bool
+) -> float:
+    """Returns how long the other pipeline takes, of whose workers these are slowed for `tail_s`."""
     if is_elastic:
-        free = num_workers - len(slowed)
-        return seconds * num_workers / (free + sum(1 / each for each in slowed.values()))
-    return seconds * max([1.0, *slowed.values()])
+        speed = (num_workers - len(slowed) + sum(1 / each for each in slowed.values())) / num_workers
+    else:
+        speed = 1 / max([1.0, *slowed.values()])
+    if seconds <= speed * tail_s:
+        return seconds / speed if seconds else 0.0
+    return tail_s + seconds - speed * tail_s
 
 
 def expected_left(past: Sequence[int], reached: int, num_running: int) -> tuple[int, ...]:

@@ -5,11 +5,12 @@ run, and how far they are; never what is still to come. The same player predicts
 slowdowns, the last iteration again) and simulates it (a modelled GPU, drawn lengths).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose.scheduler.gpu.lookahead import ALONE, Action, Next
+from rose.scheduler.gpu.lookahead import ALONE, Action, Next, first_of
 from rose.scheduler.gpu.merge import Merge, WorkerTail, balanced
 from rose.scheduler.gpu.progress import ENDED_S, PipelineProgress
 from rose.scheduler.gpu.slowdown import WHOLE, Slowdowns
@@ -135,11 +136,17 @@ class Player:
 
     def _action(self, worker: int) -> Action:
         one, two = self._heads(worker)
+        claims = [run.claim for run in self._runs]
+        first = first_of(claims[0], claims[-1])
+        num_exclusive = sum(each.is_exclusive for each in claims)
+        if len(claims) == num_exclusive == 2:  # the second one needs all workers
+            return ALONE[first]
         if one is None or two is None:
             return ALONE[0 if one is not None else 1]
+        if num_exclusive:
+            return ALONE[first]
         if SubStageKind.TOOL in (one.kind, two.kind):
             return Action(shares=(WHOLE, WHOLE), rates=(1.0, 1.0))
-        first = 0 if self._runs[0].began_s <= self._runs[1].began_s else 1
         return self._policy.decide((self._runs[0].upcoming(worker), self._runs[1].upcoming(worker)), first)
 
     def _rate(self, worker: int, index: int) -> float:
@@ -198,11 +205,15 @@ class Player:
         if run.is_elastic or len(self._runs) < 2 or len(workers) < 2 or not is_tail:
             return False
         other = self._runs[1 - index]
+        if run.claim.is_exclusive and other.claim.is_exclusive:  # it could not begin on some workers
+            return False
         tails = []
         for worker in workers:
-            rates = self._rate(worker, index), self._rate(worker, 1 - index)
-            slow, beside = (1 / rate if rate else 1.0 for rate in rates)
-            tails.append(run.tail(worker, slow, beside))
+            rate, beside_rate = self._rate(worker, index), self._rate(worker, 1 - index)
+            waits = math.inf if other.workers[worker].head is not None else 1.0
+            tails.append(
+                run.tail(worker, 1 / rate if rate else 1.0, 1 / beside_rate if beside_rate else waits)
+            )
         coming = [other.upcoming(worker) for worker in workers]
         beside_s = max((found[0].seconds for found in coming if found), default=0.0)
         merge = self._policy.merge(tails, run.graph, beside_s, other.is_elastic)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rose.scheduler.gpu.lookahead import Next
+from rose.scheduler.gpu.lookahead import Claim, Next
 from rose.scheduler.gpu.merge import WorkerTail, expected_left
 from rose.scheduler.gpu.substages import Iteration, SubStage, SubStageKind
 
@@ -51,6 +51,8 @@ class PipelineProgress:
     number: int = 1
     phase: int = 0
     began_s: float = 0.0
+    before_s: float = -math.inf
+    """When the iteration before began."""
     latencies_s: list[float] = field(default_factory=list)
     workers: list[At] = field(default_factory=list)
 
@@ -65,6 +67,11 @@ class PipelineProgress:
     def is_elastic(self) -> bool:
         return self.graph.phases[self.phase].is_elastic
 
+    @property
+    def claim(self) -> Claim:
+        is_exclusive = self.graph.phases[self.phase].is_exclusive
+        return Claim(began_s=self.began_s, before_s=self.before_s, is_exclusive=is_exclusive)
+
     def enter(self, phase: int) -> None:
         self.phase = phase
         self.workers = [At(chain=chain) for chain in self.graph.phases[phase].chains]
@@ -77,7 +84,7 @@ class PipelineProgress:
             self.enter(self.phase + 1)
             return True
         self.latencies_s.append(now_s - self.began_s)
-        self.began_s, self.number = now_s, self.number + 1
+        self.before_s, self.began_s, self.number = self.began_s, now_s, self.number + 1
         if self.number < len(self.graphs):
             self.enter(0)
         return True

@@ -109,11 +109,13 @@ class SubStage:
 class PhaseChains:
     """One chain of sub-stages for each data-parallel worker. The next phase begins after all chains.
 
-    `is_elastic`: the workers share one batch, so that a slow worker may be given less of it.
+    `is_elastic`: the workers share one batch, so that a slow worker may be given less of it. `is_exclusive`:
+    it needs all workers to begin, and then neither shares a worker nor pauses.
     """
 
     chains: tuple[tuple[SubStage, ...], ...]
     is_elastic: bool = False
+    is_exclusive: bool = False
 
     @property
     def seconds(self) -> float:
@@ -168,6 +170,12 @@ def iteration(
     cost = cost if cost is not None else decode_cost([steps for log in logs for steps in log])
     num_samples = sum(max((steps.num_running for steps in log), default=0) for log in logs)
     return Iteration(phases=tuple(phases), cost=cost, num_samples=max(1, num_samples))
+
+
+def spread(graph: Iteration, num_workers: int) -> Iteration:
+    """Returns the graph of a pipeline of one process on so many workers, which share all of its batches."""
+    phases = tuple(PhaseChains(chains=phase.chains * num_workers, is_elastic=True) for phase in graph.phases)
+    return replace(graph, phases=phases, num_samples=graph.num_samples * num_workers)
 
 
 def substages(log: Sequence[Steps]) -> tuple[SubStage, ...]:

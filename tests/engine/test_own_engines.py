@@ -1,5 +1,6 @@
 """A job's own rollout engines as the working set of its rollouts, on a real engine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,12 @@ from probes import prompt
 from real_engine import until
 from shared_gpu import LedgerLog, SharedGpu
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, WorkerError
+from rose.messages import WorkerStatus
+from rose.node.control import EngineControl
+from rose.ports import free_port
 from rose.scheduler.runtime.job.cache import HostCache
-from rose.trainers.own_engines import OwnEngines, places
+from rose.trainers.own_engines import OwnEngines, places, run_between
 from rose.types import Role
 
 pytestmark = pytest.mark.vllm
@@ -78,3 +82,59 @@ def test_a_node_without_engines_is_named() -> None:
         places((0, 1), ["a"], {}, {})
     with pytest.raises(ConfigError, match="rollout node 8 is at d, and no free engine"):
         places((4, 8), ["a", "b", "c"], {4: "a", 8: "d"}, {})
+
+
+def test_steps_are_told_by_node_since_the_last_call(gpu: SharedGpu) -> None:
+    engine = gpu.engine(Role.ROLLOUT)
+    engines = OwnEngines([[], [engine.url]])
+    engine.complete(PROMPT, 8)
+    idle, busy = engines.engine_runs()
+    assert (busy.num_steps, busy.tokens) == (0, 0), "nothing at the first call"
+    engine.complete(PROMPT, 8)
+    until(lambda: not engine.status().num_running, "the request has left the engine")
+    idle, busy = engines.engine_runs()
+    assert (idle.num_steps, idle.seconds, idle.tokens, idle.num_requests) == (0, 0.0, 0, 0)
+    assert (busy.num_steps, busy.generated, busy.num_requests) == (8, 8, 0)
+    assert busy.tokens == len(PROMPT) + 7 and busy.seconds > 0
+    assert engines.engine_runs() == [idle, idle]
+    engines.move_tail((0,))
+    EngineControl(engine.url, "").activate()
+    engine.complete(PROMPT, 8)
+    assert engines.engine_runs() == [idle, idle], "the tail has left the node"
+
+
+def status(
+    steps: int, busy_s: float, tokens: int, num_running: int = 0, ranks: Sequence[WorkerStatus] = ()
+) -> WorkerStatus:
+    return WorkerStatus.model_construct(
+        steps=steps,
+        busy_s=busy_s,
+        computed_tokens=tokens,
+        generated_tokens=tokens,
+        num_running=num_running,
+        num_waiting=0,
+        ranks=list(ranks),
+    )
+
+
+def test_ranks_and_engines_that_step_side_by_side_count_with_the_steps_of_the_busiest() -> None:
+    """One of two decodes a tail of 100 tokens alone, at 0.1 s a step."""
+    begun = status(10, 1.0, 40), status(10, 1.0, 40)
+    ended = status(110, 11.0, 140, num_running=1), status(20, 2.0, 60)
+    in_ranks = status(20, 2.0, 80, ranks=begun), status(130, 13.0, 200, num_running=1, ranks=ended)
+    for run in (run_between(list(zip(begun, ended, strict=True))), run_between([in_ranks])):
+        assert (run.num_steps, run.seconds) == (100, 10.0)
+        assert (run.tokens, run.generated, run.num_requests) == (120, 120, 1)
+
+
+def test_an_engine_that_was_started_anew_counts_from_zero() -> None:
+    run = run_between([(status(100, 10.0, 400), status(5, 0.5, 20))])
+    assert (run.num_steps, run.seconds, run.tokens) == (5, 0.5, 20)
+
+
+def test_an_engine_that_is_gone_is_named_when_its_tail_should_move() -> None:
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    engines = OwnEngines([[url] for url in urls])
+    for call in (lambda: engines.move_tail((0,)), lambda: OwnEngines([[urls[1]]]).engine_runs()):
+        with pytest.raises(WorkerError, match=rf"{urls[1]}/rose/.*is an engine running there\?"):
+            call()

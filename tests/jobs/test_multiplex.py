@@ -11,7 +11,7 @@ import yaml
 
 from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, WorkerError
-from rose.jobs.multiplex import main
+from rose.jobs.multiplex import main, read_pair
 from rose.jobs.serve import cache_root
 from rose.jobs.slowdown import hardware
 from rose.scheduler.gpu.slowdown import SlowdownTable
@@ -183,14 +183,17 @@ def test_state_that_a_killed_run_has_left_is_gone_when_the_jobs_start(
 def test_what_can_t_be_shared_is_refused_before_anything_starts(tmp_path: Path) -> None:
     math, code = write_job(tmp_path, "math"), write_job(tmp_path, "code")
     ranks = write_job(tmp_path, "ranks", num_ranks=2)
-    nodes = write_job(tmp_path, "nodes", phases={"rollout": {"nodes": 2}, "train": {}})
+    nodes = write_job(tmp_path, "nodes", phases={"rollout": {}, "train": {"nodes": 2}})
+    too_many = len(os.sched_getaffinity(0)) + 1
+    many = write_job(tmp_path, "many", phases={"rollout": {"nodes": too_many}, "train": {}})
     table = {"hardware": "H100", "compute": [0.5], "memory": [0.5], "entries": []}
     other = tmp_path / "h100.json"
     other.write_text(json.dumps(table))
     for arguments, said in (
         ([math, math], "both jobs are named math; give each a name of its own"),
         ([math, ranks], "num_ranks: 2; only jobs of one process"),
-        ([math, nodes], "rollout with nodes: 2; pipelines that share this machine have one"),
+        ([math, nodes], "train with nodes: 2; pipelines that share this machine have one, except for a roll"),
+        ([math, many], f"nodes: {too_many}; the {too_many - 1} cores here can't be divided into {too_many} "),
         ([math, code, "--slowdown", other, "-o", tmp_path / "new.json"], "omit it with --slowdown"),
         ([math, code, "--slowdown", other], "measured on 'H100', not on .*; leave out --slowdown"),
         ([math, code, "-o", other], "exists; remove it, or choose another"),
@@ -199,6 +202,19 @@ def test_what_can_t_be_shared_is_refused_before_anything_starts(tmp_path: Path) 
         with pytest.raises(ConfigError, match=said):
             main([str(each) for each in arguments])
     assert not (tmp_path / "run" / "jobs").exists()
+
+
+def test_rollouts_on_engines_divide_the_cores_in_one_way_and_no_gpu(tmp_path: Path) -> None:
+    two, three = (
+        write_job(tmp_path, name, phases={"rollout": {"nodes": nodes}, "train": {}})
+        for name, nodes in (("two", 2), ("three", 3))
+    )
+    one = write_job(tmp_path, "one")
+    assert [spec.name for spec in read_pair([two, one], 12, is_gpu=False)] == ["two", "one"]
+    with pytest.raises(ConfigError, match=r"rollouts with nodes: 2 and 3; .* give both jobs as many"):
+        read_pair([two, three], 12, is_gpu=False)
+    with pytest.raises(ConfigError, match="rollout with nodes: 2; pipelines that share a GPU have one"):
+        read_pair([two, one], 132, is_gpu=True)
 
 
 def test_a_command_that_can_t_start_is_named(tmp_path: Path) -> None:

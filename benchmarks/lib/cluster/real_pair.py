@@ -37,22 +37,8 @@ def run_pair(options: Sequence[str], iterations: int, *flags: str) -> MeasuredPa
     """Runs two pipelines that differ in their seeds. Raises: WorkerError with what the command said."""
     with tempfile.TemporaryDirectory(prefix="rose-pair-") as name:
         folder = Path(name)
-        jobs = [_job(folder, index, options, iterations) for index in (0, 1)]
-        argv = [*(str(job) for job in jobs), "--json", "--folder", str(folder / "run"), *flags]
-        done = subprocess.run(
-            [sys.executable, "-m", "rose.cli", "sched", "multiplex", *argv],
-            env=child_environment(
-                {"ROSE_RUNTIME_DIR": str(folder), "ROSE_CHANNEL": f"unix:{folder / 'channel'}"}
-            ),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            logs = [path.read_text()[-2000:] for path in (folder / "run" / "logs").glob("*.log")]
-            raise WorkerError(f"rose sched multiplex: status {done.returncode}: {done.stderr}\n{logs}")
-        report: dict[str, Any] = json.loads(done.stdout)
+        jobs = [tiny_job(folder, index, options, iterations) for index in (0, 1)]
+        report = multiplex(folder, jobs, *flags)
         rewards = [(folder / f"{index}.jsonl").read_text().splitlines() for index in (0, 1)]
         return MeasuredPair(
             elapsed_s=report["elapsed_s"],
@@ -63,19 +49,45 @@ def run_pair(options: Sequence[str], iterations: int, *flags: str) -> MeasuredPa
         )
 
 
-def _job(folder: Path, index: int, options: Sequence[str], iterations: int) -> Path:
-    rewards = str(folder / f"{index}.jsonl")
+def multiplex(folder: Path, jobs: Sequence[Path], *flags: str) -> dict[str, Any]:
+    """Runs the command in a folder and returns its report. Raises: WorkerError with what it said."""
+    argv = [*(str(job) for job in jobs), "--json", "--folder", str(folder / "run"), *flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "rose.cli", "sched", "multiplex", *argv],
+        env=child_environment(
+            {"ROSE_RUNTIME_DIR": str(folder), "ROSE_CHANNEL": f"unix:{folder / 'channel'}"}
+        ),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        logs = [path.read_text()[-2000:] for path in (folder / "run" / "logs").glob("*.log")]
+        raise WorkerError(f"rose sched multiplex: status {done.returncode}: {done.stderr}\n{logs}")
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def tiny_job(folder: Path, index: int, options: Sequence[str], iterations: int) -> Path:
+    """Writes the file of a tiny pipeline, which writes its rewards to INDEX.jsonl."""
+    command = [
+        *(sys.executable, "-m", PIPELINE, "--rewards", str(folder / f"{index}.jsonl")),
+        *("--seed", str(index), "--train-threads", str(len(os.sched_getaffinity(0)))),
+        *options,
+    ]
+    return write_job(folder, f"pipeline-{index}", command, iterations)
+
+
+def write_job(folder: Path, name: str, command: Sequence[str], iterations: int, nodes: int = 1) -> Path:
+    """Writes a job's file. ``nodes``: those of its rollouts."""
     content = {
-        "name": f"pipeline-{index}",
-        "command": [
-            *(sys.executable, "-m", PIPELINE, "--rewards", rewards, "--seed", str(index)),
-            *("--train-threads", str(len(os.sched_getaffinity(0)))),
-            *options,
-        ],
+        "name": name,
+        "command": list(command),
         "max_tokens": 1024,
         "iterations": iterations,
-        "phases": {"rollout": {}, "train": {"after": ["rollout"]}},
+        "phases": {"rollout": {"nodes": nodes}, "train": {"after": ["rollout"]}},
     }
-    path = folder / f"{index}.yaml"
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(content))
     return path

@@ -34,7 +34,7 @@ _SUMMED = (
     *("steps", "num_running", "num_waiting", "kv_slabs_owned", "kv_slabs_in_use", "kv_slabs_budget"),
     *("pool_slabs_quarantined", "kv_cached_blocks", "kv_live_blocks", "stalled_requests"),
     *("reclaimed_requests", "leases_expired", "cuts", "generated_tokens", "busy_s", "device_weights_bytes"),
-    *("device_kv_bytes", "device_fixed_bytes"),
+    *("device_kv_bytes", "device_fixed_bytes", "computed_tokens"),
 )
 
 
@@ -109,6 +109,7 @@ class EngineCore:
             leases_expired=get(Field.LEASES_EXPIRED),
             cuts=get(Field.CUTS),
             generated_tokens=get(Field.GENERATED_TOKENS),
+            computed_tokens=get(Field.COMPUTED_TOKENS),
             busy_s=get(Field.BUSY_NS) / 1e9,
             serving_busy_s=self._serving_time.read_s() if self._serving_time is not None else None,
             serving_kv_usage=pool.ledger.serving_used_slabs / pool.num_slabs if pool is not None else None,

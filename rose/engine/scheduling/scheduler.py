@@ -193,6 +193,7 @@ class RoseScheduler(Scheduler):
             seconds = self.recorder.ended(time.monotonic())
             self.page.count(Field.STEPS)
             self.page.count(Field.BUSY_NS, int(seconds * 1e9))
+            self.page.count(Field.COMPUTED_TOKENS, scheduler_output.total_num_scheduled_tokens)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.total_num_scheduled_tokens > 0:
             produced = sum(len(one.new_token_ids) for many in outputs.values() for one in many.outputs)

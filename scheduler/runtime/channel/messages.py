@@ -162,9 +162,23 @@ class Release(RankCall, frozen=True, kw_only=True):
     epoch: int
 
 
-class Report(RankCall, frozen=True, kw_only=True):
+class EngineRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engines of one rollout node have computed since the last report, and what they have now."""
+
+    num_steps: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    """In steps."""
+    tokens: Count
+    """Computed ones, prefilled tokens included."""
+    generated: Count
+    num_requests: Count
+    """Those that run or wait there now."""
+
+
+class Report(RankCall, frozen=True, kw_only=True, omit_defaults=True):
     """Reports progress inside a phase, for long-tail migration. Rank 0 reports for all.
 
+    Defaults are left out, so that a scheduler of an earlier version takes it.
     The answer's ``keep`` names the rollout nodes onto which the rest should move, if it should move.
     """
 
@@ -175,6 +189,8 @@ class Report(RankCall, frozen=True, kw_only=True):
     """The length of the longest response that still runs; None if the tail must not move."""
     lengths: list[Count] | None = None
     """The lengths of all responses, when all are done."""
+    engines: list[EngineRun] = msgspec.field(default_factory=list)
+    """Of each rollout node, where the job shares its device and knows its engines."""
 
 
 class Moved(RankCall, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
 from rose.errors import CacheFull
+from rose.scheduler.runtime.channel.messages import EngineRun
 from rose.scheduler.runtime.job.copying import copy_arrays
 from rose.scheduler.runtime.job.set_file import SetFile
 
@@ -61,6 +62,15 @@ class BoundedSet(WorkingSet, Protocol):
 
     def take_memory(self, share: float) -> None:
         """Keeps within this share from now on. 1: all of it, as after each `load`."""
+
+
+@runtime_checkable
+class EngineSet(WorkingSet, Protocol):
+    """A working set of engines, which compute a rollout beside the job's process."""
+
+    def engine_runs(self) -> list[EngineRun]:
+        """Returns what each rollout node's engines have computed since the last call; nothing at the first
+        one. Raises: WorkerError."""
 
 
 class HostCache:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from rose.config import Settings, launched_rank
-from rose.errors import ChannelError, ConfigError, PermitLost
+from rose.errors import ChannelError, ConfigError, PermitLost, WorkerError
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.messages import (
     Answer,
     Call,
     Completed,
+    EngineRun,
     Granted,
     Heartbeat,
     Moved,
@@ -33,7 +34,7 @@ from rose.scheduler.runtime.channel.messages import (
     StepRun,
 )
 from rose.scheduler.runtime.channel.opening import ChannelUrl
-from rose.scheduler.runtime.job.cache import BoundedSet, HostCache, WorkingSet
+from rose.scheduler.runtime.job.cache import BoundedSet, EngineSet, HostCache, WorkingSet
 from rose.scheduler.runtime.job.device_memory import wait_free
 from rose.scheduler.runtime.job.multiprocessors import GreenContexts
 from rose.scheduler.runtime.job.recording import Recorder, Recording
@@ -117,6 +118,10 @@ class RunningJob:
         self.device = (
             SharedDevice(self._client.unasked, self._stepped, device) if file.shares_device else None
         )
+        self._engines: EngineSet | None = None
+        """Those of the phase that runs, if it shares its device."""
+        self._has_warned = False
+        """Whether this phase's log says that its engines' steps are not reported."""
         threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
 
     @contextmanager
@@ -150,12 +155,21 @@ class RunningJob:
         if self.device is not None and self._held is not None:
             self.device.step(num_tokens, num_running)
 
-    def bounding(self, working_set: WorkingSet | None) -> AbstractContextManager[None]:
-        """Tells a loaded working set the job's share of the device's memory, and each new one inside the
-        context."""
-        if self.device is None or not isinstance(working_set, BoundedSet):
-            return nullcontext()
-        return self.device.bounding(working_set.take_memory)
+    @contextmanager
+    def sharing(self, working_set: WorkingSet | None) -> Iterator[None]:
+        """Tells a loaded working set the job's share of the device's memory, and each new one, inside the
+        context. There its engines' steps are reported."""
+        outer = self._engines
+        with ExitStack() as stack:
+            if self.device is not None and isinstance(working_set, BoundedSet):
+                stack.enter_context(self.device.bounding(working_set.take_memory))
+            if self.device is not None and isinstance(working_set, EngineSet):
+                self._engines, self._has_warned = working_set, False
+                self._engine_runs()  # what they computed before does not count
+            try:
+                yield
+            finally:
+                self._engines = outer
 
     def _stepped(self, steps: list[StepRun], epoch: int) -> None:
         self._client.tell(self._call(Stepped, steps=steps, epoch=epoch))
@@ -200,7 +214,8 @@ class RunningJob:
     ) -> tuple[int, ...] | None:
         """Reports progress inside a phase. Returns the nodes onto which the rest should move, or None.
 
-        Waits at most `REPORT_S`: without a scheduler the phase goes on.
+        Waits at most `REPORT_S` for the engines' steps, and as long for the scheduler: without them the phase
+        goes on.
         """
         call = self._call(
             Report,
@@ -209,6 +224,7 @@ class RunningJob:
             num_total=num_total,
             num_tokens=num_tokens,
             lengths=list(lengths) if lengths is not None else None,
+            engines=self._engine_runs(),
         )
         try:
             reply = self._client.ask(call, REPORT_S)
@@ -218,6 +234,17 @@ class RunningJob:
         assert isinstance(reply, Answer), reply
         keep = reply.body.get("keep")
         return tuple(keep) if keep is not None else None
+
+    def _engine_runs(self) -> list[EngineRun]:
+        try:
+            return self._engines.engine_runs() if self._engines is not None else []
+        except WorkerError as error:
+            if not self._has_warned:
+                logger.warning(
+                    "this phase's tail may stay where it is: an engine's steps are unknown: %s", error
+                )
+            self._has_warned = True
+            return []
 
     def moved(self, keep: Sequence[int]) -> None:
         """Reports that the rollout runs on these of its nodes alone. Raises: PermitLost."""

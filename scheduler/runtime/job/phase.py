@@ -205,7 +205,7 @@ def phase(
             if working_set is not None:
                 working_set.load(job.cache(name))
             loaded_s = time.monotonic()
-            with job.bounding(working_set):
+            with job.sharing(working_set):
                 result = run()
             ran_s = time.monotonic()
             if timed is not None and job.recorder is not None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rose.scheduler.gpu.lookahead import ALONE, Action, LookAhead, Next
+from rose.scheduler.gpu.lookahead import ALONE, Action, Claim, LookAhead, Next, first_of
 from rose.scheduler.gpu.slowdown import Share, SlowdownTable, splits
 from rose.scheduler.gpu.substages import SubStageKind
 
@@ -118,3 +118,16 @@ def _cost(policy: LookAhead, action: Action, one: list[Next], two: list[Next], d
         return passed_s + sum(each.seconds for part in rest for each in part) / 2
     following = policy.actions(rest[0][0].kind, rest[1][0].kind, 0)
     return passed_s + min(_cost(policy, each, rest[0], rest[1], depth - 1) for each in following)
+
+
+def test_an_exclusive_phase_goes_first_once_in_an_iteration_of_the_other_pipeline() -> None:
+    def claim(began_s: float, before_s: float, *, is_exclusive: bool = False) -> Claim:
+        return Claim(began_s=began_s, before_s=before_s, is_exclusive=is_exclusive)
+
+    waits = claim(5.0, 0.0)
+    assert first_of(claim(9.0, 1.0), waits) == 1, "whose iteration began earlier"
+    assert first_of(claim(9.0, 1.0, is_exclusive=True), waits) == 0, "its last one began before the other's"
+    assert first_of(claim(9.0, 7.0, is_exclusive=True), waits) == 1, "it has overtaken once"
+    assert first_of(waits, claim(9.0, 1.0, is_exclusive=True)) == 1
+    both = claim(9.0, 1.0, is_exclusive=True), claim(5.0, 0.0, is_exclusive=True)
+    assert first_of(*both) == 1

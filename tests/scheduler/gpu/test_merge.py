@@ -1,5 +1,7 @@
 """Merging tails, and dividing batches."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,14 +18,41 @@ def tail(
     return WorkerTail(worker=worker, left=left, tokens=tokens, slowdown=slow, beside_slowdown=beside)
 
 
-def test_gain_is_the_papers_formula() -> None:
-    # T_origin = max(1.1 x 10, 1.1 x 20) + 1.5 x 30. T_migr = 1.1 x (20 + M) + max(1.5 x 30, 30).
+def test_gain_is_the_papers_formula_with_a_neighbour_that_is_slowed_while_the_tail_runs() -> None:
+    # The tails take 1.1 x 20 before; after, 1.1 x (20 + M).
     tails = [tail(0, (100,), 1000, 1.1, 1.5), tail(1, (200,), 1000, 1.1, 1.5)]
+    # On each worker the other pipeline goes at 1 / 1.5 of its speed beside a tail, however many there are.
     assert decide_merge(tails, COST, num_workers=2, beside_s=30.0, is_elastic=False) is None
-    # The other pipeline's batch follows: 2 x 30 / (2 / 1.5) before, 2 x 30 / (1 + 1 / 1.5) after.
+    # Its batch follows: at 1 / 1.5 for 22 s before, at (1 + 1 / 1.5) / 2 for 23.1 s after.
     merge = decide_merge(tails, COST, num_workers=2, beside_s=30.0)
     assert merge is not None
-    assert merge.gain_s == pytest.approx(45.0 - 36.0 - 1.1 * 1.0)
+    before_s, after_s = 22 + 30 - 22 / 1.5, 23.1 + 30 - 23.1 * 5 / 6
+    assert merge.gain_s == pytest.approx((22 + before_s) - (23.1 + after_s))
+
+
+def test_a_neighbour_that_ends_within_the_tail_has_no_worker_for_itself_later() -> None:
+    tails = [tail(0, (100,), beside=2.0), tail(1, (100,), beside=2.0)]
+    merge = decide_merge(tails, COST, num_workers=2, beside_s=3.0)
+    assert merge is not None
+    assert merge.gain_s == pytest.approx(3 * 2 - 3 / 0.75)
+
+
+def test_a_neighbour_that_waits_for_the_tails_computes_on_the_freed_workers() -> None:
+    waits = [tail(worker, (100,), 50, beside=math.inf) for worker in range(4)]
+    merge = decide_merge(waits, COST, num_workers=4, beside_s=100.0)
+    assert merge is not None
+    moved_s = 0.001 * 150
+    # It waits for 10 s before; after, it goes at 3/4 of its speed for 10 s and the prefill.
+    assert merge.gain_s == pytest.approx((10 + 10) - (10 + moved_s) * (1 + 1 - 3 / 4))
+    assert decide_merge(waits, COST, num_workers=4, beside_s=0.0) is None
+
+
+def test_an_idle_worker_is_freed_without_moving_anything() -> None:
+    costly = DecodeCost(step_s=0.1, sample_s=0.0, prefill_token_s=1.0)
+    tails = [tail(0, (), beside=math.inf), tail(1, (100,), 500, beside=math.inf)]
+    merge = decide_merge(tails, costly, num_workers=2, beside_s=100.0)
+    assert merge is not None and merge.target == 1
+    assert merge.gain_s == pytest.approx(5.0)
 
 
 def test_the_target_is_the_tail_that_is_dearest_to_move() -> None:

@@ -1,13 +1,15 @@
 """Whole iterations under the shipped policy, and the choice between sharing and serial."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from rose.scheduler.gpu.lookahead import ALONE
 from rose.scheduler.gpu.plan import Multiplexing, choose
 from rose.scheduler.gpu.player import PairResult, Player
 from rose.scheduler.gpu.slowdown import SlowdownTable
-from rose.scheduler.gpu.substages import DecodeCost, Iteration, PhaseChains, SubStage, SubStageKind
+from rose.scheduler.gpu.substages import DecodeCost, Iteration, PhaseChains, SubStage, SubStageKind, spread
 from rose.scheduler.sim.gpu_workloads import WORKLOADS, ModelledGpu, PipelineWorkload, draw, profiled
 
 COST = DecodeCost(step_s=0.1, sample_s=0.0, prefill_token_s=0.0)
@@ -90,6 +92,32 @@ def test_merged_tails_leave_the_other_pipeline_alone() -> None:
     assert any(event.merged == 0 for event in merged.events)
     assert not any(event.merged is not None for event in apart.events)
     assert merged.gain > apart.gain
+
+
+def on_engines(rollouts: tuple[tuple[int, ...], ...], train_s: float) -> Iteration:
+    """As `graph`, with a rollout that neither shares a worker nor pauses."""
+    made = graph(rollouts, train_s)
+    rollout, train = made.phases
+    return replace(made, phases=(replace(rollout, is_exclusive=True), train))
+
+
+def test_a_rollout_on_engines_leaves_workers_to_a_pipeline_of_one_process_by_a_merge_alone() -> None:
+    tails = on_engines(((10, 400), (10, 400)), 5.0)
+    process = spread(graph(((100,),), 20.0), 2)
+    merged, apart = (play(table(), tails, process, merges=merges) for merges in (True, False))
+    rollouts = [each for each in merged.events if each.kinds[0] is SubStageKind.ROLLOUT_SMALL and each.action]
+    assert rollouts and all(each.action == ALONE[0] for each in rollouts[:2])
+    assert any(each.merged == 0 for each in merged.events)
+    assert not any(each.merged == 1 for each in merged.events), "one process has no tails"
+    # By this table all else may be shared at no cost: 45 s alone, of which 40 s keep both workers.
+    assert 1.0 < apart.gain < 1.5
+    assert merged.gain > 1.15 * apart.gain
+
+
+def test_of_two_rollouts_on_engines_the_second_waits_for_all_workers() -> None:
+    one = on_engines(((100,), (10,)), 1.0)
+    result = play(table(train_train=9.0, train_rollout_small=9.0, rollout_small_train=9.0), one, one)
+    assert result.gain == pytest.approx(1.0, abs=0.1)
 
 
 def test_no_sample_is_lost_in_a_merge() -> None:
