@@ -77,8 +77,8 @@ def test_a_shared_run_gives_the_same_rewards_and_weights_as_a_serial_one(
         lines.append([(folder / f"{job.stem}.jsonl").read_text() for job in jobs])
     assert lines[0] == lines[1]
     assert lines[0][0] != lines[0][1], "each has a seed of its own"
-    # It stays at the profile where the pairs have not run side by side for long enough to be measured.
-    assert report["mode"] in ("profile", "shared", "serial") and report["elapsed_s"] > 0
+    # Where one job starts much later, the first one ends during the profile or the trial.
+    assert report["mode"] in ("profile", "trial", "shared", "serial") and report["elapsed_s"] > 0
     table = tmp_path / "slowdown.json"
     if table.exists():  # else no pair ran side by side for long enough: that is chance on a busy machine
         assert load_yaml(table, SlowdownFile).to_table().entries
