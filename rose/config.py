@@ -235,6 +235,11 @@ def vllm_plugins() -> str:
     return ",".join(sorted(names | {"rose"}))
 
 
+def vllm_targets_cpu() -> bool:
+    """Returns whether vLLM was told to compute on CPUs, whatever build it is."""
+    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+
+
 def worker_api_key() -> str | None:
     """Returns the key that an engine of this host wants on /v1, as vLLM itself reads it or as the router
     sends it."""

@@ -43,10 +43,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # Every engine would compile a few small functions of vLLM's sampler, which takes longer than a test's tokens.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# Two pytest processes never give their servers the same port: each leaves the others' parts of all ports out.
+# Two workers of one run never give their servers the same port: each leaves the others' parts of all ports
+# out. A worker in the place of one that crashed has a higher number.
 _number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-ports._given_ports.update(port for port in range(1 << 16) if port % _count != _number)
+ports._given_ports.update(port for port in range(1 << 16) if port % _count != _number % _count)
 
 # Tests judge no speed, and every run tries the same: a machine that stalls, or a rare draw, must not decide
 # whether the code passes. Loaded here, before any test is collected, as @given keeps what is loaded then. New

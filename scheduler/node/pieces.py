@@ -27,6 +27,8 @@ _OUTLIERS_FROM = 20
 _STALLED = 8.0
 """A measurement of so many times the expected seconds says nothing about its piece: the machine stood still.
 If it counted, a busy engine might have no gap long enough, and the piece would not be measured again."""
+_FEW_STALLS = 0.2
+"""Where more of the measurements are so long, the machine has become slower, and they count."""
 _ENOUGH = 8
 """The measurements from which it may be said that a piece never takes less."""
 _MARGIN_S = 2e-4
@@ -104,6 +106,8 @@ class _Measured:
             self._cost = PassCost(constant_s=0.0, per_token_s=per_token_s, per_pair_s=0.0)
         ratios = sorted(s / self._cost.seconds(work.tokens, work.pairs) for work, s in self.samples)
         counted = [ratio for ratio in ratios if ratio < _STALLED]
+        if len(counted) < (1 - _FEW_STALLS) * len(ratios):
+            counted = ratios
         if len(counted) >= _OUTLIERS_FROM:
             counted.pop()
         self._safe_ratio = max([1.0, *counted])

@@ -226,13 +226,17 @@ def test_cuda_pools_that_can_not_be_are_refused(
     assert list(runtime_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize(("version", "expected"), [("0.32.0", "cuda"), ("0.32.0+cpu", "host")])
+@pytest.mark.parametrize(
+    ("version", "target", "expected"),
+    [("0.32.0", "cuda", "cuda"), ("0.32.0", "cpu", "host"), ("0.32.0+cpu", "cuda", "host")],
+)
 def test_a_pool_lies_where_the_installed_vllm_computes(
     with_driver: None,
     runtime_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: str,
+    target: str,
     expected: str,
 ) -> None:
     """The package has a name and a version alone, and is found before any other."""
@@ -240,6 +244,7 @@ def test_a_pool_lies_where_the_installed_vllm_computes(
     package.mkdir()
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
     argv = [sys.executable, "-m", "rose.memory.daemon.daemon", POOL, "--runtime-dir", str(runtime_dir)]
     with subprocess.Popen([*argv, "--num-slabs", "4", "--slab-bytes", str(2 << 20)]) as daemon:
         assert describe_pool(POOL, runtime_dir=runtime_dir, timeout_s=PATIENCE_S).backend == expected

@@ -214,8 +214,13 @@ class VersionChain:
             if self._head is None:
                 return
             self._take_folded()
+            self._left = []
             self._oldest_base = self._choose_oldest_base()
-            self._put_head()
+            try:
+                self._put_head()
+            except RelayFull:  # HEAD may have grown by a digit
+                self._relay.remove(self._left)
+                raise
             self._remove_unneeded()
 
     def _put_head(self) -> None:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rose.config import vllm_targets_cpu
 from rose.errors import ConfigError, PoolError, VmmError
 from rose.memory.pool.pool_memory import MAX_SLABS, PoolSize
 from rose.memory.slabs.backend import BackendKind, open_backend
@@ -146,13 +147,13 @@ class OpenSize:
 
 def engines_backend() -> BackendKind:
     """Returns where vLLM's engines compute on this machine: on a GPU if the driver has one, unless vLLM is
-    its CPU build."""
-    if _is_cpu_build():
+    its CPU build or was told to compute on CPUs."""
+    if vllm_targets_cpu() or _is_cpu_build():
         return BackendKind.HOST
     try:
         open_backend(BackendKind.CUDA)
     except (ValueError, VmmError) as error:
-        logger.info("engines compute on the host: %s", error)
+        logger.warning("the pool lies on the host, as no GPU can be opened: %s", error)
         return BackendKind.HOST
     return BackendKind.CUDA
 

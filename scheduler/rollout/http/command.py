@@ -349,7 +349,7 @@ def _parser() -> CommandParser:
         help="start N processes of rose front; their flags come last, after --: -- --model DIR "
         "--tool-call-parser NAME",
     )
-    parser.add_argument("--policy", choices=tuple(POLICIES), help="policy that places turns (default paper)")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="policy that places turns (default cost)")
     return parser
 
 

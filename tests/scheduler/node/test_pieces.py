@@ -59,6 +59,11 @@ def test_stalls_do_not_make_a_piece_too_long_for_every_gap(num: int, stalls: int
     assert times.predict_safe(LAYER, Work(1, 64)) < 0.02
 
 
+def test_a_machine_that_has_become_slower_makes_pieces_longer() -> None:
+    times = measured(*((Work(1, 64), each) for each in [0.001] * 40 + [0.012] * 24))
+    assert times.predict_safe(LAYER, Work(1, 64)) > 0.012
+
+
 @pytest.mark.parametrize("stalled", range(3))
 def test_a_measurement_during_which_the_machine_stood_still_hardly_counts(stalled: int) -> None:
     taken = [0.01] * 3
