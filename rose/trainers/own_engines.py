@@ -10,6 +10,7 @@ they have.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -33,7 +34,7 @@ Done = TypeVar("Done")
 class OwnEngines:
     """``nodes``: the engines' addresses on each rollout node that the job asks for, in the order of
     `Progress.rollout_nodes`. A job that has fewer nodes uses the engines of these (`places`). Engines with a
-    key want it in ROSE_KEY here as well."""
+    key want it in ROSE_KEY here as well. Of a job's ranks, rank 0 alone handles the engines."""
 
     def __init__(self, nodes: Sequence[Sequence[str]]) -> None:
         self._timing: EngineTiming | None = None
@@ -41,21 +42,27 @@ class OwnEngines:
         self._places: dict[int, int] = {}
         """For each rollout node of the job in this group, by its number, the index of its engines."""
         self._nodes = [[EngineControl(url, "") for url in urls] for urls in nodes]
+        self._has_loaded = False
+        self._counting = threading.Lock()
         self._seen: dict[str, WorkerStatus] = {}
         self._freed: set[int] = set()
         """The rollout nodes that the present rollout's tail has left, by their numbers in the group."""
 
     def load(self, cache: HostCache) -> None:
-        """Activates the engines of the job's nodes, and makes sure that no others are active. Raises:
-        WorkerError if one can't be activated; ConfigError."""
+        """Activates the engines of the job's nodes. The first time, it deactivates all others, which are
+        active since they were started. Raises: WorkerError if one can't be activated; ConfigError."""
+        if not _leads():
+            return
         engines = self._engines()
-        _each(_put_aside, [each for node in self._nodes for each in node if each not in engines])
+        if not self._has_loaded:
+            _each(_put_aside, [each for node in self._nodes for each in node if each not in engines])
         _each(EngineControl.activate, engines)
-        self._freed = set()
+        self._freed, self._has_loaded = set(), True
 
     def offload(self, cache: HostCache) -> None:
         """Deactivates all engines, which frees their devices. Raises: WorkerError; ConfigError."""
-        _each(EngineControl.deactivate, self._engines())
+        if _leads():
+            _each(EngineControl.deactivate, self._engines())
 
     def begin_timing(self) -> None:
         """Counts the engines' prompts from now on. Raises: WorkerError; ConfigError."""
@@ -71,7 +78,8 @@ class OwnEngines:
         """Bounds each engine's slabs by this share of the rollout budget of its pool, in which it has to be
         the job's only one. An engine that refuses, such as one in no pool, stays as it is, which the log
         says. Raises: ConfigError."""
-        _each(lambda engine: _bound(engine, share), self._engines())
+        if _leads():
+            _each(lambda engine: _bound(engine, share), self._engines())
 
     def move_tail(self, keep: Sequence[int]) -> None:
         """Frees the job's rollout nodes but these, by their numbers in the group. Raises: WorkerError;
@@ -85,9 +93,10 @@ class OwnEngines:
         tail has left. Raises: WorkerError if an engine doesn't answer in `REPORT_S`; ConfigError."""
         nodes = [[] if number in self._freed else node for number, node in self._by_number()]
         engines = [engine for node in nodes for engine in node]
-        found = _each(lambda engine: engine.status(REPORT_S), engines)
-        before, now = self._seen, {each.url: status for each, status in zip(engines, found, strict=True)}
-        self._seen = before | now
+        with self._counting:  # a status must not be compared with a later one
+            found = _each(lambda engine: engine.status(REPORT_S), engines)
+            before, now = self._seen, {each.url: status for each, status in zip(engines, found, strict=True)}
+            self._seen = before | now
         return [run_between([(before.get(each.url), now[each.url]) for each in node]) for node in nodes]
 
     def _engines(self) -> list[EngineControl]:
@@ -112,9 +121,9 @@ def places(
 ) -> dict[int, int]:
     """Returns for each rollout node, by its number in the group, which engines are its own.
 
-    A node keeps the engines that it had. As many nodes as there are engines for have theirs in order. Of
-    fewer nodes each has engines at its address, where addresses say so, and number i those of index i if
-    they are free. Raises: ConfigError.
+    A node keeps the engines that it had. Each other one has engines at its address, where addresses say so;
+    else as many nodes as there are engines for have theirs in order, and of fewer nodes, number i has those
+    of index i if they are free. Raises: ConfigError.
 
     hosts: those of the engines at each index. addresses: of nodes. before: the places until now.
     """
@@ -124,9 +133,9 @@ def places(
             "the engines of each node that the job's file asks for"
         )
     found = {number: before[number] for number in numbers if number in before}
-    if not found and len(numbers) == len(hosts):
-        return dict(zip(numbers, range(len(hosts)), strict=True))
     says_so = any(address in host for address in addresses.values() for host in hosts)
+    if not found and len(numbers) == len(hosts) and not says_so:
+        return dict(zip(numbers, range(len(hosts)), strict=True))
     new = [number for number in numbers if number not in found]
     for number in sorted(new, key=lambda each: each >= len(hosts)):
         address = addresses.get(number) if says_so else None
@@ -148,6 +157,12 @@ def _addresses(file: JobFile) -> dict[int, str]:
     """Returns where the rollout nodes are, by their numbers; on one machine all are at the same place."""
     nodes = zip(file.rollout_nodes, file.nodes, strict=False)  # rollout nodes come first
     return {number: node.address for number, node in nodes if node.address != "127.0.0.1"}
+
+
+def _leads() -> bool:
+    """Whether this process is rank 0 of its job, or the only one."""
+    job = running_job()
+    return job is None or job.rank == 0
 
 
 def _put_aside(engine: EngineControl) -> None:

@@ -10,6 +10,7 @@ import mmap
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,8 @@ class PinnedMemory:
             logger.warning(
                 "host memory is not pinned, copies are slow bytes=%d cuda=%s", memory.nbytes, status
             )
+            with suppress(RuntimeError):  # else the next kernel would raise this call's error
+                torch.zeros(1, device="cuda").add_(1)
             return
         self._memory = memory
 

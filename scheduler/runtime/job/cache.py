@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, runtime_checkable
 
@@ -98,8 +98,20 @@ class HostCache:
 
     def keep(self, arrays: Mapping[str, Array]) -> None:
         """Replaces the set. Raises: CacheFull, with the old set untouched, if there is no room."""
+        import numpy as np
+
+        if objects := [name for name, each in arrays.items() if each.dtype.hasobject]:
+            raise ValueError(f"{self._owner}: {objects[0]} has Python objects, which can't be kept as bytes")
+        with suppress(FileNotFoundError):
+            # What lies in the old set would be overwritten while it is read.
+            held = self.memory
+            arrays = {
+                name: each.copy() if np.may_share_memory(each, held) else each
+                for name, each in arrays.items()
+            }
         with self.replacing({name: (each.dtype.str, each.shape) for name, each in arrays.items()}) as room:
-            copy_arrays((room[name], each) for name, each in arrays.items())
+            # A type that numpy has no name for comes back as bytes of its size.
+            copy_arrays((room[name].view(each.dtype), each) for name, each in arrays.items())
 
     @contextmanager
     def replacing(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[dict[str, Array]]:
@@ -111,10 +123,11 @@ class HostCache:
         index, end = _layout(wanted)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         num_bytes = sum(entry["num_bytes"] for entry in index.values())
-        self._claim(num_bytes, len(index))
+        before = self._claim(num_bytes, len(index))
         try:
             self._file.grow(end)
         except OSError as error:
+            (self._folder / _CLAIM).write_text(before)
             raise CacheFull(
                 f"{self._owner}: {num_bytes} bytes in {len(index)} arrays, and {self._folder} has no room "
                 f"({error.strerror}); give the host's shared memory more room, or run fewer jobs there"
@@ -126,8 +139,9 @@ class HostCache:
         fresh.write_text(json.dumps(index))
         fresh.rename(self._index_path)
 
-    def _claim(self, wanted: int, num_arrays: int) -> None:
-        """Writes down the size of the new set, one rank at a time. Raises: CacheFull."""
+    def _claim(self, wanted: int, num_arrays: int) -> str:
+        """Writes down the size of the new set, one rank at a time. Returns that of the old one. Raises:
+        CacheFull."""
         with (self._folder.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             claims = [each for each in self._folder.parent.glob(f"*/{_CLAIM}") if each.parent != self._folder]
@@ -138,7 +152,10 @@ class HostCache:
                     f"{self._owner}: {wanted} bytes in {num_arrays} arrays{beside}, {self._limit_bytes} "
                     "allowed; ask for more in the job's memory"
                 )
-            (self._folder / _CLAIM).write_text(str(wanted))
+            own = self._folder / _CLAIM
+            before = own.read_text() if own.exists() else "0"
+            own.write_text(str(wanted))
+            return before
 
     def arrays(self) -> dict[str, Array]:
         """Returns the set, read-only and not copied; empty if there is none.

@@ -3,12 +3,16 @@
 A job that is not profiled writes none. Each line is written whole.
 """
 
+import logging
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from rose.errors import WorkerError
 from rose.scheduler.runtime.job.cache import WorkingSet
+
+logger = logging.getLogger(__name__)
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,17 +130,29 @@ class Recorder:
         if not self._times_engines or not isinstance(working_set, TimedSet):
             return None
         self._times_engines = False
-        working_set.begin_timing()
+        try:
+            working_set.begin_timing()
+        except WorkerError as error:
+            _say_untimed(error)
+            return None
         return working_set
 
     def end_timing(self, engines: TimedSet) -> None:
-        """Times the engines of a rollout that is done, and records the result."""
-        self.note(engines.engine_times(self._recording.forced_tokens))
+        """Times the engines of a rollout that is done, and records the result. Without a result the profile
+        has no `tail`, and all else."""
+        try:
+            self.note(engines.engine_times(self._recording.forced_tokens))
+        except WorkerError as error:
+            _say_untimed(error)
 
     def note(self, line: RecordedLine) -> None:
         """Records what happens now."""
         with Path(self._recording.path).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _say_untimed(error: WorkerError) -> None:
+    logger.warning("the job's engines are not timed, so the profile has no `tail`: %s", error)
 
 
 def read_recording(path: Path) -> Recorded:

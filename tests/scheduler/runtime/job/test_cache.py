@@ -54,6 +54,25 @@ def test_arrays_of_all_lengths_and_orders_come_back(tmp_path: Path, size: int) -
     assert found["transposed"].shape == (5, 3) and found["transposed"].all()
 
 
+def test_arrays_of_the_set_itself_can_be_kept_again(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 1 << 30, "train of job a")
+    one, two = np.arange(10_000), np.arange(10_000, 20_000)
+    cache.keep({"one": one, "two": two})
+    cache.keep({"new": one, "two": cache.arrays()["two"], "more": two})
+    assert np.array_equal(cache.arrays()["two"], two)
+    cache.keep({"two": cache.arrays()["two"]})
+    assert np.array_equal(cache.arrays()["two"], two)
+
+
+def test_types_without_a_name_are_kept_and_objects_are_refused(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "set", 1 << 30, "train of job a")
+    pairs = np.array([(1, 2.0), (3, 4.0)], np.dtype([("a", "i4"), ("b", "f8")]))
+    cache.keep({"pairs": pairs})
+    with pytest.raises(ValueError, match="train of job a: things has Python objects"):
+        cache.keep({"things": np.array([{}, []], object)})
+    assert np.array_equal(cache.arrays()["pairs"].view(pairs.dtype), pairs)
+
+
 def test_an_empty_set_is_kept_and_found_empty(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "set", 100, "train of job a")
     cache.keep({})
