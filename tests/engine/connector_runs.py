@@ -9,7 +9,6 @@ from engine_runs import WINDOW_S, Prompts, tenant_of
 from forked_engines import Driver, Reply, make_engine
 
 from rose.engine.memory.tenant import Tenant
-from rose.engine.stock import CHUNK_TOKENS
 from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.policy.budget import BudgetPolicy
 from rose.types import Deployment, Role
@@ -124,14 +123,7 @@ def answer_from_a_store(model: Path, prompts: Prompts, max_tokens: int, store: P
     ).answer(prompts, max_tokens)
 
 
-def lending_engine(
-    model: Path,
-    pool: str,
-    connector: Any,
-    engine_id: str = "serving",
-    step_tokens: int = CHUNK_TOKENS,
-    **more: Any,
-) -> Driver:
+def lending_engine(model: Path, pool: str, connector: Any, engine_id: str = "serving", **more: Any) -> Driver:
     """A serving engine that keeps no slab which nobody holds once a window without requests has passed.
     ``more``: further settings of ROSE."""
     settings = {
@@ -142,9 +134,7 @@ def lending_engine(
         "floor_slabs": 0,
         **more,
     }
-    return Driver(
-        make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=step_tokens)
-    )
+    return Driver(make_engine(model, settings, kv_transfer_config=connector))
 
 
 def _answer_twice(driver: Driver, prompts: Prompts, max_tokens: int) -> list[Reply]:
