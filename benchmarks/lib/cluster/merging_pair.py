@@ -12,11 +12,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from lib.cluster.real_pair import multiplex, tiny_job, write_job
+from rose.measure.models import ModelSpec, make_rollout_model
 from rose.measure.rig import Rig
 from rose.types import Role
 
-LENGTHS = ("800", *["32"] * 7)
+LENGTHS = ("400", *["16"] * 7)
 """Of each engine's responses: a long tail."""
+SPEC = ModelSpec(
+    hidden_size=512,
+    intermediate_size=2048,
+    num_layers=12,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1024,
+    max_positions=1024,
+)
+"""A step takes longer than what the engine's API server, the router and the client do for a token."""
 BENCHMARKS = Path(__file__).parents[2]
 JOB = ("env", f"PYTHONPATH={BENCHMARKS}:{BENCHMARKS.parent}", sys.executable, "-m", "lib.cluster.tailed_job")
 TINY = ("--width", "256", "--layers", "4", "--max-tokens", "384")
@@ -41,6 +53,7 @@ class MergingPair:
 
     def __enter__(self) -> Self:
         self._rig.__enter__()
+        make_rollout_model(self._rig.folder / "models" / Role.ROLLOUT, SPEC)
         cores = sorted(os.sched_getaffinity(0))
         half = len(cores) // 2
         for name, own in (("low", cores[:half]), ("high", cores[half : 2 * half])):
