@@ -181,8 +181,8 @@ class Pace:
         return MAX_PASSES_LATER
 
     def late_s(self, now: float) -> float:
-        """By how much the next iteration of a job that is there would, at worst, begin too late for its
-        present one to be as long as allowed; not above 0: none would."""
+        """Returns by how many seconds the next iteration would begin too late for the present one to be as
+        long as allowed, for the job that is worst off; at most 0 if it is late for none."""
         anchor_s = self.anchor_s(now)
         late_s = (
             anchor_s + self._planned_s(self._next_rollout(job)) - self._due_s(job)

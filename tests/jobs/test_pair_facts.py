@@ -1,6 +1,7 @@
 """What a running pair tells the commands and the dashboard that ask the cluster's scheduler."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ def side(name: str, nodes: int = 1) -> Side:
     return Side(spec=spec, process=ServerProcess(["x"], name, Path("/logs") / name))
 
 
+@contextmanager
+def pair_run(
+    folder: Path, pairing: Pairing, cores: list[int], nodes: tuple[int, int] = (1, 1)
+) -> Iterator[PairRun]:
+    """A pair of jobs on a channel that nobody has joined, not started."""
+    channel = ChannelUrl.parse(f"unix:{folder / 'channel'}")
+    with closing(channel.serve()) as served:
+        specs = (side("math", nodes[0]).spec, side("code", nodes[1]).spec)
+        yield PairRun(specs, pairing, cores, (channel.url, served), folder, folder / "cache")
+
+
 def facts() -> PairFacts:
     pairing = Pairing(("math", "code"), "two cores", (0.5,))
     pairing.asks(0, ROLLOUT, 10.0)
@@ -84,10 +96,7 @@ def test_status_and_explain_name_the_other_job_and_the_reason() -> None:
 
 def test_a_call_that_is_sent_again_counts_once(tmp_path: Path) -> None:
     pairing = Pairing(("math", "code"), "two cores", (0.5,))
-    channel = ChannelUrl.parse(f"unix:{tmp_path / 'channel'}")
-    with closing(channel.serve()) as served:
-        specs = (side("math").spec, side("code").spec)
-        run = PairRun(specs, pairing, [0, 1], (channel.url, served), tmp_path, tmp_path / "cache")
+    with pair_run(tmp_path, pairing, [0, 1]) as run:
         of_job: dict[str, Any] = {"job": "math", "attempt": 1}
         steps = [StepRun(tokens=4, num_running=4, seconds=1.0, epoch=1)]
         for call in (
@@ -110,10 +119,7 @@ def test_a_call_that_is_sent_again_counts_once(tmp_path: Path) -> None:
 
 def test_a_release_counts_after_a_later_call_of_another_thread(tmp_path: Path) -> None:
     pairing = Pairing(("math", "code"), "two cores", (0.5,))
-    channel = ChannelUrl.parse(f"unix:{tmp_path / 'channel'}")
-    with closing(channel.serve()) as served:
-        specs = (side("math").spec, side("code").spec)
-        run = PairRun(specs, pairing, [0, 1], (channel.url, served), tmp_path, tmp_path / "cache")
+    with pair_run(tmp_path, pairing, [0, 1]) as run:
         of_job: dict[str, Any] = {"job": "math", "attempt": 1}
         run._handle("math's client", Request(seq=1, phase=Phase.ROLLOUT, iteration=0, **of_job), 1.0)
         run._carry_out(1.0)
@@ -133,10 +139,7 @@ def test_a_merge_gives_the_freed_cores_to_the_other_job_and_is_told(tmp_path: Pa
     nodes = {tailed: 2, other: 1}
     workers = nodes["math"], nodes["code"]
     pairing = Pairing(("math", "code"), "four cores", (0.5,), num_workers=workers, table=UNSHARED)
-    channel = ChannelUrl.parse(f"unix:{tmp_path / 'channel'}")
-    with closing(channel.serve()) as served:
-        specs = (side("math", nodes["math"]).spec, side("code", nodes["code"]).spec)
-        run = PairRun(specs, pairing, [4, 5, 6, 7], (channel.url, served), tmp_path, tmp_path / "cache")
+    with pair_run(tmp_path, pairing, [4, 5, 6, 7], workers) as run:
         calls = Calls(run, tailed)
         for _ in range(2):
             for job in ("math", "code"):
