@@ -28,12 +28,20 @@ LEAST_STEP_S = 1e-6
 
 class StepRecorder:
     """Times steps and fits the step-time model to them. Several may be in flight, and end in their order: a
-    step that waits behind another one takes the time between the two outputs."""
+    step that waits behind another one takes the time between the two outputs.
 
-    def __init__(self, key: ProfileKey, directory: Path) -> None:
-        """Starts from the profile stored for ``key``, if any. Raises: ConfigError if its file is broken."""
+    In a pipeline a step passes one stage after the other, and the steps in flight are in different ones. So
+    it takes longer than the time between two outputs: at most that time in each stage, where the stages take
+    equally long, and at most the time since it was begun. The model predicts how long it takes, as if it had
+    the pipeline alone.
+    """
+
+    def __init__(self, key: ProfileKey, directory: Path, num_stages: int = 1) -> None:
+        """Starts from the profile stored for ``key``, if any. ``num_stages``: of the engine's pipeline.
+        Raises: ConfigError if the profile's file is broken."""
         self._key = key
         self._directory = directory
+        self._num_stages = num_stages
         stored = load_profile(directory, key)
         self._online = OnlineStepTime(*stored) if stored is not None else OnlineStepTime(None)
         self._observations: list[StepObservation] | None = None
@@ -81,23 +89,27 @@ class StepRecorder:
 
     def end_of_steps(self) -> float:
         """Returns when the steps in flight will have ended, as the model predicts (time.monotonic)."""
-        end_s = self._last_end_s
+        free_s = [0.0] * (self._num_stages - 1) + [self._last_end_s]  # when each stage has no step any more
         for shape, began_s in self._in_flight:
-            end_s = max(end_s, began_s) + self.model.predict_step(shape)
-        return end_s
+            stage_s, end_s = self.model.predict_step(shape) / self._num_stages, began_s
+            for stage in range(self._num_stages):
+                end_s = free_s[stage] = max(end_s, free_s[stage]) + stage_s
+        return free_s[-1]
 
     def ended(self, now: float) -> float:
-        """Stops the clock of the oldest step when its output is there; returns its length in seconds."""
+        """Stops the clock of the oldest step when its output is there; returns by how many seconds it makes
+        the time with steps in flight longer."""
         assert self._in_flight, "a step ended that never started"
         shape, began_s = self._in_flight.popleft()
-        seconds = self.seconds = max(LEAST_STEP_S, now - max(began_s, self._last_end_s))
+        busy_s = max(LEAST_STEP_S, now - max(began_s, self._last_end_s))
+        seconds = self.seconds = min(max(LEAST_STEP_S, now - began_s), self._num_stages * busy_s)
         self._last_end_s = now
         self.predicted_s = self.model.predict_step(shape) if self.is_profiled else 0.0
         observation = shape.observed(seconds)
         self._online.observe(observation)
         if self._observations is not None:
             self._observations.append(observation)
-        return seconds
+        return busy_s
 
     def begin_profile(self) -> None:
         """Keeps every observation from now on."""

@@ -53,6 +53,33 @@ def test_steps_in_flight_end_one_after_the_other(recorder: StepRecorder) -> None
     assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)
 
 
+def test_a_step_in_a_pipeline_takes_the_time_between_two_outputs_in_each_stage(tmp_path: Path) -> None:
+    """But never longer than since it was begun."""
+    recorder = StepRecorder(KEY, tmp_path, num_stages=2)
+    for began_s in (1.0, 1.1):
+        recorder.started(OUTPUT, DECODE, began_s)
+    recorder.ended(2.0)
+    assert recorder.seconds == pytest.approx(1.0)
+    assert recorder.ended(2.2) == pytest.approx(0.2)  # a small step, which waited for the large one
+    assert recorder.seconds == pytest.approx(0.4)
+    for began_s in (5.0, 5.1):
+        recorder.started(OUTPUT, DECODE, began_s)
+    recorder.ended(5.2)
+    recorder.ended(6.2)  # a large step
+    assert recorder.seconds == pytest.approx(1.1)
+
+
+def test_steps_in_a_pipeline_end_a_stage_apart(tmp_path: Path) -> None:
+    recorder = StepRecorder(KEY, tmp_path, num_stages=2)
+    step_s = recorder.model.predict(0, 1, 4)
+    recorder.started(OUTPUT, DECODE, 1.0)
+    assert recorder.end_of_steps() == pytest.approx(1.0 + step_s)
+    recorder.started(OUTPUT, DECODE, 1.0 + step_s / 4)
+    assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)
+    recorder.ended(1.0 + step_s)
+    assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)
+
+
 def test_a_decode_with_draft_tokens_is_one_decode() -> None:
     step: Any = SimpleNamespace(
         num_scheduled_tokens={"drafted": 5, "plain": 1, "recomputed": 5},
