@@ -1,7 +1,9 @@
-"""vLLM's executor for several ranks, whose answer queues stay in step when a call fails.
+"""vLLM's executor for several ranks, whose answer queues stay in step when a call fails, and whose blocks lie
+alike.
 
 vLLM 0.30-0.33 stops reading at the first rank that answers with an error. The other ranks' answers then stay
 in their queues, and every later call would read those of the call before it.
+It also tells the ranks and the scheduler how large a block is in the largest stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -9,12 +11,22 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from rose.engine.memory.stages import tell_largest_block
+from rose.engine.settings import EngineSettings
 
 
 class RanksExecutor(MultiprocExecutor):
     """One process per rank on this host."""
 
     response_mqs: list[Any]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        settings = EngineSettings.parse(self.vllm_config.additional_config)
+        if settings is not None and settings.pool is not None:
+            tell_largest_block(kv_cache_configs, self.vllm_config)
+        super().initialize_from_config(kv_cache_configs)
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("non_block") or kwargs.get("unique_reply_rank") is not None:

@@ -24,6 +24,7 @@ from rose.engine.hooks.connectors import preferred_layout
 from rose.engine.hooks.patches import continue_from_generated_tokens, write_cpu_latents_between_layers
 from rose.engine.memory.kv_layout import block_layouts, compare_layers_alone
 from rose.engine.memory.kv_range import KVRange, SlabOps
+from rose.engine.memory.stages import block_of_rank
 from rose.engine.scheduling.interrupt import make_interruptible
 from rose.engine.settings import EngineSettings
 from rose.engine.vllm_version import check_versions
@@ -189,7 +190,7 @@ class EngineRank:
             device=self._worker.device,
             poison=self.settings.poison_slabs,
         )
-        self._kv.place(config)
+        self._kv.place(config, block_of_rank(config))
 
     def kv_context(self, tag: str) -> AbstractContextManager[Any] | None:
         """Returns the context of vLLM's allocation of KV memory; None for other memory or without a pool."""

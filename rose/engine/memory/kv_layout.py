@@ -1,12 +1,13 @@
 """Lays vLLM's KV cache out in slabs.
 
 Owns the choice of vLLM's layout, in which a block has all layers side by side, and the rewriting of
-``KVCacheConfig`` so that one slab backs G whole blocks. The worker and the scheduler each rewrite their own
-copy. They agree, because the result depends on the copy alone. Never allocates memory.
+``KVCacheConfig`` so that one slab backs G whole blocks. The ranks and the scheduler each rewrite their own
+copy. They agree, because the result depends on the largest rank's block alone. Never allocates memory.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.kv_cache_interface import (
@@ -28,6 +29,26 @@ states of other layers, whose blocks vLLM makes as large as attention's."""
 BLOCK_LAYOUTS = ("BLNHC", "BLHNC")
 """vLLM's names of the layouts in which a block is one piece of memory: block, layer, then a layer's own
 part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSize:
+    """A block of one rank, in all layers that the rank has."""
+
+    num_bytes: int
+    alignment: int
+    """What the distance between two blocks has to be a multiple of, in bytes."""
+
+
+def largest_block(configs: Sequence[KVCacheConfig]) -> BlockSize:
+    """Returns what a block takes on the rank with the largest ones, for the configurations of all ranks.
+
+    The stages of a pipeline have different layers, and maybe different numbers of them.
+    Raises: ConfigError as place_on_slabs() does.
+    """
+    specs = [one for config in configs for one in _specs(config)]
+    alignment = math.lcm(*(number for one in specs for number in _multiples(one)))
+    return BlockSize(num_bytes=max(map(_block_bytes, configs)), alignment=alignment)
 
 
 def block_layouts(supported: Sequence[str], preferred: str | None = None) -> list[str]:
@@ -70,22 +91,27 @@ def compare_layers_alone(connector: Any) -> None:
         setattr(connector.connector_worker, name, layer_layout(layout))
 
 
-def place_on_slabs(config: KVCacheConfig, *, slab_bytes: int, num_positions: int) -> SlabLayout:
+def place_on_slabs(
+    config: KVCacheConfig, *, slab_bytes: int, num_positions: int, block: BlockSize | None = None
+) -> SlabLayout:
     """Rewrites ``config`` in place for an address range of ``num_positions`` slabs; returns the layout.
 
     Every cache group begins at a block's start. Groups overlay each other, as in vLLM's own layouts, because
     a block belongs to one group at a time. Only the ids of ``layout.block_ids`` are ever used.
+    ``block`` is the largest one of all ranks; None for an engine with one rank. Smaller ones lie as far
+    apart, so that an id means the same slab on all ranks.
 
     Raises:
         ConfigError: the model's KV cache can't be kept in slabs: it has cross-attention layers, layers
             whose blocks differ in size, or blocks larger than a slab.
     """
-    specs = _specs(config)
+    if block is None:
+        block = largest_block([config])
     layout = SlabLayout.plan(
-        block_bytes=_block_bytes(config),
+        block_bytes=block.num_bytes,
         slab_bytes=slab_bytes,
         # A padded block is so many layers, as if it had some more: kernels that see rows count on it.
-        alignment=math.lcm(*(n for one in specs for n in _multiples(one))),
+        alignment=block.alignment,
     )
     for tensor in config.kv_cache_tensors:
         tensor.size = num_positions * slab_bytes
@@ -99,8 +125,10 @@ def _multiples(spec: KVCacheSpec) -> tuple[int, int]:
 
 
 def _specs(config: KVCacheConfig) -> list[KVCacheSpec]:
-    """Returns the specification of each cache group. Raises: ConfigError for one that slabs can't hold."""
-    specs = [spec for group in config.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
+    """Returns the specification of each cache group of which the rank has layers. Raises: ConfigError for one
+    that slabs can't hold."""
+    groups = [group for group in config.kv_cache_groups if group.layer_names]
+    specs = [spec for group in groups for spec in _layer_specs(group.kv_cache_spec)]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "none"
     if not specs or not all(isinstance(spec, SUPPORTED) for spec in specs):
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rose.engine.memory.block_pool import PINNED_POSITION, position_of
-from rose.engine.memory.kv_layout import place_on_slabs
+from rose.engine.memory.kv_layout import BlockSize, place_on_slabs
 from rose.errors import PoolError
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
@@ -70,8 +70,10 @@ class KVRange:
         self._range.map(PINNED_POSITION, self._pinned_slab)
         self._window: Any = None
 
-    def place(self, config: KVCacheConfig) -> None:
-        place_on_slabs(config, slab_bytes=self._client.slab_bytes, num_positions=self._client.num_slabs)
+    def place(self, config: KVCacheConfig, block: BlockSize | None) -> None:
+        """Rewrites a rank's configuration in place; ``block`` is the largest one of all ranks."""
+        client = self._client
+        place_on_slabs(config, slab_bytes=client.slab_bytes, num_positions=client.num_slabs, block=block)
 
     def allocation_context(self) -> TorchFunctionMode:
         """Returns a context in which vLLM's one allocation of KV memory gets this range."""

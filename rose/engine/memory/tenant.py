@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from rose.engine.memory.block_pool import PINNED_POSITION, SlabBlockPool, SlabKVCacheManager, position_of
 from rose.engine.memory.connector_holds import ConnectorHolds
-from rose.engine.memory.kv_layout import place_on_slabs
+from rose.engine.memory.kv_layout import BlockSize, place_on_slabs
 from rose.engine.memory.kv_range import SlabOps, pinned_slab
 from rose.engine.memory.states import is_about_to_copy, most_new_states, speculative_states
 from rose.engine.memory.step_fence import StepFence
@@ -62,16 +62,18 @@ class Tenant:
         role: Role,
         engine_id: str,
         world_size: int,
+        block: BlockSize | None = None,
         lease_s: float | None = None,
     ) -> None:
-        """Attaches to the pool and rewrites ``config`` in place. A serving engine has no leases: its
-        ``lease_s`` is None, and its cache stays until rollouts want the memory."""
+        """Attaches to the pool and rewrites ``config`` in place; ``block`` is the largest one of all ranks.
+        A serving engine has no leases: its ``lease_s`` is None, and its cache stays until rollouts want the
+        memory."""
         self.client = PoolClient.attach(
             name, role=role, engine_id=engine_id, kind=Kind.SCHEDULER, world_size=world_size
         )
         self.ledger = self.client.ledger
         self.layout = place_on_slabs(
-            config, slab_bytes=self.client.slab_bytes, num_positions=self.client.num_slabs
+            config, slab_bytes=self.client.slab_bytes, num_positions=self.client.num_slabs, block=block
         )
         self.leases = LeaseTable(lease_s) if lease_s is not None else None
         self.cache = CacheTable()

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from rose.admission.gate import GateSettings
 from rose.config import Settings
 from rose.engine.memory.connector_holds import ConnectorHolds, check_shared_store
+from rose.engine.memory.stages import block_of_core
 from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.settings import EngineSettings
@@ -67,6 +68,7 @@ class RoseScheduler(Scheduler):
                 role=settings.role,
                 engine_id=settings.engine_id,
                 world_size=config.parallel_config.world_size,
+                block=block_of_core(config),
                 lease_s=settings.lease_s if settings.role is Role.ROLLOUT else None,
             )
         super().__init__(*args, **kwargs)
@@ -87,7 +89,11 @@ class RoseScheduler(Scheduler):
                 )
         runtime_dir = Settings.from_environment().make_runtime_dir()
         self.page = StatusPage(page_path(runtime_dir, settings.engine_id), create=True)
-        self.recorder = StepRecorder(profile_key(config), Settings.from_environment().profile_dir)
+        self.recorder = StepRecorder(
+            profile_key(config),
+            Settings.from_environment().profile_dir,
+            config.parallel_config.pipeline_parallel_size,
+        )
         if self.tenant is not None and not self.recorder.is_profiled:
             nearest = self.recorder.nearest_profile
             logger.warning(
@@ -190,9 +196,9 @@ class RoseScheduler(Scheduler):
         if self.tenant is not None:
             self.tenant.fence.end()
         if scheduler_output.total_num_scheduled_tokens > 0:
-            seconds = self.recorder.ended(time.monotonic())
+            busy_s = self.recorder.ended(time.monotonic())
             self.page.count(Field.STEPS)
-            self.page.count(Field.BUSY_NS, int(seconds * 1e9))
+            self.page.count(Field.BUSY_NS, int(busy_s * 1e9))
             self.page.count(Field.COMPUTED_TOKENS, scheduler_output.total_num_scheduled_tokens)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.total_num_scheduled_tokens > 0:

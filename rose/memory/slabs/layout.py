@@ -1,7 +1,7 @@
 """Where vLLM's KV blocks lie inside slabs.
 
-A block lies in one piece, with all layers of a model, so any slab fits any model and any tensor-parallel
-shard. No block crosses a slab's edge.
+A block lies in one piece, with all layers of a model or of a pipeline's stage, so any slab fits any model and
+any rank's shard. No block crosses a slab's edge.
 
 With blocks ``bs`` bytes apart, G of them in a slab, and slabs of ``H`` bytes, position ``k`` covers
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from rose.engine.memory.kv_layout import block_layouts, place_on_slabs
+from rose.engine.memory.kv_layout import block_layouts, largest_block, place_on_slabs
 from rose.errors import ConfigError
 
 LAYERS = ["layer.0", "layer.1", "layer.2"]
@@ -81,6 +81,25 @@ def test_two_processes_place_alike() -> None:
     for config in (first, second):
         place_on_slabs(config, slab_bytes=8 * PAGE_BYTES, num_positions=4)
     assert first == second
+
+
+@pytest.mark.parametrize("slab_pages", [6, 7])
+def test_stages_of_different_sizes_have_the_same_blocks_in_a_slab(slab_pages: int) -> None:
+    """Also where a stage has no layer of a group, as happens with a hybrid model's few attention layers."""
+    layers = [LAYERS[:1], LAYERS]
+    configs = [config_of(KVCacheGroupSpec(own, SPEC), KVCacheGroupSpec([], WINDOW)) for own in layers]
+    for config in configs:
+        config.kv_cache_tensors = config.kv_cache_tensors[:1]  # vLLM makes none for a group without layers
+    block = largest_block(configs)
+    layouts = [
+        place_on_slabs(config, slab_bytes=slab_pages * PAGE_BYTES, num_positions=4, block=block)
+        for config in configs
+    ]
+    assert layouts[0] == layouts[1] and layouts[0].blocks_per_slab == 2 - slab_pages % 2
+    assert len({config.num_blocks for config in configs}) == 1
+    strides = [tensor.block_stride for config in configs for tensor in config.kv_cache_tensors]
+    assert strides == [layouts[0].block_stride] * 2
+    assert layouts[0].block_stride >= len(LAYERS) * PAGE_BYTES
 
 
 def test_cache_groups_overlay_each_other() -> None:
