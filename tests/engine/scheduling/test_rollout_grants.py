@@ -169,6 +169,28 @@ def test_drafts_that_the_worker_has_dropped_are_not_in_the_grant(
     assert asked == [(3,), ()]
 
 
+def test_a_pass_in_which_a_pipelines_first_stage_takes_tokens_over_needs_no_grant(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a pass has no tokens, and a grant for it would count as one that memory kept from being used."""
+    rollout.add_request(Request("a", [1] * 9, SamplingParams(max_tokens=4), None))
+    step = rollout.schedule()
+    rollout.update_from_output(step, ModelRunnerOutput(["a"], {"a": 0}, [[5]]))
+    rollout.requests["a"].next_decode_eligible_step = rollout.current_step + 2  # as in two stages
+    asked: list[RolloutSide] = []
+    ask_for_grant = rollout._ask_for_grant
+
+    def ask(side: RolloutSide) -> int:
+        asked.append(side)
+        limit: int = ask_for_grant(side)
+        return limit
+
+    monkeypatch.setattr(rollout, "_ask_for_grant", ask)
+    taken_over, decode = rollout.schedule(), rollout.schedule()
+    assert (taken_over.total_num_scheduled_tokens, decode.total_num_scheduled_tokens) == (0, 1)
+    assert len(asked) == 1
+
+
 def test_a_rollout_engine_whose_gate_goes_off_asks_for_no_more_grants(rollout: Any) -> None:
     rollout._side.set_want(True)
     rollout.set_gate(rollout.rose.gate_settings(GateMode.OFF))
