@@ -12,12 +12,13 @@ compared and came whole, and the moves.
     mamba2, parallel, delta_net   states beside attention (Granite, Falcon-H1, Qwen3-Next), prefix cache on
     draft_model      dense attention, three draft tokens of another model, with async scheduling
     tp2              two tensor-parallel ranks, with async scheduling; stock vLLM has one rank
+    pp2              a pipeline of two stages with one and three layers, and a step in each; likewise
     v2               Model Runner V2, in Triton's interpreter
     nixl             a prefiller and a decoder with vLLM's NixlConnector on a stand-in card, beside rollouts
                      that always want their slabs; the answers are the decoder's and the rollouts'
 
-Engines with async scheduling compute on a device that imitates a GPU's lateness, but those of tp2. The
-engines are those of tests/engine.
+Engines with async scheduling compute on a device that imitates a GPU's lateness, but those of tp2; pp2 has
+a step in each stage without it. The engines are those of tests/engine.
 
     python benchmarks/bench_moves.py --quick
     python benchmarks/bench_moves.py --only mamba2 delta_net --json moves.json
@@ -92,6 +93,12 @@ FEATURES = {
         slab_bytes=SMALL_SLAB,
         num_shards=2,
         args={"tensor_parallel_size": 2},
+    ),
+    "pp2": Feature(
+        make_model="make_rollout_model",
+        slab_bytes=SMALL_SLAB,
+        num_shards=2,
+        args={"pipeline_parallel_size": 2, "layers": "1,3"},
     ),
     # Small slabs, so that a round of the slow interpreter moves many.
     "v2": Feature(make_model="make_rollout_model", slab_bytes=SMALL_SLAB, num_slabs=2 * NUM_SLABS),

@@ -26,7 +26,7 @@ engines:
 
 
 class PoolConfig(Section):
-    """The KV memory that engines share on one GPU, or on several under tensor parallelism."""
+    """The KV memory that engines share on one GPU, or on those of engines with several ranks."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
     """The pool's name, as in `rose serve --pool NAME`."""
@@ -37,7 +37,7 @@ class PoolConfig(Section):
     headroom_slabs: Annotated[int, Field(ge=0)] | None = None
     """Slabs kept free for serving's bursts. None: 20% of the slabs."""
     num_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
-    """The tensor-parallel size of its engines."""
+    """The ranks of each of its engines: tensor-parallel times pipeline-parallel size."""
     backend: BackendKind | None = None
     """Where the slabs are: in host memory, or shard i on the i-th visible GPU. None: cuda where the installed
     vLLM has a GPU to compute on, else host."""

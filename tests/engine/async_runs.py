@@ -15,7 +15,7 @@ import async_on_cpu  # noqa: F401
 from engine_runs import Moves, Prompts, _cut, answer_over_cuts, serve_bursts, tenant_of
 from forked_engines import Driver, Reply, make_engine
 from late_device import LateDevice, use_late_device
-from preloaded import ASYNC
+from preloaded import ASYNC, STAGES
 
 from rose._shm import Words
 from rose.admission.board import BoardWord
@@ -57,28 +57,66 @@ def answer_over_cuts_late(
     return LateMoves(moves=moves, most_in_flight=device.most_in_flight, num_waits=device.num_waits)
 
 
-def answer_over_cuts_on_ranks(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, num_rounds: int, **args: Any
-) -> LateMoves:
-    """The same with tensor-parallel ranks, which are processes of their own and compute when they can."""
-    os.environ.update(ASYNC)
-    most = 0
-    bound = RoseScheduler._bound_in_flight
+class Ranks:
+    """The steps that an engine core of several ranks has in flight."""
 
-    def noting(scheduler: Any) -> None:
-        nonlocal most
-        most = max(most, len(scheduler._in_flight))
+    most_in_flight = 0
+    num_in_flight = 0
+    """Steps whose output is not there yet."""
+
+
+def use_ranks(layers: str = "") -> type[Ranks]:
+    """Counts the steps in flight of an engine whose ranks are processes of their own, and compute when they
+    can. With tensor-parallel ranks, scheduling is async; vLLM turns it off with a pipeline's and Model Runner
+    V1. ``layers``: how many a pipeline's stages have, with commas."""
+    os.environ.update(ASYNC)
+    if layers:
+        os.environ[STAGES] = layers
+    bound, update = RoseScheduler._bound_in_flight, RoseScheduler.update_from_output
+
+    def count(scheduler: Any) -> None:
+        Ranks.num_in_flight = sum(step.total_num_scheduled_tokens > 0 for step in scheduler._in_flight)
+        Ranks.most_in_flight = max(Ranks.most_in_flight, Ranks.num_in_flight)
+
+    def bound_counted(scheduler: Any) -> None:
+        count(scheduler)
         bound(scheduler)
 
-    RoseScheduler._bound_in_flight = noting  # type: ignore[method-assign,assignment]
+    def update_counted(scheduler: Any, step: Any, output: Any) -> Any:
+        outputs = update(scheduler, step, output)
+        count(scheduler)
+        return outputs
+
+    RoseScheduler._bound_in_flight = bound_counted  # type: ignore[method-assign,assignment]
+    RoseScheduler.update_from_output = update_counted  # type: ignore[method-assign,assignment]
+    return Ranks
+
+
+def answer_over_cuts_on_ranks(
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    num_rounds: int,
+    layers: str = "",
+    **args: Any,
+) -> LateMoves:
+    """The same with several ranks. ``layers``: of a pipeline's stages."""
+    ranks = use_ranks(layers)
     moves = answer_over_cuts(model, pool, prompts, max_tokens, num_rounds, len(prompts), **args)
-    return LateMoves(moves=moves, most_in_flight=most, num_waits=0)
+    return LateMoves(moves=moves, most_in_flight=ranks.most_in_flight, num_waits=0)
 
 
 def serve_bursts_late(**given: Any) -> tuple[list[list[int]], int]:
     """Returns the answers of a serving engine, and the most steps that it had in flight."""
     device = use_late_device()
     return serve_bursts(**given), device.most_in_flight
+
+
+def serve_bursts_in_stages(layers: str, **given: Any) -> list[list[int]]:
+    """Returns the answers of a serving engine whose ranks are a pipeline's stages with so many layers."""
+    use_ranks(layers)
+    return serve_bursts(**given)
 
 
 def answer_until_stops(
@@ -120,12 +158,28 @@ def offer_turns(
     The first step of its warm-up is cold.
     """
     device = use_late_device(cold_s=COLD_S)
-    driver = _gated(model, "serving", pool, prompts, max_tokens, speculative_config=speculative)
+    return _offer_turns(device, model, pool, prompts, max_tokens, speculative_config=speculative)
+
+
+def offer_turns_of_ranks(layers: str, **given: Any) -> Turns:
+    """The same with several ranks. ``layers``: of a pipeline's stages."""
+    return _offer_turns(use_ranks(layers), **given)
+
+
+def _offer_turns(
+    device: type[LateDevice] | type[Ranks],
+    model: Path,
+    pool: str,
+    prompts: Prompts,
+    max_tokens: int,
+    **args: Any,
+) -> Turns:
+    driver = _gated(model, "serving", pool, prompts, max_tokens, **args)
     device.most_in_flight = 0
     driver.answer(prompts, max_tokens)
     alone = device.most_in_flight
     words = tenant_of(driver).client.board_words
-    with _Rollouts(words) as rollouts:
+    with _Rollouts(words, device) as rollouts:
         for _ in range(MOST_TURN_ROUNDS):
             before, rollouts.num_steps = words.load(BoardWord.S_STEPS), 0
             replies = driver.answer(prompts, max_tokens)
@@ -162,9 +216,10 @@ def _gated(
 
 
 class _Rollouts:
-    """A context manager: a rollout engine's side of the board, whose steps only look at the late device."""
+    """A context manager: a rollout engine's side of the board, whose steps only look at serving's device."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: Words, device: type[LateDevice] | type[Ranks]) -> None:
+        self._device = device
         self._side = RolloutSide(words)
         self._side.set_want(True, ROLLOUT_STEP_S)
         self._words = words
@@ -180,7 +235,7 @@ class _Rollouts:
             if view.may_start and self._side.try_begin(time.monotonic() + ROLLOUT_STEP_S, view):
                 until_s = time.monotonic() + ROLLOUT_STEP_S
                 while time.monotonic() < until_s:
-                    self.num_overlaps += LateDevice.num_in_flight > 0
+                    self.num_overlaps += self._device.num_in_flight > 0
                     time.sleep(ROLLOUT_STEP_S / 8)
                 self.num_steps += view.has_work
                 self._side.end_step(1)

@@ -13,7 +13,7 @@ from shared_gpu import SharedGpu
 from rose.transfer.format.checkpoint import checkpoint_state_hash
 from rose.types import Role
 
-LAST = ("test_worker_death.py", "test_tensor_parallel.py", "test_data_parallel.py")
+LAST = ("test_worker_death.py", "test_parallel_ranks.py", "test_data_parallel.py")
 """Files that run after all others of this folder: one that kills engines of the shared pair, for whose
 successors nobody need wait then, and two with engines of their own."""
 

@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from forked_engines import Driver, Reply, make_engine, make_engine_of_ranks
+from forked_engines import Driver, Reply, make_engine
 
 from rose.engine.memory.tenant import Tenant
 from rose.engine.status import Field
@@ -119,8 +119,7 @@ def answer_over_cuts(
     """A rollout engine alone in its pool; every other batch loses half its slabs in the midst of decoding. It
     goes on until there were so many rounds and moves."""
     settings = {"role": "rollout", "pool": pool, "lease_s": LEASE_S, "stall_s": STALL_S}
-    make = make_engine_of_ranks if "tensor_parallel_size" in args else make_engine
-    driver = Driver(make(model, settings, **args))
+    driver = Driver(make_engine(model, settings, **args))
     replies: list[list[Reply]] = []
     before, step = num_changes(tenant_of(driver)), 0
     while len(replies) < num_rounds or num_changes(tenant_of(driver)) - before < num_moves:

@@ -112,18 +112,17 @@ def _run(
         sink.send((False, traceback.format_exc()))
 
 
-def make_engine_of_ranks(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
-    """The same with tensor-parallel ranks in processes that are forked off this one, which has computed
-    nothing yet. vLLM would spawn them, and each would import all of vLLM."""
-    from vllm.v1.executor import multiproc_executor
-
-    multiproc_executor.get_mp_context = lambda: get_context("fork")
-    current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    return make_engine(model, rose, **args)
-
-
 def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
-    """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks."""
+    """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks.
+
+    Several ranks are processes that are forked off this one, which has computed nothing yet. vLLM would spawn
+    them, and each would import all of vLLM.
+    """
+    if args.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}:
+        from vllm.v1.executor import multiproc_executor
+
+        multiproc_executor.get_mp_context = lambda: get_context("fork")
+        current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if rose is not None:
         os.environ["VLLM_PLUGINS"] = "rose"
         args["additional_config"] = {"rose": {"gate": "off", "poison_slabs": True, **rose}}

@@ -18,6 +18,8 @@ ASYNC = {"ROSE_TEST_ASYNC": "1"}
 """Environment of engines with async scheduling (async_on_cpu.py)."""
 LATE = {**ASYNC, "ROSE_TEST_LATE": "1"}
 """The same for engines with a server, on a late device (late_device.py)."""
+STAGES = "VLLM_PP_LAYER_PARTITION"
+"""The variable in which vLLM finds how many layers each stage of a pipeline has, with commas."""
 LAST = "settled"
 MODULES = (
     *("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core"),

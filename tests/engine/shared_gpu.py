@@ -5,10 +5,11 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preloaded import LATE
+from preloaded import LATE, STAGES
 from real_engine import RealEngine, runtime_dir, until
 from tiny_models import SLAB_BYTES
 from weight_probes import update, version_name
@@ -47,17 +48,20 @@ class SharedGpu:
         models: dict[Role, Path],
         *,
         num_ranks: int = 1,
+        stages: Mapping[Role, str] | None = None,
         gate: GateMode = GateMode.DUAL,
         stall_s: float = STALL_S,
         is_late: bool = False,
     ) -> None:
-        """``num_ranks``: of tensor parallelism, each with its part of every block in a shard of its own.
+        """``num_ranks``: each with its part of every block in a shard of its own. They are tensor-parallel,
+        or the stages of a pipeline where ``stages`` has their numbers of layers, with commas.
         ``is_late``: with async scheduling, on late devices."""
         self.folder = folder
         self._variables = LATE if is_late else {}
         self.pool = POOL if num_ranks == 1 else f"{POOL}-{num_ranks}"
         self._models = models
         self._num_ranks = num_ranks
+        self._stages = stages if stages is not None else {}
         self._gate = gate
         self._settings = {**SETTINGS, "pool": self.pool, "gate": gate, "stall_s": stall_s}
         self.start_daemon()
@@ -103,9 +107,12 @@ class SharedGpu:
                 self.profiles[role] = engine.profile()
 
     def _start(self, role: Role) -> RealEngine:
-        flags = ("--dtype", "float32", "--tensor-parallel-size", str(self._num_ranks))
+        layers = self._stages.get(role)
+        kind, variables = ("tensor", {}) if layers is None else ("pipeline", {STAGES: layers})
+        flags = ("--dtype", "float32", f"--{kind}-parallel-size", str(self._num_ranks))
+        variables |= self._variables
         return RealEngine(
-            self._models[role], role, self.folder, *flags, variables=self._variables, **self._settings
+            self._models[role], role, self.folder, *flags, variables=variables, **self._settings
         )
 
     def settle(self) -> None:

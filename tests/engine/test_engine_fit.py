@@ -31,7 +31,7 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
         ):
             assert patches._pool_for("two", 2, BackendKind.HOST).num_slabs == 4
             with pytest.raises(
-                ConfigError, match=r"--tensor-parallel-size 1 .* pool two has 2: .* --num-shards 1"
+                ConfigError, match=r"an engine of 1 ranks .* pool two has 2: .* --num-shards 1"
             ):
                 patches._pool_for("two", 1, BackendKind.HOST)
             with pytest.raises(ConfigError, match=r"two has host slabs, .* the pool with --backend cuda"):
@@ -42,11 +42,19 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
                 patches._pool_for("two", 2, BackendKind.HOST)
 
 
-def test_ranks_in_a_pool_are_those_of_tensor_parallelism_and_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_ranks_in_a_pool_are_those_of_tensor_and_pipeline_parallelism_and_other_kinds_are_refused(
+    tmp_path: Path,
+) -> None:
     model = str(tmp_path)  # else vLLM looks for one
     assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4), has_pool=True) == 4
-    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 2: .* use --tensor-parallel-size"):
-        patches._check_parallelism(EngineArgs(model, pipeline_parallel_size=2), has_pool=True)
+    stages = EngineArgs(model, tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert patches._check_parallelism(stages, has_pool=True) == 6
+    for kind in ("prefill", "decode"):
+        arguments = EngineArgs(model, **{f"{kind}_context_parallel_size": 2})
+        with pytest.raises(
+            ConfigError, match=f"--{kind}-context-parallel-size 2: .* use --tensor-parallel-size"
+        ):
+            patches._check_parallelism(arguments, has_pool=True)
     with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
         patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2), has_pool=True)
 

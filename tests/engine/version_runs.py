@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from forked_engines import make_engine, make_engine_of_ranks
+from forked_engines import make_engine
 
 OTHER = "0.31.0"
 
@@ -21,7 +21,7 @@ def start_with_another_rank(model: Path) -> None:
         original(*args, **kwargs)
 
     WorkerProc.worker_main = staticmethod(worker_main)
-    make_engine_of_ranks(model, {"role": "rollout"}, tensor_parallel_size=2)
+    make_engine(model, {"role": "rollout"}, tensor_parallel_size=2)
 
 
 def start_with_another_core(model: Path) -> None:

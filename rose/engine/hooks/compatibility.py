@@ -106,6 +106,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
         return
     _check_model(config.model_config)
     _check_states(config)
+    _check_pipeline(config)
     check_connectors(config, settings.role)
     if settings.is_updated:
         check_emptied(config)
@@ -164,6 +165,15 @@ def _check_states(config: VllmConfig) -> None:
         raise ConfigError(
             f"--model {model.model} with --kv-transfer-config: its layers keep states, and a slab pool gives "
             f"connectors attention's KV alone: leave --kv-transfer-config out, or serve without --pool"
+        )
+
+
+def _check_pipeline(config: VllmConfig) -> None:
+    size = config.parallel_config.pipeline_parallel_size
+    if size > 1 and config.kv_transfer_config is not None:
+        raise ConfigError(
+            f"--kv-transfer-config with --pipeline-parallel-size {size}: no connector has been tested with a "
+            f"pipeline in a slab pool: use --tensor-parallel-size, or serve without --pool"
         )
 
 

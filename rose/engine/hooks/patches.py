@@ -29,6 +29,7 @@ from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 _MARK = "_rose_patched"
+CONTEXT_KINDS = ("prefill_context", "decode_context")
 _STREAM_PARAMETERS = ["request", "engine_inputs", "result_generator"]
 
 
@@ -317,26 +318,25 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
 
 def _check_parallelism(engine_args: Any, *, has_pool: bool) -> int:
-    """Returns the number of ranks. In a pool they are tensor-parallel ones, and always on one host.
+    """Returns the number of ranks, which are on one host. In a pool, a rank keeps all tokens of its layers.
 
     Raises: ConfigError.
     """
-    sizes = {
-        kind: getattr(engine_args, f"{kind}_parallel_size", 1)
-        for kind in ("pipeline", "prefill_context", "decode_context")
-    }
+    sizes = {kind: getattr(engine_args, f"{kind}_parallel_size", 1) for kind in CONTEXT_KINDS}
     for kind, size in sizes.items():
         if has_pool and size > 1:
             raise ConfigError(
-                f"--{kind.replace('_', '-')}-parallel-size {size}: engines in a slab pool support tensor "
-                f"parallelism alone so far: use --tensor-parallel-size, or leave --pool out"
+                f"--{kind.replace('_', '-')}-parallel-size {size}: ranks that keep different tokens of a "
+                f"request have not been tested in a slab pool: use --tensor-parallel-size or "
+                f"--pipeline-parallel-size, or leave --pool out"
             )
     if engine_args.nnodes > 1:
         what = "a slab pool is" if has_pool else "the copy of new weights that all ranks read is"
         raise ConfigError(
             f"--nnodes {engine_args.nnodes}: {what} on one host, and so are the ranks: use one host"
         )
-    num_ranks: int = engine_args.tensor_parallel_size * sizes["pipeline"] * sizes["prefill_context"]
+    num_ranks: int = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
+    num_ranks *= sizes["prefill_context"]  # those of decode_context are tensor-parallel ones
     return num_ranks
 
 

@@ -2,7 +2,7 @@
 
 The scheduler starts and ends the steps, and the worker in the same process asks ahead of each attention
 layer. A request that comes to an idle GPU then waits for a part of a layer, not of a step. Only gate mode
-``idle`` does this: in the others serving has lent the time of the whole step. Under tensor parallelism the
+``idle`` does this: in the others serving has lent the time of the whole step. With several ranks the
 workers are other processes, and steps are not interrupted; nor are those of a captured CUDA graph, in which
 no layer asks.
 """

@@ -212,7 +212,8 @@ def _make_parser() -> CommandParser:
         type=int,
         default=1,
         metavar="N",
-        help="tensor-parallel ranks of the pool's engines; each rank has --num-slabs slabs (default: 1)",
+        help="ranks of each of the pool's engines, tensor-parallel times pipeline-parallel size; each rank "
+        "has --num-slabs slabs (default: 1)",
     )
     parser.add_argument(
         "--backend",

@@ -1,4 +1,4 @@
-"""The owner of a pool: makes the memory, one shard per tensor-parallel rank, hands it to engines, and takes
+"""The owner of a pool: makes the memory, one shard per rank of an engine, hands it to engines, and takes
 back what dead engines held.
 
 It owns the pool's memory, the lock and the state file; connections.py has its clients' sockets. A pool has

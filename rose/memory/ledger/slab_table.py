@@ -3,7 +3,7 @@
 Every change of a slab's state is here, and so is the change sequence that tells others about it. A state
 changes by one compare-and-swap, so a process that is killed at any instruction leaves the table whole.
 
-A slab exists once in each shard of the pool, that is once per tensor-parallel rank, on that rank's GPU. It
+A slab exists once in each shard of the pool, that is once per rank of an engine, on that rank's GPU. It
 has one word all the same: it is acquired on all shards at once, and comes free when every rank has unmapped
 its part.
 

@@ -3,7 +3,7 @@
     ledger | board | slabs of shard 0 | slabs of shard 1 | ...        one descriptor per shard on the host,
                                                                       one per slab and shard on CUDA
 
-There is one shard per tensor-parallel rank, and slab i exists in each of them. Every process of an engine
+There is one shard per rank of an engine, and slab i exists in each of them. Every process of an engine
 holds all descriptors, so that any one of them can hand the pool to a new daemon, but opens its own rank's
 shard alone. An observer holds the ledger and the board.
 
@@ -43,7 +43,7 @@ class PoolSize:
     slab_bytes: int
     headroom_slabs: int
     num_shards: int = 1
-    """The number of tensor-parallel ranks of its engines; each has ``num_slabs`` slabs of its own."""
+    """The number of ranks of each of its engines; each has ``num_slabs`` slabs of its own."""
     backend: BackendKind = BackendKind.HOST
 
     def __str__(self) -> str:
@@ -77,17 +77,17 @@ class PoolSize:
             )
         if not 1 <= self.num_shards <= MAX_SHARDS:
             raise ConfigError(
-                f"--num-shards {self.num_shards}: must be 1..{MAX_SHARDS}, the --tensor-parallel-size of its "
-                f"engines"
+                f"--num-shards {self.num_shards}: must be 1..{MAX_SHARDS}, the ranks of each of its engines: "
+                f"--tensor-parallel-size times --pipeline-parallel-size"
             )
 
     def check_ranks(self, pool: str, num_ranks: int) -> None:
-        """Raises: ConfigError unless each tensor-parallel rank of an engine has one shard."""
+        """Raises: ConfigError unless each rank of an engine has one shard."""
         if num_ranks != self.num_shards:
             raise ConfigError(
-                f"an engine with --tensor-parallel-size {num_ranks} needs a pool of {num_ranks} shards, pool "
-                f"{pool} has {self.num_shards}: start the engine with --tensor-parallel-size "
-                f"{self.num_shards}, or the pool with --num-shards {num_ranks}"
+                f"an engine of {num_ranks} ranks (--tensor-parallel-size times --pipeline-parallel-size) "
+                f"needs a pool of {num_ranks} shards, pool {pool} has {self.num_shards}: start the engine "
+                f"with {self.num_shards} ranks, or the pool with --num-shards {num_ranks}"
             )
 
 

@@ -16,6 +16,7 @@ from rose.memory.daemon.daemon import start_daemon
 pytestmark = pytest.mark.vllm
 
 POOL = "refusing"
+TWO_SHARDS = "refusing-shards"
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 FLEXKV = {"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}
@@ -39,6 +40,11 @@ def connector(name: str, **extra: Any) -> dict[str, Any]:
 TAKES_WEIGHTS = {"additional_config": {"rose": {"role": "serving", "pool": POOL, "takes_weights": True}}}
 
 
+def staged(role: str) -> dict[str, Any]:
+    """Two stages of a pipeline, in a pool of two shards."""
+    return {"pipeline_parallel_size": 2, "additional_config": {"rose": {"role": role, "pool": TWO_SHARDS}}}
+
+
 DEDICATED = {"additional_config": {"rose": {"role": "rollout"}}}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "nothing": ("serving", {}, ""),
@@ -47,6 +53,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "mooncake": ("serving", connector("MooncakeConnector"), ""),
     "lmcache": ("serving", connector("LMCacheConnectorV1"), ""),
     "offloading flag": ("serving", {"kv_offloading_size": 1}, ""),
+    "a connector of a pipeline": (
+        "serving",
+        {**staged("serving"), **connector("NixlConnector")},
+        "--kv-transfer-config with --pipeline-parallel-size 2: no connector has been tested with a pipeline",
+    ),
+    "pipeline": ("rollout", staged("rollout"), ""),
     "unknown": (
         "serving",
         connector("MultiConnector", connectors=[EXAMPLE, OFFLOADING, UNKNOWN]),
@@ -131,9 +143,14 @@ def folder(engines_dir: Path) -> Iterator[Path]:
     path = engines_dir / "refusing"
     path.mkdir()
     with ExitStack() as undo:
-        for pool in (POOL, f"{POOL}-1"):  # of two data-parallel ranks
+        for pool in (POOL, f"{POOL}-1", TWO_SHARDS):  # the first two: of two data-parallel ranks
             daemon = start_daemon(
-                pool, num_slabs=24, slab_bytes=512 << 10, headroom_slabs=4, runtime_dir=runtime_dir(path)
+                pool,
+                num_slabs=24,
+                slab_bytes=512 << 10,
+                headroom_slabs=4,
+                num_shards=2 if pool == TWO_SHARDS else 1,
+                runtime_dir=runtime_dir(path),
             )
             undo.callback(daemon.stop)
         yield path

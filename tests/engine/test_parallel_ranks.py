@@ -1,4 +1,7 @@
-"""Two engines of two ranks each over one pool of two shards: every slab moves on both ranks, or on none."""
+"""Two engines of two ranks each over one pool of two shards: every slab moves on both ranks, or on none.
+
+The ranks are tensor-parallel, or the stages of a pipeline.
+"""
 
 import os
 import signal
@@ -35,13 +38,22 @@ STALL_S = 60.0
 """Nothing waits for a grant here, and four processes may be slow on a busy machine."""
 
 
-@pytest.fixture(scope="module")
-def ranks(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
+STAGES: dict[str, dict[Role, str]] = {
+    "tensor-parallel": {},
+    # Serving's larger stage has as much of a block as a slab holds, and is not the first one.
+    "pipeline": {Role.SERVING: "2,4", Role.ROLLOUT: "2,2"},
+}
+"""The layers of the stages of each engine's pipeline."""
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def ranks(engines_dir: Path, models: ModelDirs, request: pytest.FixtureRequest) -> Iterator[SharedGpu]:
     """Ungated, where a test doesn't say otherwise: only their memory is shared."""
     gpu = SharedGpu(
         engines_dir,
         {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]},
         num_ranks=NUM_RANKS,
+        stages=STAGES[request.param],
         gate=GateMode.OFF,
         stall_s=STALL_S,
     )
