@@ -177,9 +177,9 @@ class RolloutScheduler(RoseScheduler):
     def _awaits_tokens(self) -> bool:
         """Whether an empty pass is due before sequences may decode, which then needs no grant.
 
-        Why: under Model Runner V2, a pipeline's other stages take over a step's tokens as many passes after
-        it as there are stages, and vLLM leaves its sequences out until then. Steps in flight make these
-        passes elsewhere. vLLM 0.32.
+        Why: under Model Runner V2, a pipeline's stages before the last take over a step's tokens as many
+        passes after it as there are stages, and vLLM leaves its sequences out until then. Without a gate,
+        the steps of other sequences are these passes. vLLM 0.32.
         """
         due = (getattr(request, "next_decode_eligible_step", 0) for request in self.running)
         return max(due, default=0) > getattr(self, "current_step", 0) + 1
