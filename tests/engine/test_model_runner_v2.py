@@ -29,14 +29,17 @@ TOKENS = 16
 TIMEOUT_S = 1200.0
 
 
-def run_v2(folder: Path, pool: str, **given: Any) -> Any:
+def run_v2(folder: Path, pool: str, num_ranks: int = 1, **given: Any) -> Any:
     """Starts a pool and runs v2_runs.py in it, with the prompts and these arguments."""
     folder.mkdir()
     arguments, answers, log = (folder / name for name in ("given.json", "answers.json", "v2.log"))
     arguments.write_text(json.dumps({"pool": pool, "prompts": PROMPTS, "max_tokens": TOKENS, **given}))
     environment = {**os.environ, **STOCK_ENV, **ENV, "ROSE_RUNTIME_DIR": str(runtime_dir(folder))}
-    size: dict[str, Any] = {"num_slabs": 24, "slab_bytes": SLAB_BYTES, "headroom_slabs": 6}
-    with start_daemon(pool, **size, runtime_dir=runtime_dir(folder)), log.open("w") as output:
+    size: dict[str, Any] = {"num_slabs": 24, "slab_bytes": SLAB_BYTES // num_ranks, "headroom_slabs": 6}
+    with (
+        start_daemon(pool, **size, num_shards=num_ranks, runtime_dir=runtime_dir(folder)),
+        log.open("w") as output,
+    ):
         argv = [
             *(sys.executable, str(Path(__file__).with_name("v2_runs.py"))),
             *(str(arguments), str(answers)),
@@ -91,3 +94,18 @@ def test_v2_answers_as_stock_with_a_draft_model_while_slabs_leave(
     assert_greedy(read_moves(found["moves"]), expected)
     assert found["num_drafts"] > 0
     assert "standalone_ar.speculator" in found["modules"]
+
+
+def test_v2_answers_as_stock_in_a_pipeline_with_async_scheduling_also_behind_a_gate(
+    engines_dir: Path, models: ModelDirs, expected: list[list[int]]
+) -> None:
+    """vLLM then holds a step more than there are stages, and a step's tokens reach the first stage as many
+    passes later as there are stages. Behind a gate one step is in flight."""
+    model = str(models.untied[0])
+    found = run_v2(engines_dir / "v2-staged", "v2-staged", num_ranks=2, model=model, layers="1,3")
+    assert found["queue"] == 3
+    assert found["in_flight"] == [2, 1]
+    assert {end for _, end in found["replies"]} == {"length", "abort"}
+    for (tokens, _), whole in zip(found["replies"], expected, strict=True):
+        assert tokens == whole[: len(tokens)]
+    assert found["gated"] == expected

@@ -12,7 +12,7 @@ from probes import prompt
 from real_engine import runtime_dir
 from references import ModelDirs
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
-from tiny_models import SLAB_BYTES
+from tiny_models import SLAB_BYTES, make_parallel_model, make_window_model
 
 from rose.memory.daemon.daemon import start_daemon
 
@@ -62,6 +62,19 @@ def test_answers_are_stocks_while_slabs_leave_with_a_step_in_each_stage(
     late = run(async_runs.answer_over_cuts_on_ranks, **arguments, **stages).result()
     assert late.most_in_flight == NUM_RANKS
     assert_greedy(late.moves, expected)
+
+
+@pytest.mark.parametrize(("make", "layers"), [(make_window_model, "2,4"), (make_parallel_model, "1,1")])
+def test_stages_with_layers_of_several_cache_groups_answer_as_stock(
+    run: Run, pool: str, engines_dir: Path, make: Callable[[Path], Path], layers: str
+) -> None:
+    """Sliding windows, and Mamba2's states beside attention."""
+    model = make(engines_dir / "staged" / make.__name__)
+    stock = run(engine_runs.stock_answers, model=model, prompts=PROMPTS)
+    arguments = {"model": model, "pool": pool, "prompts": PROMPTS, "num_rounds": NUM_ROUNDS}
+    stages = {"pipeline_parallel_size": NUM_RANKS, "layers": layers}
+    late = run(async_runs.answer_over_cuts_on_ranks, **arguments, **stages).result()
+    assert_greedy(late.moves, stock.result())
 
 
 def test_serving_empties_its_pipeline_to_offer_a_grant_and_keeps_its_claim_until_then(

@@ -21,6 +21,9 @@ def main(arguments: Path, answers: Path) -> None:
     if "speculative" in given:
         answers.write_text(json.dumps(drafted(given)))
         return
+    if "layers" in given:
+        answers.write_text(json.dumps(staged(given)))
+        return
     if "num_moves" in given:
         answers.write_text(json.dumps(over_cuts(given)))
         return
@@ -49,6 +52,37 @@ def over_cuts(given: dict[str, Any]) -> dict[str, Any]:
     from engine_runs import answer_over_cuts
 
     return asdict(answer_over_cuts(**given, num_rounds=1, num_at_once=len(given["prompts"])))
+
+
+def staged(given: dict[str, Any]) -> dict[str, Any]:
+    """Answers of a pipeline with so many layers in its stages: while slabs leave, and behind a gate."""
+    from async_runs import use_ranks
+    from engine_runs import _cut, _wait_for_tokens, begin_rl_step, tenant_of
+    from forked_engines import Driver, make_engine
+
+    from rose.types import GateMode
+
+    ranks, layers = use_ranks(given["layers"]), given["layers"].split(",")
+    settings = {"role": "rollout", "pool": given["pool"], "stall_s": 600.0}
+    driver = Driver(make_engine(Path(given["model"]), settings, pipeline_parallel_size=len(layers)))
+    scheduler = driver.scheduler
+    assert scheduler.use_v2_model_runner
+    queue = driver.core.batch_queue_size
+    names = driver.ask(given["prompts"], given["max_tokens"])
+    _wait_for_tokens(driver, names)
+    _cut(driver, tenant_of(driver).pool.num_positions_in_use() // 2)
+    replies, in_flight = driver.wait(names), [ranks.most_in_flight]
+    begin_rl_step(driver, 1)
+    scheduler.set_gate(scheduler.rose.gate_settings(GateMode.IDLE))
+    ranks.most_in_flight = 0
+    gated = driver.answer(given["prompts"], given["max_tokens"])
+    tenant_of(driver).pool.check_integrity()
+    return {
+        "queue": queue,
+        "in_flight": [*in_flight, ranks.most_in_flight],
+        "replies": [(reply.tokens, reply.finish_reason) for reply in replies],
+        "gated": [reply.tokens for reply in gated],
+    }
 
 
 def drafted(given: dict[str, Any]) -> dict[str, Any]:
