@@ -25,6 +25,7 @@ from rose.http import PUBLISHED_PATH
 from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
 from rose.scheduler.rollout.http.errors import error_body, error_response, http_status
+from rose.scheduler.rollout.http.event_stream import ClientLeft
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -78,6 +79,8 @@ class Guard:
             return error_response(error.status, error.text if error.status == 413 and error.text else message)
         except (asyncio.CancelledError, ConnectionError):
             raise  # the client left
+        except ClientLeft as left:
+            raise ConnectionResetError("the client left") from left
         except Exception:
             logger.exception("request failed path=%s", request.path)
             return error_response(500, "the router failed; its log holds the reason")

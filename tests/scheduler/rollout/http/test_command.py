@@ -293,6 +293,18 @@ async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) 
             assert client.counters()["turns"] == {"cancelled": 1}
 
 
+async def test_a_client_that_leaves_its_stream_is_no_fault_of_the_worker(start_router: StartRouter) -> None:
+    body = {"prompt": PROMPT, "n": 8, "max_tokens": 400, "stream": True}
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        for _ in range(5):
+            response = await client.http.post(f"{client.router.url}/v1/completions", json=body)
+            await response.content.readany()
+            response.close()
+            await until(lambda: client.known(worker).in_flight == 0)
+        assert client.counters()["reroutes"] == {}
+        assert not client.known(worker).is_on_probation
+
+
 async def test_sigterm_lets_turns_in_flight_finish() -> None:
     async with ScriptedWorker() as worker:
         worker.hold()
