@@ -65,7 +65,7 @@ class InFlight:
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = _Running(digest, asyncio.create_task(work()))
-            running.task.add_done_callback(lambda _: self._running.pop(key))
+            running.task.add_done_callback(lambda _: self._forget(key, running))
         elif running.digest != digest:
             raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight with another body; use another key")
         running.num_waiting += 1
@@ -74,4 +74,9 @@ class InFlight:
         finally:
             running.num_waiting -= 1
             if not running.num_waiting:
+                self._forget(key, running)  # a retry that comes before the task has ended begins anew
                 running.task.cancel()
+
+    def _forget(self, key: str, running: _Running) -> None:
+        if self._running.get(key) is running:
+            del self._running[key]
