@@ -102,7 +102,7 @@ class TurnRunner:
                 self._dispatcher.release(place, place.num_tokens)
             if ending.kind is EndKind.FINISHED:
                 return
-            self._rerouting.after(ending, place.worker, journey)
+            self._rerouting.after(ending, place.worker, journey, place.num_tokens)
         generation.finish("length", None)  # it alone was lost, with a worker or with another router
 
     def _begin_next(self, single: Single, journey: Journey, *, is_streamed: bool) -> None:

@@ -215,6 +215,23 @@ async def test_a_turn_that_fails_everywhere_ends_in_502(start_router: StartRoute
             assert "3 attempts failed" in answer["error"]["message"]
 
 
+async def test_a_request_that_workers_fail_keeps_no_other_turn_away_from_them(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.faults.append(Fault(kind="status"))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        suspected_until = client.known(worker).cooldown_until
+        assert suspected_until > 0  # nothing had shown yet that it makes tokens
+        worker.faults.append(Fault(kind="status"))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        assert client.counters()["reroutes"] == {"failed": 2}
+        assert client.known(worker).cooldown_until == suspected_until
+        worker.faults.append(Fault(kind="error", after_tokens=1))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        assert client.known(worker).cooldown_until > suspected_until
+
+
 async def test_a_killed_worker_is_lost_and_its_turns_finish_elsewhere(start_router: StartRouter) -> None:
     async with (
         ScriptedWorker() as bad,
