@@ -74,6 +74,8 @@ class Guard:
             return web.Response(text=refused.body, status=refused.status, content_type="application/json")
         except (RoseError, BadRequest) as error:
             return error_response(http_status(error), str(error))
+        except web.RequestPayloadError as error:  # such as a body that is not what Content-Encoding says
+            return error_response(400, f"the body can't be read: {' '.join(str(error).split())}")
         except web.HTTPException as error:
             message = f"{request.method} {request.path}: {error.reason}"
             return error_response(error.status, error.text if error.status == 413 and error.text else message)

@@ -141,6 +141,12 @@ async def test_a_body_over_the_limit_is_413(start_router: StartRouter) -> None:
         assert len(worker.requests) == 1
 
 
+async def test_a_body_that_is_not_encoded_as_it_says_is_400(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post("/v1/completions", BODY, Content_Encoding="gzip"), 400)
+        assert not worker.requests
+
+
 async def test_a_body_that_arrives_too_slowly_is_408_and_other_requests_go_on(
     start_router: StartRouter,
 ) -> None:
