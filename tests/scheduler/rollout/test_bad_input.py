@@ -84,6 +84,23 @@ async def test_a_field_that_the_router_reads_itself_is_400_where_it_is_malformed
         assert not worker.requests
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 3.0, "n": 1.0, "seed": 7.0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3.0}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3.0}}),
+        ("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3.0}}),
+    ],
+)
+async def test_a_whole_number_may_have_a_decimal_point(
+    start_router: StartRouter, path: str, body: dict[str, object]
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert (await client.post(path, body))[0] == 200
+        assert repr(worker.requests[0]["max_tokens"]) == "3"
+
+
 async def test_a_chat_with_malformed_stream_options_is_refused_by_the_worker(
     start_router: StartRouter,
 ) -> None:
