@@ -7,6 +7,7 @@ Never does: read requests (intake.py), place turns (turn/), check keys, turn err
 """
 
 import logging
+from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
@@ -122,6 +123,9 @@ class Service:
                 async with self._plane.http.post(
                     url, data=body, headers=headers, timeout=timeout
                 ) as response:
+                    if response.status == HTTPStatus.UNAUTHORIZED:
+                        logger.warning("worker=%s wants another key than worker_api_key", worker.id)
+                        continue
                     data = await response.read()
                     return web.Response(body=data, status=response.status, content_type=response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
