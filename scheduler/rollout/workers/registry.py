@@ -87,6 +87,10 @@ class Registry:
         self._priority_of = priority_of
         self._workers = Members()
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
+        self._next_round: asyncio.Task[None] | None = None
+        """The questions to all workers that have not begun yet."""
+        self._rounds: set[asyncio.Task[None]] = set()
+        self._rounds_from = 0.0
         self.newest = NewestVersions()
         self.catalogue = Catalogue()
         self.name = f"router-{uuid.uuid4().hex}"
@@ -137,7 +141,7 @@ class Registry:
         self._changed()
 
     async def close(self) -> None:
-        tasks = list(self._heartbeats.values())
+        tasks = [*self._heartbeats.values(), *self._rounds]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -254,7 +258,17 @@ class Registry:
             self._workers.num_contests += 1  # other jobs can use it now
 
     async def refresh_models(self) -> None:
-        """Asks all live workers which models they serve, and which adapters they hold."""
+        """Asks all live workers which models they serve, and which adapters they hold. Clients with a wrong
+        name may cause this without end, so it begins once in a heartbeat's time for all that wait."""
+        if self._next_round is None:
+            self._next_round = asyncio.create_task(self._round())
+            self._rounds.add(self._next_round)
+            self._next_round.add_done_callback(self._rounds.discard)
+        await asyncio.shield(self._next_round)
+
+    async def _round(self) -> None:
+        await asyncio.sleep(self._rounds_from - time.monotonic())
+        self._next_round, self._rounds_from = None, time.monotonic() + self._every_s
         alive = [worker for worker in self.workers() if worker.is_alive]
         await asyncio.gather(*(self._refresh(worker) for worker in alive))
         holders = [each for each in alive if each.status is not None and each.status.adapters is not None]

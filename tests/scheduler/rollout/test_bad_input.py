@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rose.scheduler.rollout.http import handshakes
 from tests.scheduler.rollout.conftest import Client, StartRouter, deaf_client
@@ -49,6 +51,26 @@ async def test_a_model_that_was_loaded_meanwhile_is_found(start_router: StartRou
     async with ScriptedWorker() as worker, start_router(worker) as client:
         worker.models.append("adapter")
         await client.complete({**BODY, "model": "adapter"})
+
+
+class CountingWorker(ScriptedWorker):
+    num_asked = 0
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        return await super()._models(request)
+
+
+async def test_clients_that_name_unknown_models_cause_few_questions_to_workers(
+    start_router: StartRouter,
+) -> None:
+    async with CountingWorker() as worker, start_router(worker, heartbeat_s=1) as client:
+        before, began = worker.num_asked, time.monotonic()
+        for _ in range(2):
+            answers = [client.post("/v1/completions", {**BODY, "model": f"m{i}"}) for i in range(20)]
+            assert {status for status, _ in await asyncio.gather(*answers)} == {404}
+        most = 2 + 2 * (time.monotonic() - began)  # a round a second, and the router's own questions
+        assert worker.num_asked - before <= most
 
 
 async def test_a_prompt_over_the_context_is_400_with_both_numbers(start_router: StartRouter) -> None:
