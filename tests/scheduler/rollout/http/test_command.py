@@ -109,6 +109,19 @@ async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: Start
         assert (await waiting)[0] == 200
 
 
+async def test_a_call_with_more_turns_than_can_run_and_wait_is_429_before_any_of_them_begins(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        ScriptedWorker() as worker,
+        start_router(worker, turns_per_gpu=2, max_queued_per_job=3) as client,
+    ):
+        status, answer = await client.post("/v1/completions", {**BODY, "n": 6})
+        assert (status, "6 turns" in answer["error"]["message"]) == (429, True)
+        assert not worker.requests
+        assert len((await client.complete({**BODY, "n": 5}))["choices"]) == 5
+
+
 @pytest.mark.parametrize("headers", [{"X_Session_ID": "s"}, {}])
 async def test_the_next_turn_returns_to_the_worker_of_the_last(
     start_router: StartRouter, headers: dict[str, str]
