@@ -232,7 +232,8 @@ async def test_each_key_guards_its_own_routes_and_worker_routes_stay_hidden(
         for path in ("/admin/status", "/workers"):
             status, answer = await client.get(path)
             assert (status, "key" in answer["error"]["message"]) == (401, True)
-        assert (await client.post("/v1/completions", BODY, Authorization="Bearer cli"))[0] == 200
+        for scheme in ("Bearer ", "bearer ", "BEARER  "):
+            assert (await client.post("/v1/completions", BODY, Authorization=f"{scheme}cli"))[0] == 200
         assert (await client.post("/admin/rl_step", {"step": 1}, Authorization="Bearer cli"))[0] == 401
         assert (await client.post("/admin/rl_step", {"step": 1}, Authorization="Bearer adm"))[0] == 200
         assert (await client.get("/health"))[0] == 200
