@@ -64,7 +64,8 @@ class CountingWorker(ScriptedWorker):
 async def test_clients_that_name_unknown_models_cause_few_questions_to_workers(
     start_router: StartRouter,
 ) -> None:
-    async with CountingWorker() as worker, start_router(worker, heartbeat_s=1) as client:
+    worker = CountingWorker()
+    async with worker, start_router(worker, heartbeat_s=1) as client:
         before, began = worker.num_asked, time.monotonic()
         for _ in range(2):
             answers = [client.post("/v1/completions", {**BODY, "model": f"m{i}"}) for i in range(20)]
