@@ -56,6 +56,8 @@ _MOST_AT_ONCE = 256
 _MAKES_ROOM_S = 0.5
 """A worker that has not answered for so long holds up no other's heartbeat. If this were much shorter, a busy
 router would begin more heartbeats than it can finish."""
+_ROUND_S = 0.5
+"""The time between two rounds of questions for which clients wait; more in a fleet of thousands."""
 _MODELS_EVERY_S = 5.0
 """Engines load adapters while they run, so the models are asked for this often, in a large fleet as much more
 seldom as heartbeats are."""
@@ -259,7 +261,7 @@ class Registry:
 
     async def refresh_models(self) -> None:
         """Asks all live workers which models they serve, and which adapters they hold. Clients with a wrong
-        name may cause this without end, so it begins once in a heartbeat's time for all that wait."""
+        name may cause this without end, so it begins every _ROUND_S at most, for all that wait."""
         if self._next_round is None:
             self._next_round = asyncio.create_task(self._round())
             self._rounds.add(self._next_round)
@@ -268,7 +270,8 @@ class Registry:
 
     async def _round(self) -> None:
         await asyncio.sleep(self._rounds_from - time.monotonic())
-        self._next_round, self._rounds_from = None, time.monotonic() + self._every_s
+        pause_s = max(_ROUND_S, len(self._workers) / _MOST_PER_S)
+        self._next_round, self._rounds_from = None, time.monotonic() + pause_s
         alive = [worker for worker in self.workers() if worker.is_alive]
         await asyncio.gather(*(self._refresh(worker) for worker in alive))
         holders = [each for each in alive if each.status is not None and each.status.adapters is not None]

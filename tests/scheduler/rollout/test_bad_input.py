@@ -70,7 +70,7 @@ async def test_clients_that_name_unknown_models_cause_few_questions_to_workers(
         for _ in range(2):
             answers = [client.post("/v1/completions", {**BODY, "model": f"m{i}"}) for i in range(20)]
             assert {status for status, _ in await asyncio.gather(*answers)} == {404}
-        most = 2 + 2 * (time.monotonic() - began)  # a round a second, and the router's own questions
+        most = 3 + 3 * (time.monotonic() - began)  # two rounds a second, and the router's own questions
         assert worker.num_asked - before <= most
 
 
