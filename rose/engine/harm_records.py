@@ -14,6 +14,7 @@ from typing import Any
 
 from rose._shm import Words
 from rose.admission.harm import TENANT_BYTES, RequestDelay, SliceTime
+from rose.engine.status import allocate
 
 NUM_REQUESTS = 16384
 NUM_SLICES = 18432
@@ -32,7 +33,7 @@ class HarmRecords:
         # It stays open for the claim, until its process ends.
         self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         if create:
-            os.ftruncate(self._fd, _BYTES)
+            allocate(self._fd, path, _BYTES)
         self._map = mmap.mmap(self._fd, _BYTES)
         self.path = path
         self._counts = Words(self._map)

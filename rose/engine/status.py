@@ -10,6 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from rose._shm import Words
+from rose.errors import ConfigError
 
 PAGE_BYTES = 4096
 MILLION = 1_000_000
@@ -83,7 +84,7 @@ class StatusPage:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(fd, PAGE_BYTES)
+                allocate(fd, path, PAGE_BYTES)
             self._map = mmap.mmap(fd, PAGE_BYTES)
         finally:
             os.close(fd)
@@ -129,3 +130,18 @@ class StatusPage:
 
 def page_path(runtime_dir: Path, engine_id: str) -> Path:
     return runtime_dir / f"engine-{engine_id}.page"
+
+
+def allocate(fd: int, path: Path, num_bytes: int) -> None:
+    """Gives a new file all its pages. A write to a mapped hole would end the process once the disk is full.
+
+    Raises: ConfigError if there is no room, with the file removed.
+    """
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(
+            f"ROSE_RUNTIME_DIR: {path.parent} can't take {num_bytes} bytes more ({error.strerror}); make room"
+            " there, or set it to another folder"
+        ) from error

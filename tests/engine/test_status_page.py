@@ -1,11 +1,15 @@
 """The page of counters between an engine's scheduler and its HTTP endpoint."""
 
 import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rose.engine.harm_records import HarmRecords
 from rose.engine.status import Field, StatusPage, page_path
+from rose.errors import ConfigError
 
 
 def test_what_the_scheduler_writes_the_endpoint_reads(tmp_path: Path) -> None:
@@ -57,3 +61,27 @@ def test_the_page_says_where_the_engine_answers(tmp_path: Path) -> None:
     endpoint.put_url("http://" + 400 * "x")
     assert scheduler.url == "http://127.0.0.1:8000"
     assert scheduler.get(Field.PID) == os.getpid()
+
+
+@pytest.mark.parametrize("make", [StatusPage, HarmRecords])
+def test_a_disk_that_fills_up_later_ends_no_engine_that_writes_to_its_files(
+    tmp_path: Path, make: Callable[..., object]
+) -> None:
+    path = tmp_path / "shared"
+    made = make(path, create=True)
+    stat = path.stat()
+    assert stat.st_blocks * 512 >= stat.st_size > 0, made
+
+
+@pytest.mark.parametrize("make", [StatusPage, HarmRecords])
+def test_an_engine_without_room_for_its_files_is_told_which_folder_is_full(
+    tmp_path: Path, make: Callable[..., object]
+) -> None:
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(ConfigError, match=f"ROSE_RUNTIME_DIR: {tmp_path} can't take"):
+            make(tmp_path / "shared", create=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())

@@ -23,8 +23,6 @@ from vllm.v1.outputs import LogprobsLists
 from rose.scheduler.rollout.formats.resume import must_restart
 
 Json = dict[str, Any]
-_Valued = tuple[int, float]
-"""A token and its log-probability."""
 
 _ALWAYS = (
     # A worker would fill in what is missing from the model's generation config.

@@ -19,6 +19,8 @@ from rose.engine.http.prompt_ids import without_prompt_ids
 from rose.engine.scheduling.request_keys import KEYS, TENANT_HEADER, TENANT_KEY, key_problem, tenant_problem
 from rose.http import LEASE_HEADER, NO_LEASE
 
+_PATHS = ("/v1/", "/inference/v1/generate", "/invocations")
+"""How the paths of all routes that generate begin. /invocations takes any body of /v1's. vLLM 0.32."""
 _KEYS = tuple(key.encode() for key in KEYS)
 _XARGS = "vllm_xargs"
 _HEADER = TENANT_HEADER.lower().encode()
@@ -49,7 +51,7 @@ class FrontDoor:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope).startswith("/v1/"):
+        if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope).startswith(_PATHS):
             control: ServedEngine | None = getattr(scope["app"].state, "rose", None)
             if control is not None:
                 if not control.is_active:

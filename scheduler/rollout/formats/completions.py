@@ -133,7 +133,18 @@ def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumula
 _MAX_SINGLES = 2**16
 """The most single requests of one call: each costs the router some KB, and n costs the client a few bytes."""
 _INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval", PROMPT_START)
+_COUNTS = ("n", *_INTEGERS, "max_completion_tokens", "max_new_tokens", "min_new_tokens")
 _MAX_INTEGER = 2**63
+
+
+def take_whole_numbers(body: Json) -> None:
+    """Makes integers of counts such as 4.0, which vLLM takes: clients whose language has one kind of number
+    send them."""
+    for holder in (body, body.get("sampling_params")):
+        if isinstance(holder, dict):
+            for name in _COUNTS:
+                if isinstance(value := holder.get(name), float) and value.is_integer():
+                    holder[name] = int(value)
 
 
 def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:

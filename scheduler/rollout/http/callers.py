@@ -152,6 +152,9 @@ def _listed(names: list[str]) -> str:
 
 
 def bearer(request: web.Request) -> str:
-    """Returns the key that the client sent; empty if it sent none."""
-    given = request.headers.get("Authorization")
-    return given.removeprefix("Bearer ") if given is not None else request.headers.get(API_KEY_HEADER, "")
+    """Returns the key that the client sent; empty if it sent none. The scheme's case means nothing, as in
+    vLLM."""
+    if (given := request.headers.get("Authorization")) is None:
+        return request.headers.get(API_KEY_HEADER, "")
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else given

@@ -25,6 +25,7 @@ from rose.http import PUBLISHED_PATH
 from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
 from rose.scheduler.rollout.http.errors import error_body, error_response, http_status
+from rose.scheduler.rollout.http.event_stream import ClientLeft
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -73,11 +74,15 @@ class Guard:
             return web.Response(text=refused.body, status=refused.status, content_type="application/json")
         except (RoseError, BadRequest) as error:
             return error_response(http_status(error), str(error))
+        except web.RequestPayloadError as error:  # such as a body that is not what Content-Encoding says
+            return error_response(400, f"the body can't be read: {' '.join(str(error).split())}")
         except web.HTTPException as error:
             message = f"{request.method} {request.path}: {error.reason}"
             return error_response(error.status, error.text if error.status == 413 and error.text else message)
         except (asyncio.CancelledError, ConnectionError):
             raise  # the client left
+        except ClientLeft as left:
+            raise ConnectionResetError("the client left") from left
         except Exception:
             logger.exception("request failed path=%s", request.path)
             return error_response(500, "the router failed; its log holds the reason")

@@ -8,9 +8,9 @@ Never does: remember answers.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import xxhash
 from aiohttp import web
@@ -26,10 +26,16 @@ class SharedAnswer:
 
     body: bytes
     status: int = 200
-    content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
+
+    @classmethod
+    def of(cls, response: web.StreamResponse) -> Self:
+        """Takes an answer that is no stream, and has not been sent."""
+        assert isinstance(response, web.Response) and isinstance(response.body, bytes)
+        return cls(response.body, response.status, dict(response.headers))
 
     def response(self) -> web.Response:
-        return web.Response(body=self.body, status=self.status, content_type=self.content_type)
+        return web.Response(body=self.body, status=self.status, headers=self.headers)
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class InFlight:
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = _Running(digest, asyncio.create_task(work()))
-            running.task.add_done_callback(lambda _: self._running.pop(key))
+            running.task.add_done_callback(lambda _: self._forget(key, running))
         elif running.digest != digest:
             raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight with another body; use another key")
         running.num_waiting += 1
@@ -74,4 +80,9 @@ class InFlight:
         finally:
             running.num_waiting -= 1
             if not running.num_waiting:
+                self._forget(key, running)  # a retry that comes before the task has ended begins anew
                 running.task.cancel()
+
+    def _forget(self, key: str, running: _Running) -> None:
+        if self._running.get(key) is running:
+            del self._running[key]

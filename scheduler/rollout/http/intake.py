@@ -16,7 +16,7 @@ from aiohttp import web
 from rose.errors import NoWorkerError
 from rose.http import TIMEOUT_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, parse
-from rose.scheduler.rollout.formats.completions import ClientCall
+from rose.scheduler.rollout.formats.completions import ClientCall, take_whole_numbers
 from rose.scheduler.rollout.formats.resume import ROUTERS_ARGUMENTS
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.callers import Callers
@@ -60,6 +60,7 @@ class Intake:
         """
         data = await self.read(request)
         body = parse(data, ids_key)
+        take_whole_numbers(body)
         _check_arguments(body)
         job = self._callers.job(request)
         if (asked := self._callers.model(job, body.get("model"))) is not None:

@@ -162,7 +162,7 @@ class _WholeAttempt:
         if response.status == HTTPStatus.NOT_FOUND and self._adapter is not None:
             return Ending(kind=EndKind.UNLOADED, detail=f"{self._worker.id} does not hold {self._adapter}")
         if response.status != 200:
-            return error_ending(response.status, body.decode(errors="replace"))
+            return error_ending(self._worker.id, response.status, body.decode(errors="replace"))
         answer = json.loads(body)
         for choice in answer.get("choices", ()):
             if (ending := abort_ending(self._worker.id, choice.get("stop_reason"))) is not None:

@@ -7,6 +7,8 @@ Never does: read requests (intake.py), place turns (turn/), check keys, turn err
 """
 
 import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
@@ -122,6 +124,9 @@ class Service:
                 async with self._plane.http.post(
                     url, data=body, headers=headers, timeout=timeout
                 ) as response:
+                    if response.status == HTTPStatus.UNAUTHORIZED:
+                        logger.warning("worker=%s wants another key than worker_api_key", worker.id)
+                        continue
                     data = await response.read()
                     return web.Response(body=data, status=response.status, content_type=response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -149,7 +154,9 @@ class Service:
             raise NotFound(
                 f"{request.path}: only a front understands it; start the router with --front 1 -- --model DIR"
             )
-        return await self.fronts.forward(request, asked.body, asked.route.deadline)
+        return await self._once(
+            request, asked, lambda: self.fronts.forward(request, asked.body, asked.route.deadline)
+        )
 
     def _generating(self, shape: Format) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -162,15 +169,32 @@ class Service:
                     model = asked.route.model
                     logger.info("chats go whole model=%s reason=%s", model, found)
                     self._parsed_models.add(model)
-            if isinstance(shape, Chat):
-                try:
-                    if self._is_for_front(asked):
-                        return await self.fronts.forward(request, asked.body, asked.route.deadline)
-                except NoWorkerError as error:
-                    logger.info("a chat goes whole reason=%s", error)
-            return await self._passthrough.forward(request, asked.body, asked.route)
+            return await self._once(request, asked, lambda: self._whole(request, shape, asked))
 
         return handle
+
+    async def _whole(self, request: web.Request, shape: Format, asked: Asked) -> web.StreamResponse:
+        if isinstance(shape, Chat):
+            try:
+                if self._is_for_front(asked):
+                    return await self.fronts.forward(request, asked.body, asked.route.deadline)
+            except NoWorkerError as error:
+                logger.info("a chat goes whole reason=%s", error)
+        return await self._passthrough.forward(request, asked.body, asked.route)
+
+    async def _once(
+        self, request: web.Request, asked: Asked, answered: Callable[[], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Returns what `answered()` does, or what it does for the same request that is in flight, unless that
+        is a stream."""
+        key = _key(request, asked.route)
+        if key is None or asked.body.get("stream"):
+            return await answered()
+
+        async def work() -> SharedAnswer:
+            return SharedAnswer.of(await answered())
+
+        return (await self._in_flight.run(key, asked.data, work)).response()
 
     def _is_for_front(self, asked: Asked) -> bool:
         """Whether fronts serve the chat's model, and a worker knows where the turn's grammar begins.
@@ -192,12 +216,10 @@ class Service:
     async def _generate(self, request: web.Request, shape: Format, asked: Asked) -> web.StreamResponse:
         """Raises: ChatParsed, while the client has received nothing."""
         call, route = self._intake.call(shape, asked), asked.route
-        given = request.headers.get(IDEMPOTENCY_HEADER)
-        # Another job's request, or one for another run's weights, is never the same.
-        key = f"{request.path} {given} {route.run_id} {route.job}" if given is not None else None
+        key = _key(request, route)
         if call.wants_stream:
             if key is not None and key in self._in_flight:
-                raise Conflict(f"{IDEMPOTENCY_HEADER}: {given} is in flight; a stream can't be shared")
+                raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight; a stream can't be shared")
             return await self._stream(request, shape, call, route)
 
         async def work() -> SharedAnswer:
@@ -222,3 +244,10 @@ class Service:
             await sink.send(usage)
         await sink.answer.write(shape.end)
         return sink.answer
+
+
+def _key(request: web.Request, route: Route) -> str | None:
+    """Returns what two requests have in common that may share an answer; None if the client gave no key.
+    Another job's request, or one for another run's weights, is never the same."""
+    given = request.headers.get(IDEMPOTENCY_HEADER)
+    return f"{request.path} {given} {route.run_id} {route.job}" if given is not None else None

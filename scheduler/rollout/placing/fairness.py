@@ -35,7 +35,7 @@ class _Found(Generic[Item, Kind, Place]):
     """An item that can be placed. It is not frozen, because one is made for each waiting turn."""
 
     in_line: tuple[float, int]
-    kind: Kind
+    group: tuple[Kind, Hashable]
     index: int
     item: Item
     cost: float
@@ -45,32 +45,41 @@ class _Found(Generic[Item, Kind, Place]):
 @dataclass(slots=True)
 class _Queue(Generic[Item, Kind]):
     deficit: float = 0.0
-    entries: dict[Kind, deque[tuple[float, int, Item, float]]] = field(default_factory=dict)
-    """Kind -> (since, number, item, cost). The earliest of all kinds goes first, and of equal ones the lowest
-    number."""
+    entries: dict[tuple[Kind, Hashable], deque[tuple[float, int, Item, float]]] = field(default_factory=dict)
+    """Kind and likeness -> (since, number, item, cost). The earliest of all goes first, and of equal ones the
+    lowest number."""
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
 
+    @property
+    def kinds(self) -> list[Kind]:
+        return list(dict.fromkeys(kind for kind, _ in self.entries))
+
     def first(
-        self, place: Callable[[Item], Place | None], may_go: Callable[[Kind], bool]
+        self,
+        place: Callable[[Item], Place | None],
+        may_go: Callable[[Kind], bool],
+        is_last: Callable[[Item], bool],
     ) -> _Found[Item, Kind, Place] | None:
         """Returns the first item that can be placed."""
         first: _Found[Item, Kind, Place] | None = None
-        for kind, entries in self.entries.items():
-            if not may_go(kind):
+        for group, entries in self.entries.items():
+            if not may_go(group[0]):
                 continue
             for index, (since, number, item, cost) in enumerate(entries):
                 if first is not None and first.in_line < (since, number):
                     break
                 if (found := place(item)) is not None:
-                    first = _Found((since, number), kind, index, item, cost, found)
+                    first = _Found((since, number), group, index, item, cost, found)
+                    break
+                if is_last(item):
                     break
         return first
 
-    def drop_if_empty(self, kind: Kind) -> None:
-        if not self.entries[kind]:
-            del self.entries[kind]
+    def drop_if_empty(self, group: tuple[Kind, Hashable]) -> None:
+        if not self.entries[group]:
+            del self.entries[group]
 
 
 @dataclass(slots=True)
@@ -85,8 +94,12 @@ def _place_in_line(entry: tuple[float, int, object, float]) -> tuple[float, int]
     return entry[:2]
 
 
-def _anything(_kind: object) -> bool:
+def _anything(_: object) -> bool:
     return True
+
+
+def _nothing(_: object) -> bool:
+    return False
 
 
 def _equal(_job: str) -> int:
@@ -118,11 +131,17 @@ class FairQueue(Generic[Item, Kind]):
 
     def kinds(self) -> dict[str, list[Kind]]:
         """Returns the kinds of items that each job is waiting with."""
-        return {job: list(queue.entries) for job, queue in self._queues.items()}
+        return {job: queue.kinds for job, queue in self._queues.items()}
 
     def of_kind(self, kind: Kind) -> list[Item]:
         """Returns all jobs' items of one kind."""
-        return [item for queue in self._queues.values() for _, _, item, _ in queue.entries.get(kind, ())]
+        return [
+            item
+            for queue in self._queues.values()
+            for (other, _), entries in queue.entries.items()
+            if other == kind
+            for _, _, item, _ in entries
+        ]
 
     def push(
         self,
@@ -132,22 +151,25 @@ class FairQueue(Generic[Item, Kind]):
         kind: Kind,
         cost: float,
         since: float = math.inf,
+        likeness: Hashable = None,
     ) -> None:
         """Queues an item; `cost` is in tokens. `since`: the time at which it first came, for one that comes
-        again: it goes ahead of the job's items that came later. `kind`: see take()."""
+        again: it goes ahead of the job's items that came later. `kind`, `likeness`: see take()."""
         queue = self._queues.setdefault(job, _Queue())
-        entries = queue.entries.setdefault(kind, deque())
+        entries = queue.entries.setdefault((kind, likeness), deque())
         insort(entries, (since, next(self._numbers), item, cost), key=_place_in_line)
 
     def remove(self, job: str, item: Item) -> None:
         """Takes an item out, if it is still there."""
-        queue = self._queues.get(job)
-        if queue is None:
+        if (queue := self._queues.get(job)) is None:
             return
-        for kind, entries in list(queue.entries.items()):
-            queue.entries[kind] = deque(entry for entry in entries if entry[2] is not item)
-            queue.drop_if_empty(kind)
-        self._drop_if_empty(job)
+        for group, entries in queue.entries.items():
+            for index, entry in enumerate(entries):
+                if entry[2] is item:
+                    del entries[index]
+                    queue.drop_if_empty(group)
+                    self._drop_if_empty(job)
+                    return
 
     def settle(self, job: str, difference: float) -> None:
         """Charges a job for tokens beyond the announced cost, if the job is waiting."""
@@ -155,14 +177,20 @@ class FairQueue(Generic[Item, Kind]):
             queue.deficit -= difference
 
     def take(
-        self, place: Callable[[Item], Place | None], may_go: Callable[[Kind], bool] = _anything
+        self,
+        place: Callable[[Item], Place | None],
+        may_go: Callable[[Kind], bool] = _anything,
+        may_start: Callable[[str], bool] = _anything,
+        is_last: Callable[[Item], bool] = _nothing,
     ) -> tuple[Item, Place] | None:
         """Takes out the next item in fair order that can be placed; None if there is none.
 
         `place` returns where an item would go, None for nowhere. `may_go` says whether any item of a kind
-        could be placed, so that a long queue of others is skipped.
+        could be placed, and `may_start` whether any of a job, so that a long queue of others is skipped.
+        `is_last` says of an item that goes nowhere whether the job's later items of its kind and likeness go
+        nowhere either.
         """
-        candidates = list(self._candidates(place, may_go))
+        candidates = list(self._candidates(place, may_go, may_start, is_last))
         if not candidates:
             return None
         highest = max(self._priority_of(each.job) for each in candidates)
@@ -175,18 +203,22 @@ class FairQueue(Generic[Item, Kind]):
             queue.deficit += max(0, visits) * self._quantum(other.job)
         queue, found = self._queues[won.job], won.found
         queue.deficit -= found.cost
-        del queue.entries[found.kind][found.index]
-        queue.drop_if_empty(found.kind)
+        del queue.entries[found.group][found.index]
+        queue.drop_if_empty(found.group)
         self._visit(won.job)
         self._drop_if_empty(won.job)
         return found.item, found.place
 
     def _candidates(
-        self, place: Callable[[Item], Place | None], may_go: Callable[[Kind], bool]
+        self,
+        place: Callable[[Item], Place | None],
+        may_go: Callable[[Kind], bool],
+        may_start: Callable[[str], bool],
+        is_last: Callable[[Item], bool],
     ) -> Iterator[_Candidate[Item, Kind, Place]]:
         """Yields each job's first placeable item and how many more visits the job needs to afford it."""
         for position, (job, queue) in enumerate(self._queues.items()):
-            if (found := queue.first(place, may_go)) is None:
+            if not may_start(job) or (found := queue.first(place, may_go, is_last)) is None:
                 continue
             rounds = max(0, math.ceil((found.cost - queue.deficit) / self._quantum(job)))
             # The first job is being visited now; its next visit comes after those of all others.

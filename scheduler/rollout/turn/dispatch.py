@@ -133,9 +133,27 @@ class Dispatcher:
             if not _has_place(placed):  # a placed turn has left its queue already, which may be long
                 self._places.withdraw(waiter)
 
-    def _check_bound(self, job: JobAccount, is_continuation: bool) -> None:
+    def check_room(self, name: str, num_turns: int) -> None:
+        """Refuses a call at once if some of its turns are sure to be refused, which would take seconds for
+        tens of thousands.
+
+        Raises: QueueFull if the job's queue and all workers together have no room for so many turns.
+        """
+        limit, waiting = self._bound(self._jobs.get(name, self._clock()))
+        most = limit - waiting
+        if num_turns > most and num_turns > most + sum(worker.cap for worker in self._members.values()):
+            raise QueueFull(
+                f"the request has {num_turns} turns, and job {name} has {waiting} turns waiting and may have"
+                f" {limit}; send several requests, with fewer prompts or a smaller n"
+            )
+
+    def _bound(self, job: JobAccount) -> tuple[int, int]:
+        """Returns how many turns of a job may wait, and how many do."""
         limit = job.spec.max_queued if job.spec.max_queued is not None else self._max_queued_per_job
-        waiting = self._places.num_waiting(job.name)
+        return limit, self._places.num_waiting(job.name)
+
+    def _check_bound(self, job: JobAccount, is_continuation: bool) -> None:
+        limit, waiting = self._bound(job)
         if waiting >= limit and not is_continuation:
             raise QueueFull(f"job {job.name} has {waiting} turns waiting, and may have {limit}; try later")
 

@@ -15,7 +15,7 @@ from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.borrowing import Borrower, Lendable, assign, lend_idle
 from rose.scheduler.rollout.placing.fairness import FairQueue
 from rose.scheduler.rollout.placing.fleet import Fleet
-from rose.scheduler.rollout.placing.policy import PlacementPolicy
+from rose.scheduler.rollout.placing.policy import PlacementPolicy, constraints
 from rose.scheduler.rollout.placing.views import (
     NO_RUN,
     NOBODY,
@@ -126,7 +126,8 @@ class Places:
         """Queues a turn. `since`: when it first came, if it comes again. Call pump() afterwards."""
         job, wants = waiter.job, waiter.turn.wants
         self._jobs.asked(job, waiter.turn)
-        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, since=since)
+        alike = waiter.turn.pinned_version
+        self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, since=since, likeness=alike)
 
     def set_policy(self, policy: PlacementPolicy) -> None:
         """Places turns by another policy from now on."""
@@ -193,11 +194,15 @@ class Places:
         members = self._members
         while members.fleet.is_open:
             asking = _Asking(self._policy, members.fleet, now)
-            taken = self._queue.take(asking, asking.is_open_for)
+            taken = self._queue.take(asking, asking.is_open_for, self._may_start, asking.is_last)
             if taken is None:
                 return
             waiter, picked = taken
             waiter.settle(take_place(waiter.turn, waiter.job, waiter.cost, members[picked], now))
+
+    def _may_start(self, job: str) -> bool:
+        account = self._jobs.find(job)
+        return account is not None and account.may_start
 
     def lend(self, now: float, *, begins_anew: bool = False) -> None:
         """Assigns the serving GPUs again if a job or a worker came, left or changed its models or run.
@@ -337,8 +342,15 @@ class _Asking:
             self._is_open[wants] = any(cohort.is_open for cohort in able)
         return self._is_open[wants]
 
+    def is_last(self, waiter: Waiter) -> bool:
+        """Whether a turn that goes nowhere shows that later ones with its wants and pinned version don't
+        either: it avoids no worker, and its policy looks at nothing else."""
+        turn, now = waiter.turn, self._now
+        is_free = not waiter.is_settled and not turn.avoid_until
+        return is_free and self._policy.likeness(turn, now) == constraints(turn, now)
+
     def __call__(self, waiter: Waiter) -> str | None:
-        if waiter.is_settled or not waiter.job.may_start:
+        if waiter.is_settled:
             return None
         likeness = self._policy.likeness(waiter.turn, self._now)
         if likeness in self._hopeless:

@@ -2,7 +2,8 @@
 
 Owns: the consequences of each kind of ending.
 Promises: after each reroute the request avoids that worker for `avoid_s`. Where only the lease lacked room,
-it waits until the worker has told the next one.
+it waits until the worker has told the next one. A request that workers can't answer keeps no other turn away
+from them.
 Never does: choose the next worker (placing/policy.py).
 """
 
@@ -30,8 +31,8 @@ class Rerouting:
         self._config = config
         self._counters = counters
 
-    def after(self, ending: Ending, worker: Worker, journey: Journey) -> None:
-        """Notes why an attempt ended, so that the request can be placed again.
+    def after(self, ending: Ending, worker: Worker, journey: Journey, num_tokens: int = 0) -> None:
+        """Notes why an attempt ended after `num_tokens`, so that the request can be placed again.
 
         Raises:
             Refused: the worker says that the request itself is wrong.
@@ -52,7 +53,7 @@ class Rerouting:
         is_held = ending.kind is EndKind.STALLED and worker.is_held_by_serving
         if ending.kind in _SERVING_NEEDS_IT or is_held:
             worker.yielded()
-        elif ending.kind in _WORKERS_FAULT:
+        elif ending.kind in _WORKERS_FAULT and (num_tokens or not self._fails_alone(ending, worker, now)):
             worker.suspect(now, self._config)
         if ending.kind is EndKind.DEACTIVATED:
             worker.deactivated()
@@ -60,6 +61,10 @@ class Rerouting:
             journey.num_failures += 1
             if journey.num_failures >= self._config.max_failures:
                 raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")
+
+    def _fails_alone(self, ending: Ending, worker: Worker, now: float) -> bool:
+        """Whether a worker answers a request with an error while it makes tokens for others."""
+        return ending.kind is EndKind.FAILED and now - worker.last_token_at < self._config.stall_s
 
     def _check_adapter(self, ending: Ending, worker: Worker, journey: Journey, now: float) -> None:
         """Asks a worker at once which adapters it holds, if it lacks that of the request. Raises:

@@ -57,6 +57,7 @@ class TurnRunner:
         async with self._jobs.abortable(route.job, time.monotonic()):
             if len(call.singles) == 1:  # the common case needs no task of its own
                 return await self._run(call.singles[0], 1, route, sink)
+            self._dispatcher.check_room(route.job, len(call.singles))
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
@@ -102,7 +103,7 @@ class TurnRunner:
                 self._dispatcher.release(place, place.num_tokens)
             if ending.kind is EndKind.FINISHED:
                 return
-            self._rerouting.after(ending, place.worker, journey)
+            self._rerouting.after(ending, place.worker, journey, place.num_tokens)
         generation.finish("length", None)  # it alone was lost, with a worker or with another router
 
     def _begin_next(self, single: Single, journey: Journey, *, is_streamed: bool) -> None:

@@ -56,6 +56,8 @@ _MOST_AT_ONCE = 256
 _MAKES_ROOM_S = 0.5
 """A worker that has not answered for so long holds up no other's heartbeat. If this were much shorter, a busy
 router would begin more heartbeats than it can finish."""
+_ROUND_S = 0.5
+"""The time between two rounds of questions for which clients wait; more in a fleet of thousands."""
 _MODELS_EVERY_S = 5.0
 """Engines load adapters while they run, so the models are asked for this often, in a large fleet as much more
 seldom as heartbeats are."""
@@ -87,6 +89,10 @@ class Registry:
         self._priority_of = priority_of
         self._workers = Members()
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
+        self._next_round: asyncio.Task[None] | None = None
+        """The questions to all workers that have not begun yet."""
+        self._rounds: set[asyncio.Task[None]] = set()
+        self._rounds_from = 0.0
         self.newest = NewestVersions()
         self.catalogue = Catalogue()
         self.name = f"router-{uuid.uuid4().hex}"
@@ -137,7 +143,7 @@ class Registry:
         self._changed()
 
     async def close(self) -> None:
-        tasks = list(self._heartbeats.values())
+        tasks = [*self._heartbeats.values(), *self._rounds]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -254,7 +260,18 @@ class Registry:
             self._workers.num_contests += 1  # other jobs can use it now
 
     async def refresh_models(self) -> None:
-        """Asks all live workers which models they serve, and which adapters they hold."""
+        """Asks all live workers which models they serve, and which adapters they hold. Clients with a wrong
+        name may cause this without end, so it begins every _ROUND_S at most, for all that wait."""
+        if self._next_round is None:
+            self._next_round = asyncio.create_task(self._round())
+            self._rounds.add(self._next_round)
+            self._next_round.add_done_callback(self._rounds.discard)
+        await asyncio.shield(self._next_round)
+
+    async def _round(self) -> None:
+        await asyncio.sleep(self._rounds_from - time.monotonic())
+        pause_s = max(_ROUND_S, len(self._workers) / _MOST_PER_S)
+        self._next_round, self._rounds_from = None, time.monotonic() + pause_s
         alive = [worker for worker in self.workers() if worker.is_alive]
         await asyncio.gather(*(self._refresh(worker) for worker in alive))
         holders = [each for each in alive if each.status is not None and each.status.adapters is not None]

@@ -117,6 +117,8 @@ class Worker(AnsweringWorker):
         assert self.in_flight > 0, f"worker {self.id} was released more often than acquired"
         self._change()
         self.tenants[job] -= 1
+        if not self.tenants[job]:
+            del self.tenants[job]  # clients may name a job for each run
         self.in_flight -= 1
         if self.lease is not None and self.lease.is_wanted and not self.tenants[job]:
             self.is_due.set()  # another router may have the GPU
@@ -217,13 +219,8 @@ class Worker(AnsweringWorker):
         """Returns its owner, or NOBODY while turns of its previous owner are still on it, or the worker has
         not agreed, or does not have the weights yet."""
         is_agreed = self.lease is None or self._is_dedicated or self.lease.lent_to == self.owner
-        if (
-            is_agreed
-            and not self._is_switching
-            and (self.owner is None or self.tenants.total() == self.tenants[self.owner])
-        ):
-            return self.owner
-        return NOBODY
+        has_others = self.owner is not None and self.in_flight > self.tenants[self.owner]
+        return self.owner if is_agreed and not has_others and not self._is_switching else NOBODY
 
     @property
     def _is_switching(self) -> bool:

@@ -128,3 +128,10 @@ def test_what_would_end_an_engine_with_adapters_on_a_cpu_answers_400(http: TestC
     answer = http.post("/v1/completions", content=body)
     assert answer.status_code == (400 if body in ASKS else 200)
     assert ("ask an engine without adapters" in answer.text) == (body in ASKS)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/inference/v1/generate", "/invocations"])
+def test_every_route_that_generates_is_seen(http: TestClient, path: str) -> None:
+    answer = http.post(path, json={}, headers={"X-Rose-Tenant": "x" * 65})
+    assert answer.status_code == 400
+    assert "X-Rose-Tenant" in answer.json()["error"]["message"]

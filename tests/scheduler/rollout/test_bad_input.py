@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rose.scheduler.rollout.http import handshakes
 from tests.scheduler.rollout.conftest import Client, StartRouter, deaf_client
@@ -51,6 +53,27 @@ async def test_a_model_that_was_loaded_meanwhile_is_found(start_router: StartRou
         await client.complete({**BODY, "model": "adapter"})
 
 
+class CountingWorker(ScriptedWorker):
+    num_asked = 0
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        return await super()._models(request)
+
+
+async def test_clients_that_name_unknown_models_cause_few_questions_to_workers(
+    start_router: StartRouter,
+) -> None:
+    worker = CountingWorker()
+    async with worker, start_router(worker, heartbeat_s=1) as client:
+        before, began = worker.num_asked, time.monotonic()
+        for _ in range(2):
+            answers = [client.post("/v1/completions", {**BODY, "model": f"m{i}"}) for i in range(20)]
+            assert {status for status, _ in await asyncio.gather(*answers)} == {404}
+        most = 3 + 3 * (time.monotonic() - began)  # two rounds a second, and the router's own questions
+        assert worker.num_asked - before <= most
+
+
 async def test_a_prompt_over_the_context_is_400_with_both_numbers(start_router: StartRouter) -> None:
     async with ScriptedWorker(max_model_len=100) as worker, start_router(worker) as client:
         await client.complete({**BODY, "prompt": [7] * 99})
@@ -82,6 +105,23 @@ async def test_a_field_that_the_router_reads_itself_is_400_where_it_is_malformed
         body = {**BODY, "stream": is_stream, **fields}
         assert_error(*await client.post("/v1/completions", body), 400, words)
         assert not worker.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 3.0, "n": 1.0, "seed": 7.0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3.0}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3.0}}),
+        ("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3.0}}),
+    ],
+)
+async def test_a_whole_number_may_have_a_decimal_point(
+    start_router: StartRouter, path: str, body: dict[str, object]
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert (await client.post(path, body))[0] == 200
+        assert repr(worker.requests[0]["max_tokens"]) == "3"
 
 
 async def test_a_chat_with_malformed_stream_options_is_refused_by_the_worker(
@@ -139,6 +179,12 @@ async def test_a_body_over_the_limit_is_413(start_router: StartRouter) -> None:
         assert_error(*await client.post("/v1/completions", {**BODY, "prompt": [1] * 2000}), 413)
         await client.complete(BODY)
         assert len(worker.requests) == 1
+
+
+async def test_a_body_that_is_not_encoded_as_it_says_is_400(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        assert_error(*await client.post("/v1/completions", BODY, Content_Encoding="gzip"), 400)
+        assert not worker.requests
 
 
 async def test_a_body_that_arrives_too_slowly_is_408_and_other_requests_go_on(

@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.scheduler.rollout.conftest import StartRouter
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
@@ -206,6 +207,42 @@ async def test_the_clients_own_mistake_comes_back_at_once(start_router: StartRou
             assert not other.requests
 
 
+async def test_a_worker_that_wants_another_key_takes_no_turn_from_the_others(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as locked, ScriptedWorker() as good:
+        locked.faults.extend(Fault(kind="status", status=401) for _ in range(50))
+        async with start_router(locked, good) as client:
+            for _ in range(5):
+                assert_whole((await client.complete(BODY))["choices"][0])
+    async with ScriptedWorker() as locked:
+        locked.faults.extend(Fault(kind="status", status=401) for _ in range(50))
+        chat = {"messages": [{"role": "user", "content": "a"}]}  # without a limit it goes to one worker whole
+        async with start_router(locked, max_failures=2) as client:
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", chat)):
+                status, answer = await client.post(path, body)
+                assert status == 502
+                assert f"{locked.id} answered 401" in answer["error"]["message"]
+                assert "ROSE_WORKER_API_KEY" in answer["error"]["message"]
+
+
+class LockedWorker(ScriptedWorker):
+    """Wants a key that nobody has."""
+
+    async def _tokenize(self, _request: web.Request) -> web.Response:
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+
+async def test_a_question_is_not_answered_by_a_worker_that_wants_another_key(
+    start_router: StartRouter,
+) -> None:
+    async with LockedWorker() as locked, ScriptedWorker() as good:
+        async with start_router(locked, good) as client:
+            assert (await client.post("/tokenize", {"prompt": "a"}))[0] == 200
+        async with start_router(locked) as client:
+            assert (await client.post("/tokenize", {"prompt": "a"}))[0] == 503
+
+
 async def test_a_turn_that_fails_everywhere_ends_in_502(start_router: StartRouter) -> None:
     async with ScriptedWorker() as worker:
         worker.faults.extend(Fault(kind="disconnect") for _ in range(3))
@@ -213,6 +250,23 @@ async def test_a_turn_that_fails_everywhere_ends_in_502(start_router: StartRoute
             status, answer = await client.post("/v1/completions", BODY)
             assert status == 502
             assert "3 attempts failed" in answer["error"]["message"]
+
+
+async def test_a_request_that_workers_fail_keeps_no_other_turn_away_from_them(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.faults.append(Fault(kind="status"))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        suspected_until = client.known(worker).cooldown_until
+        assert suspected_until > 0  # nothing had shown yet that it makes tokens
+        worker.faults.append(Fault(kind="status"))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        assert client.counters()["reroutes"] == {"failed": 2}
+        assert client.known(worker).cooldown_until == suspected_until
+        worker.faults.append(Fault(kind="error", after_tokens=1))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        assert client.known(worker).cooldown_until > suspected_until
 
 
 async def test_a_killed_worker_is_lost_and_its_turns_finish_elsewhere(start_router: StartRouter) -> None:

@@ -159,7 +159,7 @@ class TurnAttempt:
         )
         if status == HTTPStatus.NOT_FOUND and self._adapter is not None:
             return Ending(kind=EndKind.UNLOADED, detail=f"{worker.id} does not hold {self._adapter}")
-        return self._ending() if status == 200 else error_ending(status, text)
+        return self._ending() if status == 200 else error_ending(worker.id, status, text)
 
     def _ending(self) -> Ending:
         seen, name = self._receiver, self._worker.id
@@ -167,7 +167,7 @@ class TurnAttempt:
             # Once a token has come the client's request can't be at fault, whatever the code says.
             code = seen.error.get("code") if isinstance(seen.error, dict) else None
             status = code if isinstance(code, int) and self._place.num_tokens == 0 else 500
-            return error_ending(status, encode({"error": seen.error}).decode())
+            return error_ending(name, status, encode({"error": seen.error}).decode())
         if seen.finish_reason is None:
             return Ending(kind=EndKind.ABORTED, detail=f"{name} ended the stream without a finish reason")
         aborted = abort_ending(name, seen.stop_reason) if seen.finish_reason == "abort" else None

@@ -14,6 +14,10 @@ from rose.types import StopReason
 
 _BUSY_STATUSES = (429, 503)
 _REQUEST_TIMEOUT = 408
+_WRONG_KEY = (
+    "answered 401: it wants another key than this router's worker_api_key (ROSE_WORKER_API_KEY); set that to"
+    " the worker's VLLM_API_KEY"
+)
 
 
 class EndKind(StrEnum):
@@ -70,9 +74,11 @@ def abort_ending(worker_id: str, stop_reason: object) -> Ending | None:
     return Ending(kind=kind, detail=f"{worker_id} {what}")
 
 
-def error_ending(status: int, detail: str) -> Ending:
+def error_ending(worker_id: str, status: int, detail: str) -> Ending:
     """Returns what a worker's HTTP error means for the turn."""
-    if status == HTTPStatus.SERVICE_UNAVAILABLE and f'"{NO_LEASE}"' in detail:
+    if status == HTTPStatus.UNAUTHORIZED:  # the client's key was checked before: this one is the router's
+        kind, detail = EndKind.FAILED, f"{worker_id} {_WRONG_KEY}"
+    elif status == HTTPStatus.SERVICE_UNAVAILABLE and f'"{NO_LEASE}"' in detail:
         kind = EndKind.UNLEASED
     elif status in _BUSY_STATUSES:
         kind = EndKind.BUSY

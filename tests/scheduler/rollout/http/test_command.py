@@ -109,6 +109,19 @@ async def test_a_full_queue_is_429_and_a_passed_deadline_504(start_router: Start
         assert (await waiting)[0] == 200
 
 
+async def test_a_call_with_more_turns_than_can_run_and_wait_is_429_before_any_of_them_begins(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        ScriptedWorker() as worker,
+        start_router(worker, turns_per_gpu=2, max_queued_per_job=3) as client,
+    ):
+        status, answer = await client.post("/v1/completions", {**BODY, "n": 6})
+        assert (status, "6 turns" in answer["error"]["message"]) == (429, True)
+        assert not worker.requests
+        assert len((await client.complete({**BODY, "n": 5}))["choices"]) == 5
+
+
 @pytest.mark.parametrize("headers", [{"X_Session_ID": "s"}, {}])
 async def test_the_next_turn_returns_to_the_worker_of_the_last(
     start_router: StartRouter, headers: dict[str, str]
@@ -219,7 +232,8 @@ async def test_each_key_guards_its_own_routes_and_worker_routes_stay_hidden(
         for path in ("/admin/status", "/workers"):
             status, answer = await client.get(path)
             assert (status, "key" in answer["error"]["message"]) == (401, True)
-        assert (await client.post("/v1/completions", BODY, Authorization="Bearer cli"))[0] == 200
+        for scheme in ("Bearer ", "bearer ", "BEARER  "):
+            assert (await client.post("/v1/completions", BODY, Authorization=f"{scheme}cli"))[0] == 200
         assert (await client.post("/admin/rl_step", {"step": 1}, Authorization="Bearer cli"))[0] == 401
         assert (await client.post("/admin/rl_step", {"step": 1}, Authorization="Bearer adm"))[0] == 200
         assert (await client.get("/health"))[0] == 200
@@ -291,6 +305,18 @@ async def test_a_client_that_leaves_frees_the_worker(start_router: StartRouter) 
             await until(lambda: worker.num_cancelled == 1)
             await until(lambda: client.router.plane.registry.workers()[0].in_flight == 0)
             assert client.counters()["turns"] == {"cancelled": 1}
+
+
+async def test_a_client_that_leaves_its_stream_is_no_fault_of_the_worker(start_router: StartRouter) -> None:
+    body = {"prompt": PROMPT, "n": 8, "max_tokens": 400, "stream": True}
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        for _ in range(5):
+            response = await client.http.post(f"{client.router.url}/v1/completions", json=body)
+            await response.content.readany()
+            response.close()
+            await until(lambda: client.known(worker).in_flight == 0)
+        assert client.counters()["reroutes"] == {}
+        assert not client.known(worker).is_on_probation
 
 
 async def test_sigterm_lets_turns_in_flight_finish() -> None:

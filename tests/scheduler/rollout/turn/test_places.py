@@ -1,13 +1,15 @@
 """Which turn gets the next place, when turns of all sizes wait for one worker."""
 
 import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import pytest
 
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.cost import CostPolicy
-from rose.scheduler.rollout.placing.policy import PaperPolicy, PlacementPolicy
-from rose.scheduler.rollout.placing.views import TurnView
+from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, PlacementPolicy
+from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
 from rose.scheduler.rollout.turn.place import Place
@@ -114,3 +116,58 @@ def test_a_job_of_higher_priority_is_placed_next_and_one_of_lower_priority_last(
     assert "idle" not in one.sessions
     one.end_turn()
     assert "idle" in one.sessions
+
+
+class Waiting:
+    """Turns that wait for workers with room for one turn each."""
+
+    def __init__(self, policy: PlacementPolicy, kind: WorkerKind, **jobs: RouterJob) -> None:
+        config = RouterConfig(turns_per_gpu=1, jobs=jobs)
+        members = Members([Worker(WorkerSpec(url=f"http://gpu:{n}", kind=kind), config) for n in (1, 2)])
+        for worker in members.values():
+            worker.seen(0.0)
+        self.ids = list(members)
+        self.placed: list[str] = []
+        self._jobs = JobAccounts(config)
+        self._places = Places(members, policy, self._jobs)
+
+    def come(self, name: str, job: str = "job", affine: str | None = None) -> None:
+        turn = TurnView(session=name, job=job, affine=affine)
+        self._places.enqueue(Waiter(turn, self._jobs.get(job, 0.0), 1.0, lambda _: self.placed.append(name)))
+
+    def pump(self) -> None:
+        self._places.pump(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Counting(CostPolicy):
+    asked: list[TurnView] = field(default_factory=list)
+
+    def likeness(self, turn: TurnView, now: float) -> Hashable:
+        self.asked.append(turn)
+        return CostPolicy.likeness(self, turn, now)
+
+
+@pytest.mark.parametrize("limit", [RouterJob(max_serving_gpus=0), RouterJob(max_in_flight=1)])
+def test_a_long_queue_of_turns_that_can_go_nowhere_costs_other_jobs_turns_no_search(limit: RouterJob) -> None:
+    policy = Counting()
+    waiting = Waiting(policy, WorkerKind.SERVING, long=limit)
+    for number in range(500):
+        waiting.come(f"{number}", "long")
+    waiting.pump()
+    policy.asked.clear()
+    waiting.come("other", "other")
+    waiting.pump()
+    assert waiting.placed[-1] == "other"
+    assert len(policy.asked) < 10
+
+
+def test_a_pinned_turn_whose_worker_is_full_holds_up_none_for_another_worker() -> None:
+    waiting = Waiting(PinnedPolicy(), WorkerKind.DEDICATED)
+    full, free = waiting.ids
+    waiting.come("first", affine=full)
+    waiting.pump()
+    waiting.come("second", affine=full)
+    waiting.come("third", affine=free)
+    waiting.pump()
+    assert waiting.placed == ["first", "third"]

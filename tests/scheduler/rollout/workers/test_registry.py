@@ -94,6 +94,19 @@ def test_chunks_come_often_enough_not_to_look_like_a_stall(
     assert one.stream_interval(CONFIG) == interval
 
 
+def test_a_worker_remembers_no_job_whose_turns_have_ended() -> None:
+    one = worker()
+    one.lend("a")
+    for job in ("a", "a", "b"):
+        one.begin_turn(job, 0.0)
+    assert one.view().owner == NOBODY
+    one.end_turn("b")
+    assert (one.view().owner, list(one.tenants)) == ("a", ["a"])
+    for _ in range(2):
+        one.end_turn("a")
+    assert list(one.tenants) == []
+
+
 def test_a_suspect_is_on_probation_until_it_makes_a_token() -> None:
     one = worker()
     one.suspect(10.0, CONFIG)
