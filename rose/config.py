@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, FolderError
 
 Model = TypeVar("Model", bound=BaseModel)
 SHARE_FILES = (
@@ -141,9 +141,13 @@ class Settings:
 def make_private_dir(path: Path, fix: str) -> Path:
     """Makes a folder for this user alone, because memory and weights pass through it.
 
-    Raises: ConfigError, which ends with ``fix``, if another user owns the folder or may write to it.
+    Raises: ConfigError, which ends with ``fix``, if another user owns the folder or may write to it; its
+    subclass FolderError if the folder can't be made.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{path}: the folder can't be made ({error.strerror}); {fix}") from error
     status = path.stat()
     if status.st_uid != os.getuid():
         raise ConfigError(f"{path}: belongs to uid {status.st_uid}, not {os.getuid()}; {fix}")

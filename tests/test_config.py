@@ -121,6 +121,12 @@ def test_private_dir_refuses_a_folder_that_others_may_write_to(tmp_path: Path) -
         make_private_dir(tmp_path, "choose another")
 
 
+def test_private_dir_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/run: the folder can't be made \(Not a directory\); choose"):
+        make_private_dir(tmp_path / "file" / "run", "choose another")
+
+
 def test_vllm_plugins_keeps_what_the_operator_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     assert vllm_plugins() == "mine,rose"
