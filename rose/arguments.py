@@ -6,6 +6,7 @@ because a later flag would make them ambiguous.
 """
 
 import argparse
+import difflib
 import math
 import os
 import sys
@@ -58,6 +59,19 @@ def add_insecure_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def name_among(names: Sequence[str], what: str) -> Callable[[str], str]:
+    """Returns a type for argparse that takes one of ``names``, and suggests the closest for another one."""
+
+    def known(name: str) -> str:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            raise argparse.ArgumentTypeError(f"no {what} {name!r}; {fix}")
+        return name
+
+    return known
+
+
 def port_number(text: str) -> int:
     """Returns a TCP port for argparse; 0 lets the system choose. Raises: ArgumentTypeError."""
     return _whole_number(text, 0, MOST_PORT)
@@ -82,6 +96,13 @@ def positive_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+def model_name(text: str) -> str:
+    """Returns a model's folder or hub id for argparse. Raises: ArgumentTypeError for a path where none is."""
+    if text.startswith(("/", ".", "~")) and not Path(text).expanduser().is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: no such directory; check the path, or give a hub id")
+    return text
 
 
 def check_output(path: Path, *, may_exist: bool = False) -> None:

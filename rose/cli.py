@@ -5,14 +5,13 @@ brings it.
 """
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rose import __version__
-from rose.arguments import BAD_INPUT_STATUS, INTERRUPTED_STATUS, CommandParser, run_command
+from rose.arguments import BAD_INPUT_STATUS, INTERRUPTED_STATUS, CommandParser, name_among, run_command
 from rose.errors import install_hint
 
 _EXTRAS = {
@@ -106,20 +105,16 @@ def _parser() -> CommandParser:
         "rose doctor",
     )
     parser.add_argument("--version", action="version", version=f"rose {__version__}")
-    parser.add_argument("command", metavar="COMMAND", type=_known_name, help="a command of the list above")
+    parser.add_argument(
+        "command",
+        type=name_among([command.name for command in COMMANDS], "command"),
+        metavar="COMMAND",
+        help="a command of the list above",
+    )
     parser.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="the command's own arguments"
     )
     return parser
-
-
-def _known_name(name: str) -> str:
-    names = [command.name for command in COMMANDS]
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-        raise argparse.ArgumentTypeError(f"no command {name!r}; {fix}")
-    return name
 
 
 def _find(name: str) -> Command:

@@ -7,7 +7,7 @@ There are no globals: each process's entry point makes its Settings once and han
 import difflib
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import takewhile
@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, FolderError
 
 Model = TypeVar("Model", bound=BaseModel)
 SHARE_FILES = (
@@ -141,9 +141,13 @@ class Settings:
 def make_private_dir(path: Path, fix: str) -> Path:
     """Makes a folder for this user alone, because memory and weights pass through it.
 
-    Raises: ConfigError, which ends with ``fix``, if another user owns the folder or may write to it.
+    Raises: ConfigError, which ends with ``fix``, if another user owns the folder or may write to it; its
+    subclass FolderError if the folder can't be made.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{path}: the folder can't be made ({error.strerror}); {fix}") from error
     status = path.stat()
     if status.st_uid != os.getuid():
         raise ConfigError(f"{path}: belongs to uid {status.st_uid}, not {os.getuid()}; {fix}")
@@ -298,9 +302,15 @@ def parse_config(
         return model.model_validate(content)
     except ValidationError as error:
         # An unknown key comes first: a missing one is often its correct spelling.
-        errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        errors = sorted(_own_errors(error.errors()), key=lambda each: each["type"] != "extra_forbidden")
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise ConfigError(f"{source}: {_explain(errors[0], model, spelling)}{more}") from error
+
+
+def _own_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Leaves out that a list is too short where one of its items is wrong."""
+    wrong = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
+    return [each for each in errors if each["type"] != "too_short" or each["loc"] not in wrong]
 
 
 def _explain(error: ErrorDetails, model: type[BaseModel], spelling: Callable[[str], str]) -> str:
@@ -313,6 +323,10 @@ def _explain(error: ErrorDetails, model: type[BaseModel], spelling: Callable[[st
         return f"{key}: unknown key; {fix}"
     if error["type"] == "missing":
         return f"{key}: missing; add it"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{key}: expected keys with values, such as KEY: VALUE, got {error['input']!r}"
+    if error["type"] == "too_short":
+        return f"{key}: expected at least {error['ctx']['min_length']}, got {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message

@@ -12,6 +12,10 @@ class ConfigError(RoseError):
     """Bad user input: the message names file or flag, key and fix, and the command exits with status 2."""
 
 
+class FolderError(ConfigError):
+    """A folder is not there and can't be made. Code that can do without it catches this."""
+
+
 class PoolError(RoseError):
     """The slab pool can't do what was asked: another daemon owns it, or it is gone or corrupt."""
 

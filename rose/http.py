@@ -1,6 +1,7 @@
 """HTTP clients of workers and services, and the names of headers. rose.transfer.relay.calls has the
 relays'."""
 
+import argparse
 import random
 import socket
 import time
@@ -60,11 +61,12 @@ _MOST_PAUSE_S = 5.0
 
 
 def urls_of(text: str) -> tuple[str, ...]:
-    """Returns the addresses in a list that is separated by commas. Raises: ValueError for an empty one."""
-    found = tuple(url.strip().rstrip("/") for url in text.split(","))
+    """Returns the addresses in a list that is separated by commas. Raises: ValueError for an empty one, or
+    for what is no http://HOST:PORT."""
+    found = [url.strip() for url in text.split(",")]
     if not all(found):
         raise ValueError(f"{text!r}: want URL, or URL,URL,... of several routers before the same workers")
-    return found
+    return tuple(map(checked_url, found))
 
 
 def checked_url(url: str) -> str:
@@ -77,6 +79,14 @@ def checked_url(url: str) -> str:
     if not host or " " in url or port == 0 or parts.scheme not in ("http", "https"):
         raise ValueError(f"expected http://HOST:PORT, got {url!r}")
     return url.rstrip("/")
+
+
+def url_argument(text: str) -> str:
+    """Returns a server's URL for argparse. Raises: ArgumentTypeError for what is no http://HOST:PORT."""
+    try:
+        return checked_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def http_client(

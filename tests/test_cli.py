@@ -33,8 +33,9 @@ def test_help_lists_every_command_and_a_refusal_is_the_status_of_the_process() -
     assert_refused(subprocess.run([*command, "srve"], capture_output=True, text=True, check=False))
 
 
-def test_no_command_shows_the_help() -> None:
-    result = rose()
+@pytest.mark.parametrize("name", [(), ("sched",)])
+def test_no_command_shows_the_help(name: tuple[str, ...]) -> None:
+    result = rose(*name)
     assert result.returncode == 2 and "commands:" in result.stderr
 
 
@@ -79,6 +80,7 @@ def test_every_flag_and_argument_says_what_it_is() -> None:
 
 def test_a_misspelt_command_gets_a_suggestion() -> None:
     assert_refused(rose("srve"), "no command 'srve'", "did you mean serve?")
+    assert_refused(rose("sched", "stats"), "no subcommand 'stats'", "did you mean status?")
 
 
 def test_import_rose_loads_neither_torch_nor_vllm() -> None:
@@ -135,6 +137,38 @@ def test_a_relay_port_in_use_is_refused() -> None:
 def test_a_demo_without_its_trace_is_refused(tmp_path: Path) -> None:
     assert_refused(rose("demo", "--trace", "none.csv", cwd=tmp_path), "--trace none.csv: no such file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_into_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert_refused(
+        rose("demo", "--out", "file/out", cwd=tmp_path), "file/out: can't be made (Not a directory)"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pool", "gpu0", "--num-slabs", "8", "--model"),
+        ("sched", "profile-stages", "-o", "stages.json"),
+        ("front", "--router", "http://127.0.0.1:9", "--model"),
+    ],
+)
+def test_a_path_of_no_model_is_refused_before_anything_starts(arguments: tuple[str, ...]) -> None:
+    assert_refused(rose(*arguments, "./none"), "'./none': no such directory; check the path")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("top", "--once", "--worker"),
+        ("top", "--once", "--router"),
+        ("harm", "--worker"),
+        ("front", "--model", "m", "--router"),
+    ],
+)
+def test_an_address_without_its_scheme_is_refused(arguments: tuple[str, ...]) -> None:
+    assert_refused(rose(*arguments, "127.0.0.1:9"), "expected http://HOST:PORT, got '127.0.0.1:9'")
 
 
 class TestProfile:

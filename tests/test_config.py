@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from rose.config import Section, Settings, load_yaml, make_private_dir, vllm_plugins
 from rose.errors import ConfigError
@@ -16,7 +17,7 @@ class Inner(Section):
 
 class Outer(Section):
     inner: Inner
-    many: tuple[Inner, ...] = ()
+    many: tuple[Inner, ...] = Field(default=(), min_length=1)
 
 
 def explain(tmp_path: Path, text: str) -> str:
@@ -46,7 +47,8 @@ def test_a_correct_file_is_loaded(tmp_path: Path) -> None:
             "inner: {num_slabs: 3}\nmany: [{num_slabs: 1, nam: x}]",
             "many[0].nam: unknown key; did you mean name?",
         ),
-        ("inner: 7", "inner: input should be a valid dictionary"),
+        ("inner: 7", "inner: expected keys with values, such as KEY: VALUE, got 7"),
+        ("inner: {num_slabs: 3}\nmany: []", "many: expected at least 1, got []"),
         ("- 1", "expected keys inner, many at the top level"),
         ("inner: {", "not valid YAML: "),
         ("", "expected keys inner, many at the top level"),
@@ -54,6 +56,11 @@ def test_a_correct_file_is_loaded(tmp_path: Path) -> None:
 )
 def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
     assert explain(tmp_path, text).startswith(expected)
+
+
+def test_a_list_with_a_wrong_item_is_not_called_too_short_as_well(tmp_path: Path) -> None:
+    said = explain(tmp_path, "inner: {num_slabs: 3}\nmany: [{num_slabs: lots}]")
+    assert said.startswith("many[0].num_slabs: ") and "more)" not in said
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -112,6 +119,12 @@ def test_private_dir_refuses_a_folder_that_others_may_write_to(tmp_path: Path) -
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"others may write to it .*; choose another"):
         make_private_dir(tmp_path, "choose another")
+
+
+def test_private_dir_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/run: the folder can't be made \(Not a directory\); choose"):
+        make_private_dir(tmp_path / "file" / "run", "choose another")
 
 
 def test_vllm_plugins_keeps_what_the_operator_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,12 @@ def _parse(argv: Sequence[str]) -> DemoOptions:
 def main(argv: Sequence[str]) -> int:
     """Status 0 when the demo ran to its end, whatever its figures; 130 when it was stopped."""
     options = _parse(argv)
-    options.out_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {options.out_dir}: can't be made ({error.strerror}); name another folder"
+        ) from error
     logging.basicConfig(
         filename=options.out_dir / "demo.log",
         level=logging.INFO,

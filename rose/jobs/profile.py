@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rose.arguments import CommandParser, positive_seconds
+from rose.arguments import CommandParser, check_output, positive_seconds
 from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, install_hint
 from rose.jobs.solo_run import measure
@@ -69,10 +69,7 @@ def main(argv: Sequence[str]) -> int:
 def _output(given: Path | None, job: Path) -> Path:
     """Checks the output path before minutes are spent on measuring. Raises: ConfigError."""
     output = given if given is not None else job.with_name(f"{job.stem}.profiled.yaml")
-    if output.exists():
-        raise ConfigError(f"{output}: exists; remove it, or choose another with --output")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: no such folder; create {output.absolute().parent} first")
+    check_output(output)
     return output
 
 

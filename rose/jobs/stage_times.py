@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.arguments import CommandParser, check_output, positive_int
+from rose.arguments import CommandParser, check_output, model_name, positive_int
 from rose.errors import ConfigError
 from rose.jobs.slowdown import cpu_name
 from rose.scheduler.node.model import NodeProfile, PassCost, Stage
@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
         "Measures a model's forward and backward passes by stage, for rose sched simulate --level node.",
         "rose sched profile-stages ./model --stages 2 -o stages.json",
     )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model: its folder or its name")
+    parser.add_argument(
+        "model", type=model_name, metavar="MODEL", help="a Hugging Face model: its folder or its name"
+    )
     parser.add_argument(
         "--stages",
         type=positive_int,

@@ -1,13 +1,15 @@
 """`rose node NODE.yaml`: a pool and its engines under one supervisor.
 
 The pool starts first, then serving engines, then rollout engines. Each death is one error line in the log.
-The pool's death ends everything; an engine's death leaves the others running. Nothing is started again: a
-serving engine that dies needs its operator, not a loop.
+A pool's daemon that dies is started again, as its engines keep its memory and go on meanwhile. An engine's
+death leaves the others running, and ends the subscriber that fed it alone, so that the engine can be started
+by hand. Engines are not started again: a serving engine that dies needs its operator, not a loop.
 """
 
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,10 +28,12 @@ from rose.types import Role
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5
+POOL_PAUSE_S = 10.0
+"""The shortest time between two starts of a pool's daemon."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the node until a signal comes (0), or until the pool or the last engine has died (1)."""
+    """Runs the node until a signal comes (0), or until the last engine has died (1)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     arguments = _parser().parse_args(list(argv))
     settings = Settings.from_environment()
@@ -45,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
         with StopOnSignals(), ProcessGroup() as group:
             pools = _start_pools(node, settings, log_dir, group)
             engines = _start(node, settings, log_dir, group, when_ended)
-            _watch(group, pools, engines)
+            fed = _start_subscribers(node, settings, log_dir, group, engines)
+            _watch(group, partial(launch.pool_processes, node, log_dir), pools, engines.values(), fed)
     return 0  # a signal
 
 
@@ -82,23 +87,40 @@ def _start_pools(
 
 def _start(
     node: NodeConfig, settings: Settings, log_dir: Path, group: ProcessGroup, when_ended: ExitStack
-) -> list[ServerProcess]:
-    """Starts serving engines and rollout engines, each once the last is ready; returns them."""
-    servers = []
+) -> dict[str, ServerProcess]:
+    """Starts serving engines and rollout engines, each once the last is ready; returns them by URL."""
+    servers = {}
     for engine in sorted(node.engines, key=lambda each: each.role is Role.ROLLOUT):
         server = group.start(launch.engine_process(engine, log_dir / f"{engine.name}.log"))
         when_ended.callback(launch.remove_status_page, engine, server, settings)
         launch.wait_engine_ready(server, engine, settings)
         logger.info("ready name=%s url=%s", engine.name, engine.url)
-        servers.append(server)
-    for subscriber in launch.subscriber_processes(node.engines, settings, log_dir):
-        group.start(subscriber)
+        servers[engine.url] = server
     return servers
 
 
-def _watch(group: ProcessGroup, pools: list[ServerProcess], engines: list[ServerProcess]) -> NoReturn:
-    """Reports deaths. Raises: WorkerError when a pool or the last engine has died."""
+def _start_subscribers(
+    node: NodeConfig,
+    settings: Settings,
+    log_dir: Path,
+    group: ProcessGroup,
+    engines: Mapping[str, ServerProcess],
+) -> dict[ServerProcess, set[ServerProcess]]:
+    """Starts the subscribers; returns each with the engines that it feeds."""
+    started = map(group.start, launch.subscriber_processes(node.engines, settings, log_dir))
+    return {each: {server for url, server in engines.items() if url in each.argv} for each in started}
+
+
+def _watch(
+    group: ProcessGroup,
+    new_pools: Callable[[], list[ServerProcess]],
+    pools: list[ServerProcess],
+    engines: Iterable[ServerProcess],
+    fed: Mapping[ServerProcess, set[ServerProcess]],
+) -> NoReturn:
+    """Reports deaths, and starts pools again. Raises: WorkerError when the last engine has died."""
     reported = set[ServerProcess]()
+    started_at_s = time.monotonic()
     while True:
         for server in group.dead():
             if server not in reported:
@@ -106,11 +128,17 @@ def _watch(group: ProcessGroup, pools: list[ServerProcess], engines: list[Server
                 logger.error(
                     "died name=%s status=%s log=%s", server.name, server.exit_status, server.log_path
                 )
-        for pool in reported.intersection(pools):
-            raise WorkerError(f"{pool.name} died with status {pool.exit_status}: stopping its engines")
         if reported.issuperset(engines):
             raise WorkerError("every engine of this node has died; see the log lines above")
-        pools[0].wait(WATCH_S)
+        for subscriber in fed.keys() - reported:
+            if reported.issuperset(fed[subscriber]):
+                subscriber.stop()
+                reported.add(subscriber)
+        if reported.intersection(pools) and time.monotonic() - started_at_s >= POOL_PAUSE_S:
+            started_at_s = time.monotonic()
+            anew = zip(pools, new_pools(), strict=True)
+            pools = [group.start(new) if old in reported else old for old, new in anew]
+        time.sleep(WATCH_S)
 
 
 def _parser() -> CommandParser:

@@ -16,6 +16,7 @@ from rich.text import Text
 from rose.arguments import CommandParser, run_command
 from rose.config import Settings
 from rose.errors import WorkerError
+from rose.http import url_argument
 from rose.messages import HarmEstimate, HarmHistory, HarmStatus, HarmWindow, Harvest
 from rose.node.control import CALL_TIMEOUT_S, EngineControl, urls_on_this_host
 
@@ -264,6 +265,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--worker",
+        type=url_argument,
         action="append",
         default=[],
         metavar="URL",

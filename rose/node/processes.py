@@ -9,6 +9,7 @@ Never restarts anything, and never signals a process that it didn't start.
 import http.client
 import logging
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -31,6 +32,11 @@ GRACE_S = 15.0
 """Between SIGTERM and SIGKILL: vLLM's API server takes up to 5 s to end its engine core."""
 POLL_S = 0.1
 LOG_TAIL_LINES = 25
+CAUSE_LINES = 400
+"""Two tracebacks of vLLM, of the engine core and of its API server, have about 150 lines."""
+_VLLM_ERROR = re.compile(
+    r"^\(\w+ pid=\d+\) ERROR [^\]]*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE
+)
 
 
 class ServerProcess:
@@ -126,9 +132,8 @@ class ServerProcess:
             if time.monotonic() >= deadline:
                 raise WorkerError(f"{self.name}: no {what} after {timeout_s:.0f} s{self._log_note()}")
             time.sleep(POLL_S)
-        raise WorkerError(
-            f"{self.name} ended with status {self.exit_status} before it was ready{self._log_note()}"
-        )
+        ended = f"{self.name} ended with status {self.exit_status} before it was ready"
+        raise WorkerError(f"{ended}{self._cause()}{self._log_note()}")
 
     def wait(self, timeout_s: float) -> int | None:
         """Waits for the process to end by itself. Returns its exit status, or None if it still runs."""
@@ -170,6 +175,11 @@ class ServerProcess:
             return ""
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
+
+    def _cause(self) -> str:
+        """Returns the last error that vLLM logged: its API server ends with a traceback that has none."""
+        found = _VLLM_ERROR.findall(self.log_tail(CAUSE_LINES))
+        return f": {found[-1]}" if found else ""
 
     def _log_note(self) -> str:
         if self.log_path is None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from rose.admission.board_snapshot import BoardSnapshot
 from rose.arguments import CommandParser, positive_seconds, run_command
 from rose.config import Settings
-from rose.http import http_client
+from rose.http import http_client, url_argument
 from rose.messages import WorkerStatus
 from rose.node.control import urls_on_this_host
 from rose.node.harm import harm_line
@@ -210,6 +210,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--worker",
+        type=url_argument,
         action="append",
         default=[],
         metavar="URL",
@@ -217,6 +218,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--router",
+        type=url_argument,
         action="append",
         default=[],
         metavar="URL",

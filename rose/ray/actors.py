@@ -41,7 +41,9 @@ def connect(address: str) -> None:
         ray.init(address=address, namespace="rose", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--address {address}: no Ray cluster there ({reason}); run: ray start") from error
+        raise ConfigError(
+            f"--address {address}: no Ray cluster there ({reason}); run `ray start --head`"
+        ) from error
 
 
 def up(config: RayConfig, keys: Mapping[str, str], *, is_insecure: bool = False) -> Endpoints:

@@ -5,13 +5,18 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed")
 
 import torch
+from references import ModelDirs
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from rose.engine.hooks import patches
 from rose.engine.hooks.plugin import register
 from rose.engine.memory.kv_range import _AnswerZeros
+from rose.engine.settings import EngineSettings
 from rose.engine.vllm_version import is_supported
 from rose.errors import ConfigError, PoolError
+from rose.host_memory import available_bytes
+from rose.memory.slabs.backend import BackendKind
+from rose.types import Role
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,21 @@ def test_registering_twice_is_harmless() -> None:
     patched = EngineArgs.create_engine_config
     register()
     assert EngineArgs.create_engine_config is patched
+
+
+@pytest.mark.parametrize(("given", "is_open"), [({}, True), ({"gpu_memory_utilization": 0.5}, False)])
+def test_a_dedicated_engine_on_a_cpu_leaves_memory_for_others(
+    models: ModelDirs, given: dict[str, float], is_open: bool
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    if patches._platform()[1] is not BackendKind.HOST:
+        pytest.skip("vLLM computes on a GPU here")
+    arguments = EngineArgs(str(models.serving), additional_config={}, **given)
+    patches._apply(EngineSettings(role=Role.ROLLOUT), arguments)
+    found = arguments.kv_cache_memory_bytes
+    assert (found is not None) is is_open
+    assert found is None or found < available_bytes() / 2
 
 
 def test_vllms_kv_allocation_is_answered_with_our_memory_and_nothing_else_is() -> None:

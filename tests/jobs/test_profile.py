@@ -161,5 +161,5 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     plan = json.loads(capsys.readouterr().out)
     assert (plan["state"], plan["iterations"], plan["max_tokens"]) == ("would run", 3, MAX_TOKENS)
     assert plan["output"] == str(tmp_path / "job.profiled.yaml") and not notes(tmp_path)
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         main([str(tmp_path / "job.yaml"), "--output", str(tmp_path / "nowhere" / "x.yaml")])

@@ -57,7 +57,9 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Home]]
         yield homes
 
 
-def test_node_reports_a_killed_engine_and_leaves_nothing_running(homes: dict[str, Home]) -> None:
+def test_node_starts_its_pool_again_reports_a_killed_engine_and_leaves_nothing_running(
+    homes: dict[str, Home],
+) -> None:
     home = homes["node"]
     node, name = home.processes["node"], f"serving-{home.port}"
     node.wait_until(lambda: f"ready name={name}" in home.log("node"), "engine", READY_TIMEOUT_S)
@@ -66,13 +68,24 @@ def test_node_reports_a_killed_engine_and_leaves_nothing_running(homes: dict[str
     pool = checks.find_pool(home.settings, "agent-test")
     assert pool is not None and (pool.slab_bytes, pool.headroom_slabs) == (20 << 20, 3)
     assert len(home.status_pages()) == 1
+    daemon = re.search(r"started name=pool-agent-test pid=(\d+)", home.log("node"))
+    assert daemon is not None
+    os.kill(int(daemon[1]), signal.SIGKILL)
+    node.wait_until(
+        lambda: home.log("node").count("started name=pool-agent-test") == 2, "pool", END_TIMEOUT_S
+    )
+    node.wait_until(lambda: home.has_pool("agent-test"), "pool", END_TIMEOUT_S)
+    control = EngineControl(home.url, str(home.model))
+    ((tokens, _),) = control.complete([[5, 6, 7]], max_tokens=4)
+    control.close()
+    assert len(tokens) == 4
     started = re.search(rf"started name={name} pid=(\d+)", home.log("node"))
     assert started is not None
     os.kill(int(started[1]), signal.SIGKILL)
     assert node.wait(END_TIMEOUT_S) == 1
     assert home.status_pages() == []
     text = home.log("node")
-    assert text.count("ERROR") == 1 and f"died name={name} status=-9" in text
+    assert text.count("ERROR") == 2 and f"died name={name} status=-9" in text
     assert "rose: error: node: every engine of this node has died" in text
     wait_until(lambda: home.running("node") == [])
     assert not home.has_pool("agent-test")

@@ -136,6 +136,18 @@ def test_wait_ready_reports_an_early_end_with_the_log(tmp_path: Path) -> None:
         server.wait_ready("http://127.0.0.1:1/health", timeout_s=PATIENCE_S)
 
 
+def test_an_engine_that_ends_early_is_reported_with_what_its_core_raised(tmp_path: Path) -> None:
+    """As vLLM 0.32 logs it: the core's error, and the API server's traceback behind it."""
+    where = "(EngineCore pid=7) ERROR 11-29 00:01:54 [core.py:1510]"
+    log = [f"{where} Traceback (most recent call last):", f"{where} ValueError: 18.6 of 23.5 GiB are free"]
+    log += ["RuntimeError: Engine core initialization failed. See root cause above."]
+    script = f"print(*{log!r}, *['  File'] * 100, sep=chr(10)); raise SystemExit(1)"
+    server = ServerProcess([sys.executable, "-c", script], "engine", tmp_path / "log")
+    message = "engine ended with status 1 before it was ready: ValueError: 18.6 of 23.5 GiB are free; end of"
+    with server, pytest.raises(WorkerError, match=message):
+        server.wait_ready("http://127.0.0.1:1/health", timeout_s=PATIENCE_S)
+
+
 def test_wait_ready_gives_up_at_the_deadline(tmp_path: Path) -> None:
     with (
         ServerProcess(SLEEPER, "mute", tmp_path / "log") as server,

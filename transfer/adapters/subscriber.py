@@ -19,12 +19,13 @@ from pathlib import Path
 
 from rose.arguments import CommandParser
 from rose.config import Settings
+from rose.http import url_argument
 from rose.transfer.adapters.folders import AdapterFolders
 from rose.transfer.follow.delivery import WorkerClient
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.following import Subscriber
 from rose.transfer.follow.mirror import WeightMirror
-from rose.transfer.follow.subscriber import run_subscriber, worker_names, worker_url
+from rose.transfer.follow.subscriber import run_subscriber, worker_names
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.manifest import AdapterBody
 from rose.transfer.relay.opening import open_relay
@@ -123,7 +124,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--worker",
-        type=worker_url,
+        type=url_argument,
         action="append",
         required=True,
         help="http://HOST:PORT of an engine's server on this host; may be repeated",

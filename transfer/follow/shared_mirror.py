@@ -63,7 +63,9 @@ class SharedMirror:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            raise ValueError(f"{folder} holds another subscriber's weights; give each its own") from error
+            raise ValueError(
+                f"{folder} holds another subscriber's weights; give each its own (--staging)"
+            ) from error
         self._remove("weights*", "changes-*")  # those of a process that was killed
         self._planes: SharedPlanes | None = None
         self._coming: SharedPlanes | None = None

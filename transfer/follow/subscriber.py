@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
 
 from rose.arguments import CommandParser
 from rose.config import Settings
 from rose.errors import RoseError
+from rose.http import url_argument
 from rose.transfer.follow.delivery import WorkerClient
 from rose.transfer.follow.follower import AUTO_RUN, Follower
 from rose.transfer.follow.following import Subscriber
@@ -97,13 +97,6 @@ def stop(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def worker_url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form http://HOST:PORT")
-    return text
-
-
 def _existing_path(text: str) -> Path:
     path = Path(text)
     if not path.exists():
@@ -129,7 +122,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--worker",
-        type=worker_url,
+        type=url_argument,
         action="append",
         required=True,
         help="http://HOST:PORT of an engine's server on this host; may be repeated",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from rose.arguments import CommandParser, add_insecure_flag, run_command
+from rose.arguments import CommandParser, add_insecure_flag, model_name, run_command
 from rose.config import Settings
 from rose.engine.front.agreement import RouterQuestions
 from rose.errors import ConfigError
@@ -38,6 +38,7 @@ _EXAMPLE = (
 def main(argv: Sequence[str]) -> int:
     """Serves until a stop signal. Raises: ConfigError for bad input."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     own, vllm_argv = _parser().parse_known_args(argv)
     if own.stop_with_stdin:
         stop_with_stdin()
@@ -86,7 +87,11 @@ def _parser() -> CommandParser:
         "at the next",
     )
     parser.add_argument(
-        "--model", required=True, metavar="DIR", help="the workers' model; its weights are not loaded"
+        "--model",
+        type=model_name,
+        required=True,
+        metavar="DIR",
+        help="the workers' model; its weights are not loaded",
     )
     parser.add_argument(
         "--stop-with-stdin",

@@ -24,12 +24,16 @@ from rose.engine.hooks.compatibility import (
 )
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
+from rose.host_memory import available_bytes
 from rose.memory.pool.pool_memory import PoolSize
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 _MARK = "_rose_patched"
 CONTEXT_KINDS = ("prefill_context", "decode_context")
+_HOST_KV_PART = 4
+"""A dedicated engine on a CPU takes this part of the free memory for its KV, as a pool does: vLLM would want
+92% of the host's memory, and would not start beside anything that uses 8%."""
 _STREAM_PARAMETERS = ["request", "engine_inputs", "result_generator"]
 
 
@@ -315,6 +319,14 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
             # The gate fits steps of this size into serving's slack. A dedicated engine has no such limit.
             given = engine_args.max_num_batched_tokens
             engine_args.max_num_batched_tokens = min(given or settings.chunk_tokens, settings.chunk_tokens)
+    elif backend is BackendKind.HOST and _is_kv_size_open(engine_args):
+        num_all = num_ranks * engine_args.data_parallel_size
+        engine_args.kv_cache_memory_bytes = available_bytes() // (_HOST_KV_PART * num_all)
+
+
+def _is_kv_size_open(engine_args: Any) -> bool:
+    share = engine_args.gpu_memory_utilization
+    return engine_args.kv_cache_memory_bytes is None and share == type(engine_args).gpu_memory_utilization
 
 
 def _check_parallelism(engine_args: Any, *, has_pool: bool) -> int:

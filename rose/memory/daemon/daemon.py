@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rose.arguments import BAD_INPUT_STATUS, CommandParser, run_command
+from rose.arguments import BAD_INPUT_STATUS, CommandParser, model_name, run_command
 from rose.config import Settings
 from rose.errors import ConfigError, PoolError, RoseError
 from rose.memory.daemon.owner import PoolOwner
@@ -182,6 +182,7 @@ def _make_parser() -> CommandParser:
     parser.add_argument("name", metavar="NAME", help="the pool's name, as in `rose serve --pool NAME`")
     parser.add_argument(
         "--model",
+        type=model_name,
         action="append",
         default=[],
         metavar="MODEL",

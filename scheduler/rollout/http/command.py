@@ -25,7 +25,7 @@ from aiohttp import web
 
 from rose.arguments import CommandParser, add_insecure_flag, port_number, positive_int, run_command
 from rose.config import Settings, make_private_dir, read_yaml
-from rose.errors import ConfigError
+from rose.errors import ConfigError, FolderError
 from rose.http import KEEPALIVE_S
 from rose.ports import url_host
 from rose.scheduler.rollout.http.guard import ClientConnection, RefusedConnection
@@ -279,8 +279,8 @@ def _own_state(config: RouterConfig, settings: Settings) -> Path | None:
     fix = "set ROSE_STATE_DIR to another one, or give --state"
     try:
         folder = make_private_dir(settings.state_dir, fix)
-    except OSError as error:
-        logger.warning("what an admin sets is not kept: %s: %s; %s", settings.state_dir, error.strerror, fix)
+    except FolderError as error:
+        logger.warning("what an admin sets is not kept: %s", error)
         return None
     return folder / f"router-{socket.gethostname()}-{config.host}-{config.port}.json"
 

@@ -127,13 +127,14 @@ def _verdict(verdict: Candidate | Rejection) -> dict[str, object]:
 
 
 def _lines(report: dict[str, object]) -> list[str]:
+    num_borrowed = report["borrowed_serving_gpus"]
+    keeps = _keeps(report)
+    borrows = f"; borrows {num_borrowed} serving GPUs while they are free" if num_borrowed or keeps else ""
     lines = [
         f"{report['job']} goes to {report['group']} ({report['kind']}, policy {report['policy']}): "
         f"${report['dollars_per_hour_more']}/h more",
         f"  promised {report['iteration_s']} s an iteration, {report['limit_s']} s allowed; "
-        f"beside {', '.join(map(str, _list(report['beside']))) or 'nobody'}; "
-        f"borrows {report['borrowed_serving_gpus']} serving GPUs while they are free"
-        f"{_keeps(report)}",
+        f"beside {', '.join(map(str, _list(report['beside']))) or 'nobody'}{borrows}{keeps}",
     ]
     for verdict in _list(report["considered"]):
         assert isinstance(verdict, dict)

@@ -5,10 +5,11 @@ A subcommand's modules are imported only when it runs.
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rose.arguments import CommandParser
+from rose.arguments import BAD_INPUT_STATUS, CommandParser, name_among
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +88,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "subcommand",
-        choices=[each.name for each in SUBCOMMANDS],
+        type=name_among([each.name for each in SUBCOMMANDS], "subcommand"),
         metavar="SUBCOMMAND",
         help="a subcommand of the list above",
     )
     parser.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="the subcommand's own arguments"
     )
+    if not argv:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT_STATUS
     arguments = parser.parse_args(list(argv))
     subcommand = next(each for each in SUBCOMMANDS if each.name == arguments.subcommand)
     run = getattr(importlib.import_module(subcommand.module), subcommand.function)

@@ -193,7 +193,7 @@ def test_a_subscriber_stops_although_its_worker_hangs(
         ("--relay", "embedded://127.0.0.1:1", "127.0.0.1:1"),
         ("--relay", "nonsense", "relay URL 'nonsense'"),
         ("--run", "a/b", "run id 'a/b' must be"),
-        ("--worker", "127.0.0.1:1", "not of the form http://HOST:PORT"),
+        ("--worker", "127.0.0.1:1", "expected http://HOST:PORT"),
         ("--staging", "/dev/null/folder", "--staging /dev/null/folder: Not a directory"),
         ("--base", "/nowhere", "/nowhere does not exist"),
         ("--name", "a/b", "worker name 'a/b' must be"),
