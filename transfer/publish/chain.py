@@ -103,11 +103,7 @@ class VersionChain:
         others_write: prefixes under which other trainer ranks may have begun to write. Raises: RelayError.
         """
         if self._relay.get(keys.head_key(self._run_id)) is None:
-            key = keys.layout_key(self._run_id)
-            body = LayoutBody.of(self._layout, self._adapter, self._config)
-            self._relay.upsert(key, sealed(self._signer, key, body))
-            self.is_announced = False
-            self._folding = None
+            self._open_anew()
         else:
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
@@ -118,6 +114,13 @@ class VersionChain:
             if self._folding is not None:
                 others_write += (keys.version_prefix(self._run_id, self._folding.version, None),)
             self._relay.repair(prefix, written, newest, others_write)
+
+    def _open_anew(self) -> None:
+        key = keys.layout_key(self._run_id)
+        body = LayoutBody.of(self._layout, self._adapter, self._config)
+        self._relay.upsert(key, sealed(self._signer, key, body))
+        self.is_announced = False
+        self._folding = None
 
     def start(self, version: int, base: int | None) -> list[str]:
         """Removes what an aborted attempt left; returns the list to which the version's keys are to be
@@ -140,9 +143,11 @@ class VersionChain:
 
         Late joiners walk the chain from the snapshot, so it may be neither long nor nearly as big as the
         snapshot: then the relay is asked to fold it. The trainer sends only what the relay has no deltas for,
-        or does not fold in time, and all snapshots of a signed run.
+        or does not fold in time, and all snapshots of a signed run. Raises: RelayError.
         """
         self._chain_bytes += num_bytes
+        if self.is_announced and self._relay.get(keys.head_key(self._run_id)) is None:
+            self._open_anew()  # the relay was started again while the version was written
         folding, latest = self._folding, self._snapshots[-1]
         if latest == version or not self.is_announced:
             return latest != version
@@ -166,7 +171,13 @@ class VersionChain:
                 self._put_head()
 
     def move_head(self, version: int, state_hash: StateHash) -> None:
-        """Points followers at the newest version, then removes what nobody needs any more."""
+        """Points followers at the newest version, then removes what nobody needs any more. Raises:
+        RelayError."""
+        if not self.is_announced and self._relay.get(keys.layout_key(self._run_id)) is None:
+            raise RelayError(
+                f"run {self._run_id}: the relay was started again while version {version} was written, and "
+                "has lost some of it; publish again"
+            )
         self._coming = None
         self._head = (version, state_hash)
         if self._snapshots[-1] == version:

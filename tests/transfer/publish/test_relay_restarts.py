@@ -1,0 +1,84 @@
+"""A relay that is killed and started again, and so comes back empty, while a version is written."""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from relay_process import RelayProcess, StartRelay
+
+from rose.errors import RelayError
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.manifest import Head, unpack_body
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.torch_source import TensorShard
+from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
+
+SHAPE = (100, 100)
+
+
+class WatchedShard(TensorShard):
+    """Calls what stands first in `before_reading` when the weights are about to be read."""
+
+    before_reading: list[Callable[[], object]] = []
+
+    def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
+        while self.before_reading:
+            self.before_reading.pop()()
+        return super().region(ends)
+
+
+def wait_coming(relay: Relay, version: int) -> None:
+    """Returns when the trainer has announced that this version is being written."""
+    while (data := relay.get(keys.head_key("run"))) is None or unpack_body(
+        data, Head, "HEAD"
+    ).coming != version:
+        time.sleep(0.01)
+
+
+def check_newest(relay: Relay, weights: torch.Tensor) -> None:
+    """Checks that a late joiner gets these weights."""
+    follower = Follower(relay, "run", WeightMirror())
+    assert follower.advance() and follower.mirror.planes is not None
+    held = {"a": np.zeros(SHAPE, np.uint16)}
+    follower.mirror.planes.read_into(held)
+    assert torch.from_numpy(held["a"]).equal(weights.to(torch.bfloat16).view(torch.uint16))
+
+
+@pytest.mark.parametrize("at_version", [0, 2])
+def test_late_joiners_get_a_run_whose_relay_was_started_again_while_a_version_was_written(
+    start_relay: StartRelay, at_version: int
+) -> None:
+    first = start_relay("embedded")
+    weights = torch.randn(SHAPE)
+    shard = WatchedShard(tensor=weights, shape=SHAPE, start=(0, 0))
+    publisher = WeightPublisher({"a": shard}, first.url, "run")
+    second: list[RelayProcess] = []
+
+    def start_again() -> None:
+        if at_version > 0:
+            with closing(open_relay(first.url)) as relay:
+                wait_coming(relay, at_version)
+        first.kill()
+        second.append(start_relay("embedded", "--port", first.port))
+        publisher.relay.close()  # its connections, as when they have been idle for some seconds
+
+    for version in range(at_version + 2):
+        weights.add_(1.0)
+        if version == at_version:
+            WatchedShard.before_reading.append(start_again)
+        try:
+            publisher.publish()
+        except RelayError as error:
+            assert (version, at_version) == (0, 0) and "was started again while version 0" in str(error)
+            continue
+        with closing(open_relay(first.url)) as relay:
+            check_newest(relay, weights)
+    assert second
+    publisher.close()
