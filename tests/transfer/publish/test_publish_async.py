@@ -130,7 +130,7 @@ def test_closing_waits_for_what_is_being_sent(link: SlowProxy, weights: dict[str
 
 def test_the_late_end_of_one_publish_never_says_that_the_next_one_has_read_the_weights() -> None:
     behind = Behind[None]("late")
-    first = behind.run(lambda: None)
+    first = behind.run(lambda: time.sleep(0.05))  # its callback is added before it ends
     behind.settle()
     has_read: list[bool] = []
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ SHAPE = (100, 100)
 class WatchedShard(TensorShard):
     """Calls what stands first in `before_reading` when the weights are about to be read."""
 
-    before_reading: list[Callable[[], object]] = []
+    before_reading: ClassVar[list[Callable[[], object]]] = []
 
     def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
         while self.before_reading:
