@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from rose.errors import ChannelError, ConfigError
+from rose.scheduler.runtime.channel import embedded
 from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.embedded import EmbeddedScheduler
 from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, ClientSide, Outgoing
@@ -207,4 +209,23 @@ def test_a_client_that_is_closed_ends_its_waiting_calls(channel_url: str) -> Non
     client.close()
     waiting.join()
     assert "closed" in str(errors[0])
+    side.close()
+
+
+def test_a_commit_on_a_full_disk_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = EmbeddedScheduler(str(tmp_path / "ch"))
+    pages = side._database.execute("PRAGMA page_count").fetchone()[0]
+    side._database.execute(f"PRAGMA max_page_count = {pages}")  # SQLite says the same as on a full disk
+    found: list[dict[str, bytes]] = []
+
+    def wait(seconds: float) -> None:
+        found.append(dict(side.load()))
+        if len(found) == 3:
+            side._database.execute("PRAGMA max_page_count = 1000000")
+
+    monkeypatch.setattr(embedded.time, "sleep", wait)
+    rows: dict[str, bytes | None] = {"a": b"1", "b": bytes(100_000)}
+    side.commit(Batch(rows=rows, events=[b"{}"]), [])
+    assert found == [{}] * 3, "nothing is kept of a batch that has no room as a whole"
+    assert side.load() == rows and len(side.events(10)) == 1
     side.close()
