@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 FOLD_TIMEOUT_S = 300.0
 """After this time the trainer sends a snapshot itself, when the chain has become too long once more."""
+RESTART_S = 0.1
+"""No relay starts again in less, so one is not asked whether it did while a version was written faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class VersionChain:
         self._folding: _Folding | None = None
         self.is_announced = False
         """Whether followers may be on this chain. It is False again when the relay came back empty."""
+        self._opened_s = 0.0
         self._head: tuple[int, StateHash] | None = None
         self._coming: int | None = None
         self._ack_leases = WatchedSigns(ACK_LEASE_S)
@@ -102,6 +105,7 @@ class VersionChain:
 
         others_write: prefixes under which other trainer ranks may have begun to write. Raises: RelayError.
         """
+        self._opened_s = time.monotonic()
         if self._relay.get(keys.head_key(self._run_id)) is None:
             self._open_anew()
         else:
@@ -146,7 +150,8 @@ class VersionChain:
         or does not fold in time, and all snapshots of a signed run. Raises: RelayError.
         """
         self._chain_bytes += num_bytes
-        if self.is_announced and self._relay.get(keys.head_key(self._run_id)) is None:
+        may_be_new = self.is_announced and time.monotonic() - self._opened_s > RESTART_S
+        if may_be_new and self._relay.get(keys.head_key(self._run_id)) is None:
             self._open_anew()  # the relay was started again while the version was written
         folding, latest = self._folding, self._snapshots[-1]
         if latest == version or not self.is_announced:
