@@ -1,8 +1,8 @@
 """A suspended phase's working set in host memory, from which a warm start loads.
 
 Owns one folder of shared memory per job, phase and rank. The ranks of a job never keep more together than the
-job was given. A set that was not written to its end does not count: its index loses its name
-first and gets it back last. A new attempt starts cold, from its own checkpoint.
+job was given. A set that was not written to its end does not count: its index loses its name first and gets
+it back last. A new attempt starts cold, from its own checkpoint.
 
 The file of a set keeps its pages and its mapping between phases, so that a later phase copies at the memory's
 speed. The copies use all cores that the process may use.
