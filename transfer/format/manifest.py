@@ -15,12 +15,15 @@ Owns the names of the keys and these bodies. A manifest in the relay means that 
 and HEAD names only versions that have a manifest. Bad JSON raises RelayError. No I/O happens here.
 """
 
+import os
 import re
 from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rose.errors import RelayError
+from rose.ports import is_loopback
 from rose.signature import Signer, body_of
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
 
@@ -214,9 +217,16 @@ def check_name(name: str, what: str) -> str:
 
 
 def worker_name(worker_url: str) -> str:
-    """Returns the name under which a worker's subscriber acknowledges: the worker's host and port."""
+    """Returns the name under which a worker's subscriber acknowledges: the worker's host and port.
+
+    Subscribers on several hosts have the same URL where an address reaches only the own machine: it is called
+    by this machine's name.
+    """
     bare = worker_url.split("://")[-1].strip("/")
-    return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare), "worker name")
+    host = urlsplit(f"//{bare}").hostname or ""
+    if is_loopback(host):
+        bare = os.uname().nodename + bare.removeprefix(f"[{host}]").removeprefix(host)
+    return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare).lstrip("-._"), "worker name")
 
 
 def run_sign_key(run_id: str) -> str:
