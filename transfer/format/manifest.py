@@ -4,6 +4,7 @@
     rose/.runs/{run}                     a sign that the run's trainer is alive     (replaced)
     rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
     rose/{run}/LAYOUT                    tensors, bucket size, adapter's config     (written once)
+    rose/{run}/CLAIM                     the trainer that has opened the run last   (replaced)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
     rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several
@@ -239,6 +240,10 @@ def run_prefix(run_id: str) -> str:
 
 def head_key(run_id: str) -> str:
     return f"rose/{run_id}/HEAD"
+
+
+def claim_key(run_id: str) -> str:
+    return f"rose/{run_id}/CLAIM"
 
 
 def layout_key(run_id: str) -> str:

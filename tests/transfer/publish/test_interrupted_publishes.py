@@ -1,4 +1,5 @@
-"""A relay that is killed and started again, and so comes back empty, while a version is written."""
+"""What happens while a version is written: the relay is killed and comes back empty, or another trainer opens
+the same run."""
 
 import time
 from collections.abc import Callable
@@ -76,9 +77,35 @@ def test_late_joiners_get_a_run_whose_relay_was_started_again_while_a_version_wa
         try:
             publisher.publish()
         except RelayError as error:
-            assert (version, at_version) == (0, 0) and "was started again while version 0" in str(error)
+            assert (version, at_version) == (0, 0) and "was started again while a snapshot was" in str(error)
             continue
         with closing(open_relay(first.url)) as relay:
             check_newest(relay, weights)
     assert second
     publisher.close()
+
+
+def test_of_two_trainers_with_one_run_id_followers_get_the_weights_of_one(embedded_url: str) -> None:
+    """The second one starts while the first one still writes its first version."""
+    weights = [torch.randn(SHAPE) for _ in range(2)]
+    shards = [WatchedShard(tensor=each, shape=SHAPE, start=(0, 0)) for each in weights]
+    first = WeightPublisher({"a": shards[0]}, embedded_url, "run")
+    others: list[WeightPublisher] = []
+
+    def start_second() -> None:
+        others.append(WeightPublisher({"a": shards[1]}, embedded_url, "run"))
+
+    WatchedShard.before_reading.append(start_second)
+    with pytest.raises(RelayError, match="another trainer has opened this run; publish again"):
+        first.publish()
+    others[0].publish()
+    for _ in range(2):
+        for tensor in weights:
+            tensor.add_(1.0)
+        with pytest.raises(RelayError, match="run run is in this relay already; choose another run id"):
+            first.publish()
+        others[0].publish()
+        with closing(open_relay(embedded_url)) as relay:
+            check_newest(relay, weights[1])
+    for publisher in (first, *others):
+        publisher.close()
