@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
+from lib.cluster.redis_server import RedisServer
 
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel import embedded
@@ -229,3 +231,29 @@ def test_a_commit_on_a_full_disk_waits_for_room(tmp_path: Path, monkeypatch: pyt
     assert found == [{}] * 3, "nothing is kept of a batch that has no room as a whole"
     assert side.load() == rows and len(side.events(10)) == 1
     side.close()
+
+
+def test_jobs_and_scheduler_wait_for_a_redis_that_has_no_room(redis_server: RedisServer) -> None:
+    """It refuses writes at its limit of memory as it does when its append-only file's disk is full."""
+    url = ChannelUrl.parse(redis_server.url)
+    admin = redis.Redis.from_url(redis_server.url)
+    scheduler = threading.Thread(target=answer, args=(url, 2), kwargs={"rows": {"a": b"1"}})
+    scheduler.start()
+    replies: list[Answer] = []
+    with ControlClient(url.join("job:a:1:0"), PATIENCE_S) as client:
+        assert ask(client).body == {"keys": ["a"]}
+        admin.config_set("maxmemory", 1)
+        waiting = threading.Thread(target=lambda: replies.append(ask(client)))
+        waiting.start()
+        with (
+            ControlClient(url.join(f"{COMMAND}here"), PATIENCE_S) as command,
+            pytest.raises(ChannelError, match="status: no answer from the scheduler in"),
+        ):
+            command.ask(Status(seq=command.next_seq()), 0.5)
+        waiting.join(1.0)
+        assert waiting.is_alive() and scheduler.is_alive() and not replies
+        admin.config_set("maxmemory", 0)
+        waiting.join(PATIENCE_S)
+        scheduler.join(PATIENCE_S)
+    assert [reply.body for reply in replies] == [{"keys": ["a"]}]
+    admin.close()
