@@ -38,7 +38,7 @@ def step(model: torch.nn.Module) -> None:
 
 def move(model: torch.nn.Module) -> None:
     """Gives every parameter other memory, as a model gets that goes to the host and back between phases."""
-    model._apply(torch.clone)
+    model._apply(torch.clone)  # type: ignore[no-untyped-call]
 
 
 def shard(model: torch.nn.Module, sharding: str, num_ranks: int) -> None:
