@@ -266,7 +266,10 @@ def _open(path: Path) -> sqlite3.Connection:
                 "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
             )
     except sqlite3.Error as error:
-        raise ChannelError(f"{path}: {error}; move the file away to start without its jobs") from error
+        fix = "move the file away to start without its jobs"
+        if error.sqlite_errorcode & 0xFF in _MAY_PASS:
+            fix = "make room on its disk, and start again"
+        raise ChannelError(f"{path}: {error}; {fix}") from error
     return database
 
 
