@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose.config import parse_config, visible_devices
+from rose.jobs.cache_folder import CacheFolder
 from rose.jobs.ranks import (
     START_FAILED_STATUS,
     Attempt,
@@ -251,7 +252,7 @@ class HostEngine:
         self.log_folder = folder / "logs"
         self._channel = channel
         self._files = job_files(folder, cache_root)
-        self._cache_root = cache_root
+        self._cache = CacheFolder(cache_root)
         self._recording = recording
 
     def waits_for(self) -> str | None:
@@ -293,7 +294,7 @@ class HostEngine:
             spec,
             order,
             channel=self._channel,
-            cache=self._cache_root / spec.name,
+            cache=self._cache.path / spec.name,
             nodes=nodes,
             recording=self._recording,
         )
@@ -305,13 +306,14 @@ class HostEngine:
         )
 
     def forget(self, job: str) -> None:
-        remove(self._cache_root / job, self._files / job)
+        remove(self._cache.path / job, self._files / job)
 
     def news(self, running: Mapping[str, int]) -> Sequence[Callable[[int], Call]]:
         return ()
 
     def close(self) -> None:
-        remove(self._cache_root, self._files)  # this channel's alone
+        self._cache.close()
+        remove(self._files)  # this channel's alone
 
 
 def job_files(folder: Path, cache_root: Path) -> Path:

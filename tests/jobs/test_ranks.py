@@ -1,10 +1,13 @@
 """What the processes of a job on one host are told."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from rose.jobs.cache_folder import CacheFolder
 from rose.jobs.ranks import START_FAILED_STATUS, Attempt, LocalAttempt, limit_bytes
 from rose.jobs.runner import HostEngine
 from rose.scheduler.cluster.spec import PhaseSpec
@@ -122,3 +125,34 @@ def job_file_of(attempt: Attempt) -> Path:
     variables = Path(f"/proc/{attempt.pid}/environ").read_bytes().split(b"\0")
     [found] = [each for each in variables if each.startswith(b"ROSE_JOB=")]
     return Path(found.partition(b"=")[2].decode())
+
+
+HOLDS_A_SET = """
+import sys, time
+from pathlib import Path
+from rose.jobs.cache_folder import CacheFolder
+(CacheFolder(Path(sys.argv[1])).path / "math").mkdir()
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_that_a_killed_runner_has_left_is_freed_by_the_next_one_of_any_name(tmp_path: Path) -> None:
+    (tmp_path / "of-ray" / "math").mkdir(parents=True)
+    folders = [tmp_path / "killed", tmp_path / "lives"]
+    command = [sys.executable, "-c", HOLDS_A_SET]
+    runners = [subprocess.Popen([*command, str(each)], stdout=subprocess.PIPE) for each in folders]
+    try:
+        for runner in runners:
+            assert runner.stdout is not None and runner.stdout.readline() == b"holds\n"
+        runners[0].kill()
+        runners[0].wait()
+        next_one = CacheFolder(tmp_path / "next")
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["lives", "next", "of-ray"]
+        assert (folders[1] / "math").is_dir()
+        next_one.close()
+        assert not next_one.path.exists()
+    finally:
+        for runner in runners:
+            runner.kill()
+            runner.communicate()
