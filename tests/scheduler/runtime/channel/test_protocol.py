@@ -9,7 +9,6 @@ import redis
 from lib.cluster.redis_server import RedisServer
 
 from rose.errors import ChannelError, ConfigError
-from rose.scheduler.runtime.channel import embedded
 from rose.scheduler.runtime.channel.client import ControlClient
 from rose.scheduler.runtime.channel.embedded import EmbeddedScheduler
 from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
@@ -225,7 +224,7 @@ def test_a_commit_on_a_full_disk_waits_for_room(tmp_path: Path, monkeypatch: pyt
         if len(found) == 3:
             side._database.execute("PRAGMA max_page_count = 1000000")
 
-    monkeypatch.setattr(embedded.time, "sleep", wait)
+    monkeypatch.setattr("rose.scheduler.runtime.channel.embedded.time.sleep", wait)
     rows: dict[str, bytes | None] = {"a": b"1", "b": bytes(100_000)}
     side.commit(Batch(rows=rows, events=[b"{}"]), [])
     assert found == [{}] * 3, "nothing is kept of a batch that has no room as a whole"

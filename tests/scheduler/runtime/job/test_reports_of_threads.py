@@ -34,8 +34,15 @@ def answer(side: SchedulerSide, calls: list[object], is_over: threading.Event) -
             calls.append(call)
             message: Answer | Granted = Answer(seq=call.seq)
             if isinstance(call, Request):
-                asked = {"job": call.job, "attempt": 1, "phase": call.phase, "iteration": 0}
-                message = Granted(seq=call.seq, epoch=1, lease_s=60.0, **asked)
+                message = Granted(
+                    seq=call.seq,
+                    job=call.job,
+                    attempt=1,
+                    phase=call.phase,
+                    iteration=0,
+                    epoch=1,
+                    lease_s=60.0,
+                )
             elif isinstance(call, Report):
                 message = Answer(seq=call.seq, body={"keep": [0]})
             elif isinstance(call, Moved) and num_moved:
