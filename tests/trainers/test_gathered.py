@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from relay_process import RelayProcess
 from torch import distributed
 
 from rose.trainers.gathered import GatheredWeights
+from tests.transfer.relay_process import RelayProcess
 
 Pairs = list[tuple[str, torch.Tensor]]
 
