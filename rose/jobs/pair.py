@@ -15,7 +15,7 @@ import msgspec
 
 from rose.errors import ChannelError, WorkerError
 from rose.jobs.pair_facts import PairFacts, Side, rollout_nodes
-from rose.jobs.runner import GRACE_S
+from rose.jobs.runner import GRACE_S, job_files
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.scheduler.gpu.live import ROLLOUT, TRAIN
 from rose.scheduler.gpu.pairing import Pairing, RolloutReport
@@ -106,7 +106,7 @@ class PairRun:
         return max(ends) - self.began_s if ends and self.began_s is not None else 0.0
 
     def _job_file(self, spec: RunSpec) -> Path:
-        return self._folder / "jobs" / spec.name / "pair.json"
+        return job_files(self._folder, self._cache_root) / spec.name / "pair.json"
 
     def _process(self, spec: RunSpec) -> ServerProcess:
         return ServerProcess(

@@ -169,7 +169,7 @@ def start_here(
         LocalAttempt(started).kill()
         reason = f"can't start {list(spec.command)}: {error.strerror}: {str(error.filename)!r}"
         logger.error("%s job=%s", reason, spec.name)
-        with log_path.open("a") as log:  # where its user looks first
+        with contextlib.suppress(OSError), log_path.open("a") as log:  # where its user looks first
             log.write(f"{reason}\n")
         why = reason if isinstance(error, _NEVER_STARTS) else None
         return LocalAttempt([], Ended(exit_status=START_FAILED_STATUS, cannot_start=why))

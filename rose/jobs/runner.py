@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rose.config import parse_config, visible_devices
+from rose.jobs.cache_folder import CacheFolder
 from rose.jobs.ranks import (
+    START_FAILED_STATUS,
     Attempt,
     Ended,
     HostPart,
@@ -243,14 +245,14 @@ class HostEngine:
         *,
         recording: Recording | None = None,
     ) -> None:
-        """folder: job files and logs. cache_root: where suspended phases keep their state.
+        """folder: job files and logs. cache_root: where suspended phases keep their state, by the channel.
 
         recording: jobs are run for their profile.
         """
         self.log_folder = folder / "logs"
         self._channel = channel
-        self._folder = folder
-        self._cache_root = cache_root
+        self._files = job_files(folder, cache_root)
+        self._cache = CacheFolder(cache_root)
         self._recording = recording
 
     def waits_for(self) -> str | None:
@@ -275,15 +277,24 @@ class HostEngine:
                 time.sleep(POLL_S)
         # What an earlier attempt left may be ahead of the last completed iteration: this one starts cold.
         self.forget(spec.name)
+        try:
+            return self._start(spec, order)
+        except OSError as error:  # such as a full disk: the runner and the other jobs go on
+            why = f"its files can't be written: {error}; make room under {self._files.parents[1]}"
+            logger.error("%s job=%s", why, spec.name)
+            return LocalAttempt([], Ended(exit_status=START_FAILED_STATUS, why=why))
+
+    def _start(self, spec: RunSpec, order: Start) -> LocalAttempt:
+        """Raises: OSError."""
         names = [f"rollout-{node}" for node in order.rollout_nodes]
         names += [f"train-{node}" for node in range(order.num_train_nodes)]
         nodes = tuple(JobNode(name=name, address="127.0.0.1") for name in names)
         file = write_job_file(
-            self._folder / "jobs" / spec.name / f"{order.attempt}.json",
+            self._files / spec.name / f"{order.attempt}.json",
             spec,
             order,
             channel=self._channel,
-            cache=self._cache_root / spec.name,
+            cache=self._cache.path / spec.name,
             nodes=nodes,
             recording=self._recording,
         )
@@ -295,10 +306,17 @@ class HostEngine:
         )
 
     def forget(self, job: str) -> None:
-        remove(self._cache_root / job, self._folder / "jobs" / job)
+        remove(self._cache.path / job, self._files / job)
 
     def news(self, running: Mapping[str, int]) -> Sequence[Callable[[int], Call]]:
         return ()
 
     def close(self) -> None:
-        remove(self._cache_root)  # this channel's alone
+        self._cache.close()
+        remove(self._files)  # this channel's alone
+
+
+def job_files(folder: Path, cache_root: Path) -> Path:
+    """Returns the folder of job files, by channel as the cache is: another scheduler may have a job of the
+    same name, and the same folder."""
+    return folder / "jobs" / cache_root.name

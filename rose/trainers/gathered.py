@@ -65,19 +65,25 @@ class GatheredWeights:
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, has_tied_head: bool) -> None:
         """Publishes a version. ``weights`` is read to its end on every rank, because each tensor is gathered
         by all of them. A head that is tied to the embeddings is left out. Raises: RelayError, WorkerError,
-        ValueError."""
+        ValueError; this also where the tensors or their order are others than those of the first version."""
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
         run = self._of_one_run() if self.publisher is None else {}
         published = (each for each in weights if not (has_tied_head and each[0] == HEAD))
+        named: set[str] = set()
         for index, (name, tensor) in enumerate(published):
             if index % num_ranks == rank:
+                named.add(name)
                 self._keep(name, tensor)
+        if other := named ^ self._kept.keys():
+            raise _differs(min(other))
         if self.publisher is None:
             self.publisher = WeightPublisher(self._kept, dtype=None, rank=rank, num_ranks=num_ranks, **run)
         publish_and_wait(self.publisher, self._num_workers, self._ack_timeout_s)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._kept:
+            if self.publisher is not None:
+                raise _differs(name)
             self._kept[name] = torch.empty(tensor.shape, dtype=self._published(name, tensor))
         self._kept[name].copy_(tensor.detach())
 
@@ -107,3 +113,10 @@ class GatheredWeights:
         signing_key = self._relay.get("signing_key", settings.signing_key)
         signer = Signer(signing_key) if signing_key is not None else None
         return RunAnnouncer(routers_of(self._router_url, settings), settings, signer)
+
+
+def _differs(name: str) -> ValueError:
+    return ValueError(
+        f"tensor {name}: the trainer gave it to this rank in one of the first and the present version alone; "
+        "give the same tensors in the same order each time, or begin a new run"
+    )

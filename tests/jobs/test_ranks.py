@@ -1,13 +1,19 @@
 """What the processes of a job on one host are told."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from rose.jobs.ranks import limit_bytes
+from rose.jobs.cache_folder import CacheFolder
+from rose.jobs.ranks import START_FAILED_STATUS, Attempt, LocalAttempt, limit_bytes
 from rose.jobs.runner import HostEngine
 from rose.scheduler.cluster.spec import PhaseSpec
-from rose.scheduler.runtime.job.job import JobNode
+from rose.scheduler.runtime.channel.messages import Start
+from rose.scheduler.runtime.job.job import JobFile, JobNode
+from rose.scheduler.runtime.job.spec import RunSpec
 
 
 @pytest.mark.parametrize(
@@ -53,3 +59,100 @@ def test_all_devices_of_the_driver_count_where_none_are_hidden(
     assert engine.num_devices() == 2
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert engine.num_devices() == 0
+
+
+def test_jobs_of_one_name_of_two_schedulers_have_their_own_files(tmp_path: Path) -> None:
+    """Both schedulers have the same folder, as by default."""
+    engines = [
+        HostEngine(f"unix:{tmp_path / name}", tmp_path, tmp_path / "cache" / name) for name in ("one", "two")
+    ]
+    spec = job_spec(["sleep", "60"])
+    attempts = [engine.start(spec, start_order(spec), None) for engine in engines]
+    try:
+        files = [job_file_of(attempt) for attempt in attempts]
+        assert [JobFile.read(file).channel for file in files] == [
+            f"unix:{tmp_path / 'one'}",
+            f"unix:{tmp_path / 'two'}",
+        ]
+        engines[1].forget(spec.name)
+        engines[1].close()
+        assert JobFile.read(files[0]).channel == f"unix:{tmp_path / 'one'}"
+    finally:
+        for attempt in attempts:
+            attempt.end(0.0)
+            while attempt.ended() is None:
+                time.sleep(0.01)
+
+
+def test_a_job_that_can_t_be_told_anything_ends_alone(tmp_path: Path) -> None:
+    """Its runner goes on, and with it all other jobs. A file in the place of the folder stands for a full
+    disk."""
+    engine = HostEngine(f"unix:{tmp_path}", tmp_path, tmp_path / "cache")
+    spec = job_spec(["true"])
+    (tmp_path / "jobs").write_text("")
+    ended = engine.start(spec, start_order(spec), None).ended()
+    assert ended is not None and ended.exit_status == START_FAILED_STATUS and ended.cannot_start is None
+    assert ended.why is not None and "Not a directory" in ended.why
+    (tmp_path / "jobs").unlink()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "math.log").mkdir()  # so its log can't be opened
+    ended = engine.start(spec, start_order(spec), None).ended()
+    assert ended is not None and ended.exit_status == START_FAILED_STATUS and ended.cannot_start is None
+
+
+def job_spec(command: list[str]) -> RunSpec:
+    phase = {"nodes": 1, "seconds": 1.0, "memory_gb": 1.0}
+    job = {"name": "math", "command": command, "folder": "/tmp", "iterations": 2, "max_tokens": 8, "slo": 2.0}
+    return RunSpec.model_validate({**job, "phases": {"rollout": phase, "train": phase}})
+
+
+def start_order(spec: RunSpec) -> Start:
+    return Start(
+        job=spec.name,
+        attempt=1,
+        spec=spec.model_dump(mode="json"),
+        first_iteration=0,
+        group="main",
+        rollout_nodes=[0],
+        num_train_nodes=1,
+        variables={},
+    )
+
+
+def job_file_of(attempt: Attempt) -> Path:
+    """Returns the file that the attempt's process is told of."""
+    assert isinstance(attempt, LocalAttempt)
+    variables = Path(f"/proc/{attempt.pid}/environ").read_bytes().split(b"\0")
+    [found] = [each for each in variables if each.startswith(b"ROSE_JOB=")]
+    return Path(found.partition(b"=")[2].decode())
+
+
+HOLDS_A_SET = """
+import sys, time
+from pathlib import Path
+from rose.jobs.cache_folder import CacheFolder
+(CacheFolder(Path(sys.argv[1])).path / "math").mkdir()
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_that_a_killed_runner_has_left_is_freed_by_the_next_one_of_any_name(tmp_path: Path) -> None:
+    (tmp_path / "of-ray" / "math").mkdir(parents=True)
+    folders = [tmp_path / "killed", tmp_path / "lives"]
+    command = [sys.executable, "-c", HOLDS_A_SET]
+    runners = [subprocess.Popen([*command, str(each)], stdout=subprocess.PIPE) for each in folders]
+    try:
+        for runner in runners:
+            assert runner.stdout is not None and runner.stdout.readline() == b"holds\n"
+        runners[0].kill()
+        runners[0].wait()
+        next_one = CacheFolder(tmp_path / "next")
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["lives", "next", "of-ray"]
+        assert (folders[1] / "math").is_dir()
+        next_one.close()
+        assert not next_one.path.exists()
+    finally:
+        for runner in runners:
+            runner.kill()
+            runner.communicate()

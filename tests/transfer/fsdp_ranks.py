@@ -36,6 +36,11 @@ def step(model: torch.nn.Module) -> None:
             parameter.mul_(1.5)
 
 
+def move(model: torch.nn.Module) -> None:
+    """Gives every parameter other memory, as a model gets that goes to the host and back between phases."""
+    model._apply(torch.clone)  # type: ignore[no-untyped-call]
+
+
 def shard(model: torch.nn.Module, sharding: str, num_ranks: int) -> None:
     """Cuts the model's parameters in place: the first layer by rows, the second by columns under "tp"."""
     num_shards, num_parts = {"fsdp": (num_ranks, 1), "tp": (1, num_ranks), "both": (num_ranks // 2, 2)}[
@@ -54,6 +59,7 @@ def run(rank: int, num_ranks: int, sharding: str, rendezvous: str, relay_url: st
     shard(model, sharding, num_ranks)
     publisher = WeightPublisher(model, relay_url, "run", rank=rank, num_ranks=num_ranks)
     publisher.publish()
+    move(model)
     step(model)
     publisher.publish()
     publisher.close()

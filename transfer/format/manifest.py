@@ -4,6 +4,7 @@
     rose/.runs/{run}                     a sign that the run's trainer is alive     (replaced)
     rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
     rose/{run}/LAYOUT                    tensors, bucket size, adapter's config     (written once)
+    rose/{run}/CLAIM                     the trainer that has opened the run last   (replaced)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
     rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several
@@ -15,12 +16,15 @@ Owns the names of the keys and these bodies. A manifest in the relay means that 
 and HEAD names only versions that have a manifest. Bad JSON raises RelayError. No I/O happens here.
 """
 
+import os
 import re
 from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rose.errors import RelayError
+from rose.ports import is_loopback
 from rose.signature import Signer, body_of
 from rose.transfer.format.layout import Layout, TensorCut, TensorSpec
 
@@ -214,9 +218,16 @@ def check_name(name: str, what: str) -> str:
 
 
 def worker_name(worker_url: str) -> str:
-    """Returns the name under which a worker's subscriber acknowledges: the worker's host and port."""
+    """Returns the name under which a worker's subscriber acknowledges: the worker's host and port.
+
+    Subscribers on several hosts have the same URL where an address reaches only the own machine: it is called
+    by this machine's name.
+    """
     bare = worker_url.split("://")[-1].strip("/")
-    return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare), "worker name")
+    host = urlsplit(f"//{bare}").hostname or ""
+    if is_loopback(host):
+        bare = os.uname().nodename + bare.removeprefix(f"[{host}]").removeprefix(host)
+    return check_name(re.sub(r"[^A-Za-z0-9._-]", "-", bare).lstrip("-._"), "worker name")
 
 
 def run_sign_key(run_id: str) -> str:
@@ -229,6 +240,10 @@ def run_prefix(run_id: str) -> str:
 
 def head_key(run_id: str) -> str:
     return f"rose/{run_id}/HEAD"
+
+
+def claim_key(run_id: str) -> str:
+    return f"rose/{run_id}/CLAIM"
 
 
 def layout_key(run_id: str) -> str:

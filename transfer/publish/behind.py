@@ -28,10 +28,11 @@ class Behind(Generic[Result]):
 
     def run(self, call: Callable[[], Result]) -> Future[Result]:
         """Starts a call, and returns once it has read the weights or has ended."""
-        self._has_read.clear()
+        # A new one for each call: settle() may return before the last call's callback has run.
+        has_read = self._has_read = threading.Event()
         self._last = self._executor.submit(call)
-        self._last.add_done_callback(lambda _: self._has_read.set())
-        self._has_read.wait()
+        self._last.add_done_callback(lambda _: has_read.set())
+        has_read.wait()
         return self._last
 
     def settle(self) -> None:

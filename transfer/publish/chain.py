@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 FOLD_TIMEOUT_S = 300.0
 """After this time the trainer sends a snapshot itself, when the chain has become too long once more."""
+RESTART_S = 0.1
+"""No relay starts again in less, so one is not asked whether it did while a version was written faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class VersionChain:
         self._snapshot_share = snapshot_share
         self._signer = signer
         self._writer = uuid.uuid4().hex
+        self._has_claimed = False
+        """Whether this trainer was the last to open the run, as far as it knows."""
         self._objects: dict[tuple[int, int | None], list[str]] = {}
         self._snapshots: list[int] = []
         self._oldest_base = 0
@@ -89,6 +93,7 @@ class VersionChain:
         self._folding: _Folding | None = None
         self.is_announced = False
         """Whether followers may be on this chain. It is False again when the relay came back empty."""
+        self._opened_s = 0.0
         self._head: tuple[int, StateHash] | None = None
         self._coming: int | None = None
         self._ack_leases = WatchedSigns(ACK_LEASE_S)
@@ -100,14 +105,17 @@ class VersionChain:
         """Puts what precedes all versions, also when the relay came back empty, and repairs the relay's
         copies.
 
-        others_write: prefixes under which other trainer ranks may have begun to write. Raises: RelayError.
+        others_write: prefixes under which other trainer ranks may have begun to write. Raises: RelayError,
+        also where another trainer has published under this run id.
         """
+        self._opened_s = time.monotonic()
         if self._relay.get(keys.head_key(self._run_id)) is None:
-            key = keys.layout_key(self._run_id)
-            body = LayoutBody.of(self._layout, self._adapter, self._config)
-            self._relay.upsert(key, sealed(self._signer, key, body))
-            self.is_announced = False
-            self._folding = None
+            if not self._has_claimed and not others_write:
+                left = self._relay.keys(keys.run_prefix(self._run_id))  # by a trainer that failed meanwhile
+                self._relay.remove(key for key in left if keys.is_version_key(key))
+            self._open_anew()
+        elif not self._has_claimed:
+            raise _used_already(self._run_id)
         else:
             prefix = keys.run_prefix(self._run_id)
             written = {key for names in self._objects.values() for key in names}
@@ -118,6 +126,26 @@ class VersionChain:
             if self._folding is not None:
                 others_write += (keys.version_prefix(self._run_id, self._folding.version, None),)
             self._relay.repair(prefix, written, newest, others_write)
+
+    def _open_anew(self) -> None:
+        key = keys.layout_key(self._run_id)
+        body = LayoutBody.of(self._layout, self._adapter, self._config)
+        self._relay.upsert(key, sealed(self._signer, key, body))
+        self._relay.upsert(keys.claim_key(self._run_id), self._writer.encode())
+        self.is_announced, self._has_claimed = False, True
+        self._folding = None
+
+    def require_claim(self, num_bytes: int) -> bool:
+        """Returns False, as no snapshot follows a snapshot of any size. Raises: RelayError where the relay no
+        longer has what precedes all versions, or has another trainer's.
+        """
+        if not self.is_announced and self._relay.get(keys.claim_key(self._run_id)) != self._writer.encode():
+            self._has_claimed = False
+            raise RelayError(
+                f"run {self._run_id}: the relay was started again while a snapshot was written, or another "
+                "trainer has opened this run; publish again, and if that fails, choose another run id"
+            )
+        return False
 
     def start(self, version: int, base: int | None) -> list[str]:
         """Removes what an aborted attempt left; returns the list to which the version's keys are to be
@@ -140,9 +168,12 @@ class VersionChain:
 
         Late joiners walk the chain from the snapshot, so it may be neither long nor nearly as big as the
         snapshot: then the relay is asked to fold it. The trainer sends only what the relay has no deltas for,
-        or does not fold in time, and all snapshots of a signed run.
+        or does not fold in time, and all snapshots of a signed run. Raises: RelayError.
         """
         self._chain_bytes += num_bytes
+        may_be_new = self.is_announced and time.monotonic() - self._opened_s > RESTART_S
+        if may_be_new and self._relay.get(keys.head_key(self._run_id)) is None:
+            self._open_anew()  # the relay was started again while the version was written
         folding, latest = self._folding, self._snapshots[-1]
         if latest == version or not self.is_announced:
             return latest != version
@@ -294,13 +325,17 @@ def read_ack(key: str, data: bytes) -> Ack | None:
         return None
 
 
-def claim_run(relay: Relay, run_id: str, relay_url: str) -> None:
+def claim_run(relay: Relay, run_id: str) -> None:
     """Checks that nobody published under this run id, and removes what a run without HEAD left.
 
     What trainer ranks announced that they hold stays, because some may already have done so. Raises:
     RelayError.
     """
     if relay.get(keys.head_key(run_id)) is not None:
-        raise RelayError(f"run {run_id} is in relay {relay_url} already; choose another run id")
+        raise _used_already(run_id)
     left = relay.keys(keys.run_prefix(run_id))
     relay.remove(key for key in left if not key.startswith(keys.rank_prefix(run_id)))
+
+
+def _used_already(run_id: str) -> RelayError:
+    return RelayError(f"run {run_id} is in this relay already; choose another run id")

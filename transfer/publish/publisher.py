@@ -167,7 +167,7 @@ class WeightPublisher:
                 self._relay, self.run_id, rank, num_ranks, ranks_timeout_s, self._signer
             )
             if self._ranks.is_leader:
-                claim_run(self._relay, self.run_id, relay_url)
+                claim_run(self._relay, self.run_id)
             specs, held = self._source.specs(), self._source.holdings()
             self.layout, share = self._ranks.agree(specs, held, bucket_bytes)
         except (RelayError, ValueError):
@@ -375,7 +375,7 @@ class WeightPublisher:
     def _put_snapshot(self, writer: VersionWriter) -> Manifest:
         for bucket in self._buckets:
             writer.put_dense(bucket, self._planes.bits(bucket), self._planes.bucket_hash(bucket))
-        manifest = self._ranks.commit(writer, None, lambda num_bytes: False)
+        manifest = self._ranks.commit(writer, None, self._chain.require_claim)
         self._is_followed = False
         if self._ranks.is_leader:
             self._chain.add_snapshot(writer.version, sum(entry.num_bytes for entry in manifest.buckets))

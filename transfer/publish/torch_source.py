@@ -45,8 +45,9 @@ _LEFT_OUT = ("int64", "uint64")
 class TensorShard:
     """A trainer rank's part of a tensor, and its place in the Hugging Face tensor.
 
-    tensor: the live parameter or a view of it, not a copy. index: which of its elements are the part; None:
-    all. shape: that of the whole tensor. keeps_dtype: whether it is never cast.
+    tensor: the live parameter or a view of it, not a copy; of a DTensor, its local part counts. index: which
+    of these elements are the part; None: all. shape: that of the whole tensor. keeps_dtype: whether it is
+    never cast.
     """
 
     tensor: Any
@@ -59,7 +60,8 @@ class TensorShard:
     def part(self) -> Any:
         """The part itself. It is cut anew each time, because a module that goes to another device gives its
         parameters other memory."""
-        return self.tensor if self.index is None else self.tensor.detach()[self.index]
+        held = self.tensor.detach().to_local() if _is_distributed(self.tensor) else self.tensor
+        return held if self.index is None else held.detach()[self.index]
 
     @property
     def box(self) -> Box:
@@ -292,7 +294,12 @@ def shard_of(value: Any) -> TensorShard:
     if isinstance(value, TensorShard):
         return value
     shape = tuple(value.shape)
-    if not hasattr(value, "__create_chunk_list__"):
+    if not _is_distributed(value):
         return TensorShard(tensor=value, shape=shape, start=(0,) * len(shape))
     (chunk,) = value.__create_chunk_list__()  # torch's own distributed checkpoints use it
-    return TensorShard(tensor=value.detach().to_local(), shape=shape, start=tuple(chunk.offsets))
+    return TensorShard(tensor=value, shape=shape, start=tuple(chunk.offsets))
+
+
+def _is_distributed(tensor: Any) -> bool:
+    """Whether this is a DTensor. Its local part is another tensor when its module has moved."""
+    return hasattr(tensor, "__create_chunk_list__")

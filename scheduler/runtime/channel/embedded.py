@@ -10,11 +10,13 @@ client are dropped: it asks again when it comes back.
 
 import contextlib
 import fcntl
+import logging
 import os
 import selectors
 import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -24,9 +26,14 @@ from rose.errors import ChannelError
 from rose.scheduler.runtime.channel.messages import NUM_EVENTS
 from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, Incoming
 
+logger = logging.getLogger(__name__)
+
 MAX_UNSENT_BYTES = 16 << 20
 """The limit for one client. A status of thousands of jobs is smaller."""
+FULL_RETRY_S = 0.2
+"""The time between two attempts to commit on a full disk."""
 _MAX_SOCKET_PATH = 107
+_MAY_PASS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 class EmbeddedScheduler:
@@ -35,7 +42,8 @@ class EmbeddedScheduler:
     def __init__(self, folder: str) -> None:
         path = make_private_dir(Path(folder), "choose another folder for the channel")
         self._lock = _take(path / "lock")
-        self._database = _open(path / "state.db")
+        self._path = path / "state.db"
+        self._database = _open(self._path)
         self._listener = _listen(path / "control.sock")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -76,9 +84,10 @@ class EmbeddedScheduler:
         return [Incoming(client=client, body=line) for line in lines] if client is not None else []
 
     def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
+        """On a full disk it waits for room, and so do all clients: an answer that is not kept is never
+        given."""
         if batch.rows or batch.events:
-            with self._database:  # one transaction
-                self._write(batch)
+            self._store(batch)
         for outgoing in batch.outgoing:
             connection = self._by_name.get(outgoing.client)
             if connection is not None:
@@ -89,6 +98,21 @@ class EmbeddedScheduler:
         wanted = selectors.EVENT_READ if is_done else selectors.EVENT_READ | selectors.EVENT_WRITE
         if self._selector.get_key(connection.socket).events != wanted:
             self._selector.modify(connection.socket, wanted, connection)
+
+    def _store(self, batch: Batch) -> None:
+        is_told = False
+        while True:
+            try:
+                with self._database:  # one transaction
+                    self._write(batch)
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in _MAY_PASS:
+                    raise
+                if not is_told:
+                    logger.error("%s: %s; jobs and commands wait until there is room", self._path, error)
+                is_told = True
+            time.sleep(FULL_RETRY_S)
 
     def _write(self, batch: Batch) -> None:
         execute = self._database.execute
@@ -242,7 +266,10 @@ def _open(path: Path) -> sqlite3.Connection:
                 "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
             )
     except sqlite3.Error as error:
-        raise ChannelError(f"{path}: {error}; move the file away to start without its jobs") from error
+        fix = "move the file away to start without its jobs"
+        if error.sqlite_errorcode & 0xFF in _MAY_PASS:
+            fix = "make room on its disk, and start again"
+        raise ChannelError(f"{path}: {error}; {fix}") from error
     return database
 
 

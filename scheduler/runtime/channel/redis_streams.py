@@ -10,6 +10,7 @@ consumer group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (st
 """
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -24,11 +25,15 @@ from rose.errors import ChannelError
 from rose.scheduler.runtime.channel.messages import NUM_EVENTS
 from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, Incoming
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 OWNER_S = 5.0
 """A scheduler that is silent for this long may be replaced from another host; on its own host, at once."""
 RETRY_S = 0.02
+FULL_RETRY_S = 0.2
+"""The time between two attempts to write to a Redis that has no room."""
 GONE_S = 60.0
 """If Redis is gone for longer, the scheduler ends with an error."""
 MAX_ANSWERS = 1_000
@@ -175,8 +180,9 @@ class RedisScheduler:
                 raise
 
     def _retry(self, work: Callable[[], Result]) -> Result:
-        """Repeats ``work`` through a restart of Redis. Raises: ChannelError after GONE_S or lost data."""
-        deadline = time.monotonic() + GONE_S
+        """Repeats ``work`` through a restart of Redis, and while that has no room. Raises: ChannelError after
+        GONE_S or lost data."""
+        deadline, is_told = time.monotonic() + GONE_S, False
         while True:
             try:
                 return work()
@@ -185,6 +191,14 @@ class RedisScheduler:
                     raise ChannelError(f"{self._keys.server}: gone for {GONE_S:.0f} s ({error})") from error
                 time.sleep(RETRY_S)
             except redis.ResponseError as error:
+                if _is_full(error):
+                    if not is_told:
+                        logger.error(
+                            "%s: %s; jobs and commands wait until it has room", self._keys.server, error
+                        )
+                    deadline, is_told = time.monotonic() + GONE_S, True
+                    time.sleep(FULL_RETRY_S)
+                    continue
                 if "NOGROUP" not in str(error):
                     raise
                 raise ChannelError(
@@ -212,15 +226,28 @@ class RedisClient:
         self._is_unsent = False
 
     def send(self, body: bytes) -> None:
+        """Waits while Redis has no room, but not for a command, whose user waits."""
+        while True:
+            try:
+                number = self._convert(lambda: self._add(body))
+                break
+            except ConnectionError:
+                self._is_unsent = True
+                raise
+            except redis.ResponseError as error:
+                if not _is_full(error):
+                    raise
+                time.sleep(FULL_RETRY_S)
+                if self._is_closed or self._client.startswith(COMMAND):
+                    self._is_unsent = True
+                    raise ConnectionError(f"{self._keys.server}: {error}") from error
+        if self._client.startswith(COMMAND):
+            self._sent.append(number)
+
+    def _add(self, body: bytes) -> bytes:
         fields = {"c": self._client, "b": body}
-        add = self._sender.xadd
-        try:
-            number = self._convert(lambda: add(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True))
-            if self._client.startswith(COMMAND):
-                self._sent.append(number)
-        except ConnectionError:
-            self._is_unsent = True
-            raise
+        number: bytes = self._sender.xadd(self._keys.calls, fields, maxlen=MAX_CALLS, approximate=True)
+        return number
 
     def receive(self) -> bytes:
         stream = self._keys.answers(self._client)
@@ -260,6 +287,11 @@ def remove_channel(url: str) -> None:
     connection = keys.connection()
     with contextlib.suppress(redis.RedisError), contextlib.closing(connection):
         connection.delete(keys.owner, keys.rows, keys.events, keys.calls)
+
+
+def _is_full(error: redis.ResponseError) -> bool:
+    """Whether Redis refuses writes until there is room again, in its memory or on its disk."""
+    return any(sign in str(error) for sign in ("used memory > 'maxmemory'", "MISCONF"))
 
 
 def _host() -> str:

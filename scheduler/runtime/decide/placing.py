@@ -197,13 +197,15 @@ class Groups:
         self._stale.add(group.name)
 
     def remove(self, job: str, name: str) -> Group:
-        """Removes a job from a group, and the group if it was formed for its jobs and has none left."""
+        """Removes a job from a group, and the group if it was formed for its jobs and has none left. A later
+        group of its name has none of its drained nodes."""
         if self.leaving.get(job) == name:
             del self.leaving[job]
         rest = self.by_name[name].without(job)
         self.put(rest)
         if not rest.members and name not in self._spec.groups:
             del self.by_name[name]
+            self.drained.pop(name, None)
         return rest
 
     def leave(self, job: str, name: str) -> None:

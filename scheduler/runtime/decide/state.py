@@ -121,6 +121,7 @@ class State:
         self.queue.sort(key=self.turn)
         if self.runner is not None:
             self.groups.offered = self.runner.num_nodes or {}
+        self.groups.drained = {k: v for k, v in self.groups.drained.items() if k in self.groups.by_name}
         self.groups.refresh(now)
         for group in list(self.groups.by_name.values()):
             permits = self.permits_in(group.name)
@@ -174,9 +175,8 @@ class State:
 
     def become(self, job: str, state: JobState) -> None:
         """Changes a job's state, and keeps the queue in order."""
-        record = self.jobs[job]
         self._leave(job)
-        record.state = state
+        self.jobs[job].state = state
         self._enter(job)
         self.changed(job)
 
@@ -202,10 +202,9 @@ class State:
     def nodes_by_team(self) -> dict[str, Counter[Phase]]:
         """Returns the nodes of the placed jobs of each team; under "", those of jobs without one."""
         used = {team: Counter[Phase]() for team in ("", *self.cluster.teams)}
-        for name in self.live:
-            if self.jobs[name].state.is_placed:
-                team, phases = self.cluster.team_of(self.specs[name]), self.specs[name].phases
-                used[team].update({phase: phases[phase].nodes for phase in Phase})
+        for name in (each for each in self.live if self.jobs[each].state.is_placed):
+            team, phases = self.cluster.team_of(self.specs[name]), self.specs[name].phases
+            used[team].update({phase: phases[phase].nodes for phase in Phase})
         return used
 
     def learn(self, job: str, spec: RunSpec) -> None:
@@ -222,8 +221,7 @@ class State:
 
     def spec_of(self, job: str) -> RunSpec:
         """Returns the job's file, also for a job that ended long ago."""
-        found = self.specs.get(job)
-        return found if found is not None else parse_config(self.jobs[job].spec, RunSpec, f"job {job}")
+        return self.specs.get(job) or parse_config(self.jobs[job].spec, RunSpec, f"job {job}")
 
     def _enter(self, job: str) -> None:
         state = self.jobs[job].state
@@ -281,9 +279,12 @@ class State:
 
     def remove(self, job: str, group: str) -> Group:
         """Removes a job from a group, and frees the nodes that only it used."""
+        was_drained = group in self.groups.drained
         rest = self.groups.remove(job, group)
-        if self.groups.drained.get(group):
+        if was_drained:
             self.would_fit.clear()
+            if group not in self.groups.drained:
+                self.keep(f"drained:{group}", None)
         self.has_new_room = self.loans.is_due = True
         return rest
 
@@ -327,8 +328,7 @@ class State:
         group = replace(group, pass_s=certificate.cycle_s)
         self.groups.put(group)
         self.loans.is_due = True
-        nodes = (group.num_rollout_nodes, group.num_train_nodes)
-        self._nodes[group.name] = nodes
+        nodes = self._nodes[group.name] = (group.num_rollout_nodes, group.num_train_nodes)
         self._batch.rows[f"nodes:{group.name}"] = msgspec.json.encode(nodes)
         self.permits_in(group.name).form(group, certificate, now)
         self._batch.rows[f"order:{group.name}"] = msgspec.json.encode(self.permits[group.name].rows()[0])

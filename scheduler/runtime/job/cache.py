@@ -1,8 +1,8 @@
 """A suspended phase's working set in host memory, from which a warm start loads.
 
 Owns one folder of shared memory per job, phase and rank. The ranks of a job never keep more together than the
-job was given. A set that was not written to its end does not count: its index is removed first and written
-last. A new attempt starts cold, from its own checkpoint.
+job was given. A set that was not written to its end does not count: its index loses its name first and gets
+it back last. A new attempt starts cold, from its own checkpoint.
 
 The file of a set keeps its pages and its mapping between phases, so that a later phase copies at the memory's
 speed. The copies use all cores that the process may use.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,8 +34,9 @@ if TYPE_CHECKING:  # numpy takes half as long to load as all else that a job nee
 
 _INDEX = "index.json"
 _SET = "set.bin"
-_CLAIM = "bytes"
-"""The file with the size of a rank's set, for the other ranks. It is written before the set."""
+_CLAIM = "claim"
+"""An empty file as long as a rank's set, for the other ranks: it takes no memory, so it never fails to be
+written where there is none. It is made before the set."""
 _ALIGN_BYTES = 64
 """Where an array may begin in the file: at a cache line."""
 
@@ -121,31 +123,38 @@ class HostCache:
         Raises: CacheFull, with the old set untouched, if there is no room.
         """
         index, end = _layout(wanted)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        num_bytes = sum(entry["num_bytes"] for entry in index.values())
-        before = self._claim(num_bytes, len(index))
+        num_bytes, fresh = sum(entry["num_bytes"] for entry in index.values()), self._folder / "index.new"
+        before: int | None = None
+        # Then it needs no memory beyond that of the old set.
+        is_alike = self._index_path.exists() and self._index() == index
         try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            before = self._claim(num_bytes, len(index))
+            if not is_alike:
+                fresh.write_text(json.dumps(index))
             self._file.grow(end)
         except OSError as error:
-            (self._folder / _CLAIM).write_text(before)
+            fresh.unlink(missing_ok=True)
+            if before is not None:
+                os.truncate(self._folder / _CLAIM, before)
             raise CacheFull(
                 f"{self._owner}: {num_bytes} bytes in {len(index)} arrays, and {self._folder} has no room "
                 f"({error.strerror}); give the host's shared memory more room, or run fewer jobs there"
             ) from error
+        if is_alike:
+            self._index_path.rename(fresh)
         self._index_path.unlink(missing_ok=True)
         self._file.truncate(end)
         yield _arrays(self._file.memory(), index)
-        fresh = self._folder / "index.new"
-        fresh.write_text(json.dumps(index))
         fresh.rename(self._index_path)
 
-    def _claim(self, wanted: int, num_arrays: int) -> str:
-        """Writes down the size of the new set, one rank at a time. Returns that of the old one. Raises:
-        CacheFull."""
+    def _claim(self, wanted: int, num_arrays: int) -> int:
+        """Notes the size of the new set, one rank at a time. Returns that of the old one. Raises: CacheFull,
+        OSError."""
         with (self._folder.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             claims = [each for each in self._folder.parent.glob(f"*/{_CLAIM}") if each.parent != self._folder]
-            others = sum(int(each.read_text()) for each in claims)
+            others = sum(each.stat().st_size for each in claims)
             if wanted + others > self._limit_bytes:
                 beside = f", {others} of {len(claims)} other ranks" if claims else ""
                 raise CacheFull(
@@ -153,8 +162,9 @@ class HostCache:
                     "allowed; ask for more in the job's memory"
                 )
             own = self._folder / _CLAIM
-            before = own.read_text() if own.exists() else "0"
-            own.write_text(str(wanted))
+            own.touch()
+            before = own.stat().st_size
+            os.truncate(own, wanted)
             return before
 
     def arrays(self) -> dict[str, Array]:

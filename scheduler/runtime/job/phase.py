@@ -23,6 +23,7 @@ A phase of another name, such as a checkpoint, needs no nodes and no permit: oth
 import functools
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
@@ -132,17 +133,24 @@ class Progress:
 
         num_tokens: the length of the longest response that still runs. lengths: those of all responses, with
         the last report. If the rest should move, this calls the phase's `move_tail`; when that returns, other
-        jobs may use the nodes that it left.
+        jobs may use the nodes that it left. Any thread may report, and one of them moves the rest.
         """
         job = running_job()
         if job is None or job.rank:
             return
         kind = _phase_named(phase)
-        move = _loop.moves.get(kind)
+        move, num_moved = _loop.moves.get(kind), _loop.num_moved
         keep = job.report(kind, num_done, num_total, num_tokens if move is not None else None, lengths)
-        if keep is not None and move is not None:
-            move(keep)
-            job.moved(keep)
+        # No thread waits for another one's move, which may wait for what that thread does.
+        if keep is None or move is None or not _loop.moving.acquire(blocking=False):
+            return
+        try:
+            if num_moved == _loop.num_moved:  # else the rest has moved since this was asked
+                move(keep)
+                job.moved(keep)
+                _loop.num_moved += 1
+        finally:
+            _loop.moving.release()
 
 
 class _Loop:
@@ -150,6 +158,9 @@ class _Loop:
 
     def __init__(self) -> None:
         self.moves: dict[Phase, MoveTail] = {}
+        self.moving = threading.Lock()
+        """Held while a tail moves."""
+        self.num_moved = 0
         self.iteration = 0
         self.has_entered = False
         """Whether a phase that needs a permit has begun."""

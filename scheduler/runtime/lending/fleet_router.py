@@ -108,6 +108,12 @@ class FleetRouter:
             except WorkerError as error:
                 problem = f"router {url}: {error}"
                 break
+            except (
+                Exception
+            ) as error:  # such as an answer of another version: a thread that ended tells nobody
+                logger.exception("router url=%s", url)
+                problem = f"router {url}: {error!r}; check that it has this scheduler's version"
+                break
         if problem != self._problem:
             logger.info("router url=%s problem=%s", ",".join(self._urls), problem)
         with self._lock:
@@ -189,9 +195,9 @@ def _said(loan: Loan) -> dict[str, Any]:
 
 
 def _shows(known: Mapping[str, Any] | None, loan: Loan) -> bool:
-    if known is None or not known["has_key"]:
+    if known is None or not known.get("has_key"):
         return False
-    return all(known[name] == value for name, value in _said(loan).items())
+    return all(known.get(name) == value for name, value in _said(loan).items())
 
 
 def _path(loan: Loan) -> str:

@@ -1,5 +1,7 @@
 """The layout is a pure function of names, dtypes and shapes, and its buckets tile every plane."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,4 +129,20 @@ def test_bad_tensors_and_names_are_refused() -> None:
         Layout([spec, spec])
     with pytest.raises(ValueError, match="run id"):
         check_name("a/b", "run id")
-    assert worker_name("http://127.0.0.1:8001/") == "127.0.0.1-8001"
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://127.0.0.1:8001/", "HERE-8001"),
+        ("http://localhost:8001", "HERE-8001"),
+        ("https://[::1]:8001", "HERE-8001"),
+        ("http://GPU-7.example:8001", "GPU-7.example-8001"),
+        ("http://10.0.0.5:8001/", "10.0.0.5-8001"),
+        ("http://[fd00::5]:8001", "fd00--5--8001"),
+    ],
+)
+def test_workers_of_two_hosts_never_acknowledge_under_one_name(url: str, name: str) -> None:
+    """Engines of a fleet listen on 0.0.0.0, and each host's subscriber reaches its own at a loopback
+    address."""
+    assert worker_name(url) == name.replace("HERE", os.uname().nodename)

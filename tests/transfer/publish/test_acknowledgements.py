@@ -33,7 +33,7 @@ def test_old_objects_are_removed_when_the_workers_are_past_them(relay_url: str, 
             wait_folded(relay, "run", number)
     assert publisher.acked() == {"w": 2}
     kept = {key.split("/")[2] for key in relay.keys("rose/run/")}
-    assert kept == {"HEAD", "LAYOUT", "ack", "2-none", "3-2", "4-3", "4-none"}
+    assert kept == {"HEAD", "LAYOUT", "CLAIM", "ack", "2-none", "3-2", "4-3", "4-none"}
     publisher.close()
 
 

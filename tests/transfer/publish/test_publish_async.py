@@ -1,6 +1,7 @@
 """A publish that goes on behind the trainer's next step."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -15,6 +16,7 @@ from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish import bucket_encoder
+from rose.transfer.publish.behind import Behind
 from rose.transfer.publish.codec_choice import pack_for_link
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.relay.opening import open_relay
@@ -124,3 +126,20 @@ def test_closing_waits_for_what_is_being_sent(link: SlowProxy, weights: dict[str
     assert not sent.done()
     publisher.close()
     assert sent.result().version.number == 0
+
+
+def test_the_late_end_of_one_publish_never_says_that_the_next_one_has_read_the_weights() -> None:
+    behind = Behind[None]("late")
+    first = behind.run(lambda: time.sleep(0.05))  # its callback is added before it ends
+    behind.settle()
+    has_read: list[bool] = []
+
+    def read() -> None:
+        first._invoke_callbacks()  # type: ignore[attr-defined]  # as when its thread is slow to get there
+        time.sleep(0.05)
+        has_read.append(True)
+        behind.has_read()
+
+    behind.run(read)
+    assert has_read
+    behind.close()

@@ -242,7 +242,7 @@ def test_a_base_checkpoint_with_the_snapshots_bits_saves_the_snapshot(
 
 def test_a_run_id_is_used_once(publish: Publish, relay: Relay) -> None:
     publish(run_id="run").publish()
-    with pytest.raises(RelayError, match="run run is in relay"):
+    with pytest.raises(RelayError, match="run run is in this relay already"):
         publish(run_id="run")
 
 

@@ -89,7 +89,7 @@ def test_a_run_sends_one_snapshot_however_long_it_is(relay_url: str, relay: Rela
     late.mirror.check_integrity()
     assert str(late.mirror.state_hash) == report.state_hash
     held = {key.split("/")[2] for key in relay.keys("rose/run/")}
-    assert held == {"HEAD", "LAYOUT", "6-none", "7-6"}
+    assert held == {"HEAD", "LAYOUT", "CLAIM", "6-none", "7-6"}
     publisher.close()
 
 
@@ -321,6 +321,6 @@ def test_the_trainer_removes_what_was_folded_too_late(
         if number == 2:  # half a snapshot, from a relay that was killed
             relay.put(keys.bucket_key("run", 2, None, 7), b"half")
     assert report.snapshot_bytes > 0
-    assert {key.split("/")[2] for key in relay.keys("rose/run/")} == {"HEAD", "LAYOUT", "4-none"}
+    assert {key.split("/")[2] for key in relay.keys("rose/run/")} == {"HEAD", "LAYOUT", "CLAIM", "4-none"}
     publisher.close()
     relay.close()

@@ -5,9 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
+from lib.cluster.redis_server import RedisServer
 
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
+from rose.scheduler.runtime.channel.embedded import EmbeddedScheduler
 from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, ClientSide, Outgoing
@@ -208,3 +211,48 @@ def test_a_client_that_is_closed_ends_its_waiting_calls(channel_url: str) -> Non
     waiting.join()
     assert "closed" in str(errors[0])
     side.close()
+
+
+def test_a_commit_on_a_full_disk_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = EmbeddedScheduler(str(tmp_path / "ch"))
+    pages = side._database.execute("PRAGMA page_count").fetchone()[0]
+    side._database.execute(f"PRAGMA max_page_count = {pages}")  # SQLite says the same as on a full disk
+    found: list[dict[str, bytes]] = []
+
+    def wait(seconds: float) -> None:
+        found.append(dict(side.load()))
+        if len(found) == 3:
+            side._database.execute("PRAGMA max_page_count = 1000000")
+
+    monkeypatch.setattr("rose.scheduler.runtime.channel.embedded.time.sleep", wait)
+    rows: dict[str, bytes | None] = {"a": b"1", "b": bytes(100_000)}
+    side.commit(Batch(rows=rows, events=[b"{}"]), [])
+    assert found == [{}] * 3, "nothing is kept of a batch that has no room as a whole"
+    assert side.load() == rows and len(side.events(10)) == 1
+    side.close()
+
+
+def test_jobs_and_scheduler_wait_for_a_redis_that_has_no_room(redis_server: RedisServer) -> None:
+    """It refuses writes at its limit of memory as it does when its append-only file's disk is full."""
+    url = ChannelUrl.parse(redis_server.url)
+    admin = redis.Redis.from_url(redis_server.url)
+    scheduler = threading.Thread(target=answer, args=(url, 2), kwargs={"rows": {"a": b"1"}})
+    scheduler.start()
+    replies: list[Answer] = []
+    with ControlClient(url.join("job:a:1:0"), PATIENCE_S) as client:
+        assert ask(client).body == {"keys": ["a"]}
+        admin.config_set("maxmemory", 1)
+        waiting = threading.Thread(target=lambda: replies.append(ask(client)))
+        waiting.start()
+        with (
+            ControlClient(url.join(f"{COMMAND}here"), PATIENCE_S) as command,
+            pytest.raises(ChannelError, match="status: no answer from the scheduler in"),
+        ):
+            command.ask(Status(seq=command.next_seq()), 0.5)
+        waiting.join(1.0)
+        assert waiting.is_alive() and scheduler.is_alive() and not replies
+        admin.config_set("maxmemory", 0)
+        waiting.join(PATIENCE_S)
+        scheduler.join(PATIENCE_S)
+    assert [reply.body for reply in replies] == [{"keys": ["a"]}]
+    admin.close()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from full_cluster import Full, pool
-from lone_scheduler import Scheduler, error_of, hello, only, spec_of
+from lone_scheduler import Scheduler, error_of, hello, long_job, only, spec_of
 
 from rose.scheduler.dashboard.view import state_view
 from rose.scheduler.runtime.channel.messages import (
@@ -317,3 +317,19 @@ def test_a_dry_run_says_that_the_job_would_be_queued() -> None:
     reply = only(Answer, full.scheduler.call(Submit, spec=spec, dry_run=True))
     assert (reply.body["state"], reply.body["ahead"]) == ("would be queued", 0)
     assert full.scheduler.rows == rows
+
+
+def test_a_new_group_has_no_drained_nodes_of_an_earlier_one_of_its_name() -> None:
+    scheduler = Scheduler(groups={})
+    scheduler.call(Hello, client="runner", host="local", running={}, log_folder="/logs")
+    for name in ("early", "later"):
+        scheduler.call(Submit, spec=long_job(name, slo=4.0), client="cli")
+        assert scheduler.job(name)["group"] == "group-1"
+        if name == "early":
+            scheduler.call(Drain, group="group-1", node="train")
+            scheduler.call(Cancel, job="early")
+            scheduler.call(Exited, client="runner", job="early", attempt=1, exit_status=0)
+            assert list(scheduler.control.groups) == []
+    scheduler.restart(2000.0)
+    scheduler.call(Submit, spec=long_job("beside", slo=4.0), client="cli")
+    assert scheduler.job("beside")["group"] == "group-1"

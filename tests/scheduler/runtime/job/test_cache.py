@@ -107,6 +107,46 @@ def test_a_set_for_which_the_host_has_no_memory_is_refused_and_the_old_one_stays
     assert cache.arrays()["w"].all() and cache.num_bytes == 25
 
 
+ON_FULL_MEMORY = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from rose.errors import CacheFull
+from rose.scheduler.runtime.job.cache import HostCache
+folder = Path(sys.argv[1])
+caches = [HostCache(folder / "set", 1 << 30, "train of job a", rank) for rank in (0, 1)]
+large, small = {"w": np.ones(100_000, np.uint8)}, {"w": np.ones(10, np.uint8)}
+caches[0].keep(large)
+with (folder / "others").open("wb", buffering=0) as others:
+    try:
+        while True:
+            others.write(bytes(4096))
+    except OSError:
+        pass
+caches[0].keep(large)
+for cache, given in ((caches[1], small), (caches[1], large), (caches[0], small)):
+    try:
+        cache.keep(given)
+    except CacheFull as error:
+        assert "has no room (No space left on device)" in str(error), error
+    else:
+        raise AssertionError("there was room")
+caches[0].keep(large)
+(folder / "others").unlink()
+caches[1].keep(small)
+print([cache.num_bytes for cache in caches])
+"""
+
+
+def test_on_full_memory_a_set_stays_and_one_like_it_takes_its_place(tmp_path: Path) -> None:
+    mounted = f'mount -t tmpfs -o size=256k none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, ON_FULL_MEMORY]
+    if subprocess.run([*command[:3], "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may mount nothing here")
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.stdout == "[100000, 10]\n", ended.stderr
+
+
 def test_a_set_whose_filling_fails_is_not_there(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "set", 100, "train of job a")
     cache.keep({"w": np.ones(25, np.uint8)})
@@ -149,7 +189,7 @@ def test_files_of_an_earlier_larger_set_are_given_back(tmp_path: Path) -> None:
     cache.keep({"a": np.ones(5), "b": np.ones(5)})
     cache.keep({"a": np.ones(5)})
     folder = tmp_path / "set" / "rank-0"
-    assert sorted(path.name for path in folder.iterdir()) == ["bytes", "index.json", "set.bin"]
+    assert sorted(path.name for path in folder.iterdir()) == ["claim", "index.json", "set.bin"]
     assert (folder / "set.bin").stat().st_size == 40
     cache.forget()
     assert not folder.exists()

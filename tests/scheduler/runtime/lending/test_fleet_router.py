@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rose.config import Settings
 from rose.engine.http.leases import Leases
@@ -108,3 +110,27 @@ async def test_a_router_that_starts_anew_counts_on_another_meter(num_schedulers:
         await run_turn(router, FIRST)
         [after] = await tell(again, FIRST)
         assert (after.submission, after.gpu_s > 0) == (1, True) and after.meter != before.meter
+
+
+async def test_a_router_of_another_version_is_named_and_asked_again() -> None:
+    """It shows its jobs in another form, and then without one of a loan's fields."""
+    shown: list[object] = [["math"], {"math": {"has_key": True, "run_id": "run"}}]
+    put: list[str] = []
+
+    async def show(_: web.Request) -> web.Response:
+        return web.json_response({"jobs": shown[0] if len(shown) > 1 else shown[-1]})
+
+    async def take(request: web.Request) -> web.Response:
+        put.append(request.path)
+        return web.json_response({})
+
+    app = web.Application()
+    app.add_routes([web.get("/admin/jobs", show), web.put("/admin/jobs/{job}", take)])
+    async with TestServer(app) as server:
+        url = str(server.make_url(""))
+        settings = Settings.from_environment({"ROSE_ROUTER_ADMIN_KEY": ADMIN_KEY})
+        fleet = FleetRouter(RouterSpec(url=url), settings)
+        fleet.want((FIRST,))
+        await until(lambda: "AttributeError" in (fleet.news().problem or ""))
+        del shown[0]
+        await until(lambda: put == ["/admin/jobs/math"] and fleet.news().problem is None)

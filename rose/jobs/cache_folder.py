@@ -1,0 +1,47 @@
+"""The folder in shared memory where the jobs of one runner on this host keep their working sets.
+
+A runner that is killed frees nothing, and one that only ran a profile never comes back. So each runner locks
+its folder, and removes those that nobody has locked any more. Folders without a lock's file are not touched:
+they are of jobs on Ray or of a pair.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+from rose.jobs.ranks import remove
+
+_LOCK = ".lock"
+"""No job's name begins with a dot."""
+
+
+class CacheFolder:
+    """A folder of its own, for as long as this process lives or until `close`. Its name stays the same."""
+
+    def __init__(self, path: Path) -> None:
+        """Removes what killed runners have left beside it, and under its name. Raises: OSError."""
+        self.path = path
+        for lock in path.parent.glob(f"*/{_LOCK}"):
+            _remove_unlocked(lock)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        remove(self.path)
+        os.close(self._lock)
+
+
+def _remove_unlocked(lock: Path) -> None:
+    try:
+        held = os.open(lock, os.O_RDWR)
+    except OSError:  # its runner has just ended
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove(lock.parent)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(held)

@@ -1,0 +1,111 @@
+"""What happens while a version is written: the relay is killed and comes back empty, or another trainer opens
+the same run."""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from relay_process import RelayProcess, StartRelay
+
+from rose.errors import RelayError
+from rose.transfer.follow.follower import Follower
+from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import manifest as keys
+from rose.transfer.format.manifest import Head, unpack_body
+from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.torch_source import TensorShard
+from rose.transfer.relay.opening import open_relay
+from rose.transfer.relay.protocol import Relay
+
+SHAPE = (100, 100)
+
+
+class WatchedShard(TensorShard):
+    """Calls what stands first in `before_reading` when the weights are about to be read."""
+
+    before_reading: ClassVar[list[Callable[[], object]]] = []
+
+    def region(self, ends: tuple[tuple[int, int], ...]) -> Any:
+        while self.before_reading:
+            self.before_reading.pop()()
+        return super().region(ends)
+
+
+def wait_coming(relay: Relay, version: int) -> None:
+    """Returns when the trainer has announced that this version is being written."""
+    while (data := relay.get(keys.head_key("run"))) is None or unpack_body(
+        data, Head, "HEAD"
+    ).coming != version:
+        time.sleep(0.01)
+
+
+def check_newest(relay: Relay, weights: torch.Tensor) -> None:
+    """Checks that a late joiner gets these weights."""
+    follower = Follower(relay, "run", WeightMirror())
+    assert follower.advance() and follower.mirror.planes is not None
+    held = {"a": np.zeros(SHAPE, np.uint16)}
+    follower.mirror.planes.read_into(held)
+    assert torch.from_numpy(held["a"]).equal(weights.to(torch.bfloat16).view(torch.uint16))
+
+
+@pytest.mark.parametrize("at_version", [0, 2])
+def test_late_joiners_get_a_run_whose_relay_was_started_again_while_a_version_was_written(
+    start_relay: StartRelay, at_version: int
+) -> None:
+    first = start_relay("embedded")
+    weights = torch.randn(SHAPE)
+    shard = WatchedShard(tensor=weights, shape=SHAPE, start=(0, 0))
+    publisher = WeightPublisher({"a": shard}, first.url, "run")
+    second: list[RelayProcess] = []
+
+    def start_again() -> None:
+        if at_version > 0:
+            with closing(open_relay(first.url)) as relay:
+                wait_coming(relay, at_version)
+        first.kill()
+        second.append(start_relay("embedded", "--port", first.port))
+        publisher.relay.close()  # its connections, as when they have been idle for some seconds
+
+    for version in range(at_version + 2):
+        weights.add_(1.0)
+        if version == at_version:
+            WatchedShard.before_reading.append(start_again)
+        try:
+            publisher.publish()
+        except RelayError as error:
+            assert (version, at_version) == (0, 0) and "was started again while a snapshot was" in str(error)
+            continue
+        with closing(open_relay(first.url)) as relay:
+            check_newest(relay, weights)
+    assert second
+    publisher.close()
+
+
+def test_of_two_trainers_with_one_run_id_followers_get_the_weights_of_one(embedded_url: str) -> None:
+    """The second one starts while the first one still writes its first version."""
+    weights = [torch.randn(SHAPE) for _ in range(2)]
+    shards = [WatchedShard(tensor=each, shape=SHAPE, start=(0, 0)) for each in weights]
+    first = WeightPublisher({"a": shards[0]}, embedded_url, "run")
+    others: list[WeightPublisher] = []
+
+    def start_second() -> None:
+        others.append(WeightPublisher({"a": shards[1]}, embedded_url, "run"))
+
+    WatchedShard.before_reading.append(start_second)
+    with pytest.raises(RelayError, match="another trainer has opened this run; publish again"):
+        first.publish()
+    others[0].publish()
+    for _ in range(2):
+        for tensor in weights:
+            tensor.add_(1.0)
+        with pytest.raises(RelayError, match="run run is in this relay already; choose another run id"):
+            first.publish()
+        others[0].publish()
+        with closing(open_relay(embedded_url)) as relay:
+            check_newest(relay, weights[1])
+    for publisher in (first, *others):
+        publisher.close()
