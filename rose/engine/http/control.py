@@ -28,7 +28,7 @@ from rose.engine.http.leases import Leases
 from rose.engine.http.loaned_run import LoanedRun
 from rose.engine.http.metrics import RoseCollector
 from rose.engine.http.profiling import run_shapes, shapes_for, warm_up
-from rose.engine.http.streams import check_output_processor, send_held_back
+from rose.engine.http.streams import check_output_processor, pause_steps
 from rose.engine.lockstep import lockstep_problem
 from rose.engine.scheduling.recorder import profile_key
 from rose.engine.settings import EngineSettings
@@ -249,7 +249,7 @@ class ServedEngine:
         self._is_updating = True
         began_s = time.monotonic()
         try:
-            await self._pause()
+            await pause_steps(self._client)
             try:
                 await self._pause_without_kv()
                 try:
@@ -268,11 +268,6 @@ class ServedEngine:
         finally:
             self._is_updating = False
 
-    async def _pause(self) -> None:
-        """Holds back every step."""
-        await self._client.pause_generation(mode="keep", clear_cache=False)
-        send_held_back(self._client.output_processor)
-
     async def _pause_without_kv(self) -> None:
         """Drops all KV of a paused engine, a connector's too, while the weights that made it are in use.
 
@@ -287,7 +282,7 @@ class ServedEngine:
                 raise WorkerError(f"the old weights stay in use, because their KV is left: {problem}")
             loading = asyncio.create_task(self._client.pause_generation(mode="wait", clear_cache=False))
             await asyncio.wait([loading], timeout=CHANGES_POLL_S)
-            await self._pause()
+            await pause_steps(self._client)
             await loading
 
     async def _drop_kv(self) -> str | None:

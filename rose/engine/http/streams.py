@@ -1,17 +1,22 @@
-"""Sends at once the tokens that streams hold back until their interval is full.
+"""Pauses an engine so that its streams have every token of the steps before, also those that they hold back
+until their interval is full.
 
-Owns one use of the internals of vLLM's output processor, which has no public way to do it. Promises that no
-token is sent twice or out of order, and that an engine whose vLLM lacks what is used here does not start. It
-has run with vLLM 0.32. Runs on the API server's event loop.
+Owns the uses of the internals of vLLM's client and output processor, which have no public way to do it.
+Promises that no token is sent twice or out of order, and that an engine whose vLLM lacks what is used here
+does not start. It has run with vLLM 0.32. Runs on the API server's event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from types import CodeType
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from rose.errors import ConfigError
@@ -21,15 +26,20 @@ _OUTPUT_PARAMETERS = ["self", "new_token_ids", "pooling_output", "finish_reason"
 
 
 def check_output_processor(
-    processor: type[object] = OutputProcessor, state: type[object] = RequestState
+    processor: type[object] = OutputProcessor,
+    state: type[object] = RequestState,
+    core: type[object] = AsyncMPClient,
 ) -> None:
-    """Checks that this vLLM's output processor has what `send_held_back` needs.
+    """Checks that this vLLM's output processor and its client of engine cores have what this module needs.
 
     Raises: ConfigError, which names what is missing.
     """
-    lacking = [f"{state.__name__}.{name}" for name in _STATE_FIELDS if name not in _fields(state)]
-    if "request_states" not in _fields(processor):
-        lacking.append(f"{processor.__name__}.request_states")
+    needed = [(state, _STATE_FIELDS), (processor, ("request_states",)), (core, ("outputs_queue",))]
+    lacking = [
+        f"{owner.__name__}.{name}" for owner, names in needed for name in names if name not in _fields(owner)
+    ]
+    if not hasattr(core, "pause_scheduler_async"):
+        lacking.append(f"{core.__name__}.pause_scheduler_async")
     make: Any = getattr(state, "make_request_output", None)
     if make is None or [*inspect.signature(make).parameters][: len(_OUTPUT_PARAMETERS)] != _OUTPUT_PARAMETERS:
         lacking.append(f"{state.__name__}.make_request_output({', '.join(_OUTPUT_PARAMETERS[1:])})")
@@ -39,8 +49,23 @@ def check_output_processor(
 
 def _fields(owner: type[object]) -> tuple[str, ...]:
     """Returns the names in the initializer, which include the instance's fields. There is no instance yet."""
-    code: CodeType | None = getattr(owner.__init__, "__code__", None)
+    code: CodeType | None = getattr(inspect.unwrap(owner.__init__), "__code__", None)
     return code.co_names if code is not None else ()
+
+
+async def pause_steps(client: AsyncLLM) -> None:
+    """Holds back every step. Returns when each stream has all tokens of the steps before.
+
+    Why not vLLM's own pause_generation(): it sleeps for 20 ms where this waits for the output processor, and
+    it leaves the tokens that streams hold back.
+    """
+    core: Any = client.engine_core
+    await core.pause_scheduler_async(mode="keep", clear_cache=False)
+    # The outputs of the last steps came ahead of the answer. Whoever takes the empty ones has processed them.
+    core.outputs_queue.put_nowait(EngineCoreOutputs())
+    while client.is_running and not core.outputs_queue.empty():
+        await asyncio.sleep(0)
+    send_held_back(client.output_processor)
 
 
 def send_held_back(processor: OutputProcessor) -> None:

@@ -129,6 +129,8 @@ class UpdatedClient(Client):
     """Notes at each call whether the engine's status speaks of an update, and of which weights."""
 
     output_processor = SimpleNamespace(request_states={})
+    outputs_queue = asyncio.Queue[object]()
+    is_running = False  # there are no outputs to process
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, bool, str | None]] = []
@@ -141,6 +143,7 @@ class UpdatedClient(Client):
         self.was_active: list[bool] = []
         self.asked: list[tuple[str, bool]] = []
         self.resets: list[bool | Exception] = []  # results of the next ones; those after them succeed
+        self.engine_core = self
 
     async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
         """Two ranks; the second one takes for as long to prepare as it takes to be asked twice."""
@@ -192,7 +195,7 @@ async def test_an_update_is_told_before_steps_are_held_back_and_its_version_befo
     await control.apply_weights(WeightUpdate(version="run/1", changes=["c"], **staged))
     # The engine runs on meanwhile.
     assert client.asked[:3] == [("begin_weight_changes", False)] + 2 * [("weight_changes_result", False)]
-    assert client.seen[0] == ("pause_generation", True, None)
+    assert client.seen[0] == ("pause_scheduler_async", True, None)
     assert client.seen[-1] == ("resume_generation", True, "run/1")
     assert (control.status().is_updating, control.status().weight_version) == (False, "run/1")
     client.is_broken = True
@@ -222,9 +225,9 @@ async def test_weights_change_only_once_no_kv_of_the_old_ones_is_left(
     client, control = updated
     client.resets = 2 * [result]
     await control.apply_weights(WeightUpdate(version="run/1", **staged))
-    again = ["pause_generation", "pause_generation", "reset_prefix_cache"]
+    again = ["pause_generation", "pause_scheduler_async", "reset_prefix_cache"]
     changed = ["start_weight_update", "update_weights", "finish_weight_update", "resume_generation"]
-    assert client.names() == ["pause_generation", "reset_prefix_cache", *again, *again, *changed]
+    assert client.names() == ["pause_scheduler_async", "reset_prefix_cache", *again, *again, *changed]
 
 
 async def test_kv_that_stays_leaves_the_engine_on_its_old_weights(

@@ -1,5 +1,6 @@
 """The engine cores of data-parallel ranks, as the API server before them sees and commands them."""
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -45,6 +46,10 @@ class Balancer(DPLBAsyncMPClient):  # type: ignore[misc]
         self.newest = dict(self.hashes)
         """The weights that each core finds when it loads again."""
         self.asked: dict[str, list[bytes]] = defaultdict(list)
+        self.outputs_queue = asyncio.Queue[Any]()
+
+    async def pause_scheduler_async(self, **_: object) -> None:
+        """There are no steps."""
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         assert method == "collective_rpc"
@@ -62,6 +67,7 @@ class Client:
     """An engine whose updates fail."""
 
     output_processor = SimpleNamespace(request_states={})
+    is_running = False  # there are no outputs to process
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=2), model_config=SimpleNamespace(is_moe=False)
     )

@@ -29,10 +29,13 @@ class Engine:
     """Without a model; tells what the router knows when its steps go on."""
 
     output_processor = SimpleNamespace(request_states={})
+    outputs_queue = asyncio.Queue[object]()
+    is_running = False  # there are no outputs to process
 
     def __init__(self) -> None:
         self.known: Callable[[], str] = str
         self.known_at_resume: list[str] = []
+        self.engine_core = self
 
     async def resume_generation(self) -> None:
         self.known_at_resume.append(self.known())

@@ -1,5 +1,6 @@
 """Weights of another run never come under the turns of a job that a GPU is lent to."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -25,8 +26,11 @@ class LentMeanwhile:
     """An engine without a model, whose GPU is lent to a job while its ranks prepare an update."""
 
     output_processor = SimpleNamespace(request_states={})
+    outputs_queue = asyncio.Queue[object]()
+    is_running = False  # there are no outputs to process
 
     def __init__(self) -> None:
+        self.engine_core = self
         self.control: Any = None
         self.calls: list[str] = []
 
