@@ -21,6 +21,7 @@ from real_engine import MAX_SEQS, runtime_dir
 from tiny_models import MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.amx import ask_for_amx, portable_attention
+from rose.engine.hooks.parent import end_with_parent
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 from rose.memory.daemon.daemon import start_daemon
 
@@ -99,6 +100,7 @@ def forks_in_pool(
 def _run(
     sink: Connection, folder: Path, log: Path, function: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
+    end_with_parent()
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
