@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,7 @@ from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 from rose.memory.daemon.daemon import start_daemon
 
 RESULT_S = 1200.0
+POLL_S = 0.0002
 KV_BYTES = 128 << 20
 """An engine without a pool fills its KV memory with zeros when it starts. No test needs more than this."""
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -116,9 +118,21 @@ def _run(
 
 def make_engine_of_ranks(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
     """The same with tensor-parallel ranks in processes that are forked off this one, which has computed
-    nothing yet. vLLM would spawn them, and each would import all of vLLM."""
+    nothing yet. vLLM would spawn them, and each would import all of vLLM.
+
+    Each rank has one thread that computes, and nothing that waits for a message keeps a CPU busy: ranks that
+    compute a sum do while they wait for each other, and more busy threads than CPUs make each sum take
+    milliseconds.
+    """
+    import torch
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
+    from rose.engine.hooks import priority
+
+    shm_broadcast.sched_yield = partial(time.sleep, POLL_S)
+    priority.GUEST_NICE = 0
+    torch.set_num_threads(1)
     multiproc_executor.get_mp_context = lambda: get_context("fork")
     current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     return make_engine(model, rose, **args)

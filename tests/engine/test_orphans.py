@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -56,13 +57,18 @@ def test_a_rank_that_waits_for_a_dead_one_ends_with_its_engine_core(
         )
         until(lambda: core.has_ended or pool.ledger.num_held(Role.ROLLOUT) > 2, "rollouts hold slabs")
         waiting, stopped = ranks(engines_dir)
-        stopped.suspend()
-        began_s, pidfd = cpu_s(waiting), os.pidfd_open(waiting.pid)
-        until(lambda: core.has_ended or cpu_s(waiting) > began_s + SPIN_S, "rank 0 waits for rank 1")
-        core.stop()
-        stopped.kill()
-        assert is_readable(pidfd, END_S), "rank 0 lives on"
-        os.close(pidfd)
+        try:
+            stopped.suspend()
+            began_s, pidfd = cpu_s(waiting), os.pidfd_open(waiting.pid)
+            until(lambda: core.has_ended or cpu_s(waiting) > began_s + SPIN_S, "rank 0 waits for rank 1")
+            core.stop()
+            stopped.kill()
+            assert is_readable(pidfd, END_S), "rank 0 lives on"
+            os.close(pidfd)
+        finally:
+            for rank in (waiting, stopped):
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
     until_free(pool)
 
 
