@@ -56,6 +56,7 @@ CACHED = {"prefix_match_unit": 16}
 CLEAR_MARGIN = 1e-4
 """In nats: a hundred times what the rounding of float32 changes a log probability by."""
 PROGRAM_S = 3600.0
+"""The engine that runs in a program of its own has answered by then."""
 ROUNDS_OF_A_DECODER = 4
 """It gets all prompts so often, and then another one starts."""
 

@@ -1,4 +1,4 @@
-"""Ends a process of an engine with the process that started it, by whatever that one was ended.
+"""Ends a process of an engine after the process that started it, however that one ended.
 
 Why: vLLM 0.32 tells a rank that its engine core is gone, and the rank ends when it asks for its next step. A
 rank in an all-reduce waits for the others instead, for ever if one of them has ended, and keeps a core or a
