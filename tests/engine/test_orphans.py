@@ -36,9 +36,16 @@ SPIN_S = 5.0
 def pool(engines_dir: Path) -> Iterator[PoolClient]:
     """A pool of two shards."""
     folder = runtime_dir(engines_dir)
-    size = {"num_slabs": NUM_SLABS, "num_shards": NUM_RANKS, "slab_bytes": SLAB_BYTES // NUM_RANKS}
+    daemon = start_daemon(
+        POOL,
+        num_slabs=NUM_SLABS,
+        num_shards=NUM_RANKS,
+        slab_bytes=SLAB_BYTES // NUM_RANKS,
+        headroom_slabs=1,
+        runtime_dir=folder,
+    )
     with (
-        start_daemon(POOL, **size, headroom_slabs=1, runtime_dir=folder),
+        daemon,
         PoolClient.observe(POOL, runtime_dir=folder) as observer,
     ):
         yield observer
