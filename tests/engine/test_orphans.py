@@ -87,8 +87,8 @@ def test_an_engine_core_and_its_ranks_end_with_an_api_server_that_nobody_watches
     engine = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *flags, pool=POOL, gate=GateMode.OFF)
     try:
         engine.wait_ready()
-        requests = engine.start_requests([prompt("lost", 100)], max_tokens=700)
-        until(lambda: pool.ledger.num_held(Role.ROLLOUT) > 2, "a rollout holds slabs")
+        requests = engine.start_requests([prompt(f"lost-{index}", 100) for index in range(8)], max_tokens=700)
+        until(lambda: pool.ledger.num_held(Role.ROLLOUT) > 2, "rollouts hold slabs")
         pidfds = [os.pidfd_open(rank.pid) for rank in ranks(engines_dir)]
         assert engine.process._watcher is not None
         engine.process._watcher.kill()
@@ -96,7 +96,7 @@ def test_an_engine_core_and_its_ranks_end_with_an_api_server_that_nobody_watches
         os.kill(engine.process.pid, signal.SIGKILL)
         assert all(is_readable(pidfd, END_S) for pidfd in pidfds), "its ranks live on"
         until_free(pool)
-        assert all(request.exception() is not None for request in requests)
+        assert any(request.exception() is not None for request in requests)
     finally:
         engine.stop()
 
