@@ -109,6 +109,7 @@ def _run(
     os.environ.update(STOCK_ENV)
     del os.environ[KV_SPACE]
     os.environ.update(ROSE_RUNTIME_DIR=str(runtime_dir(folder)), ROSE_CACHE_DIR=str(folder / "cache"))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(runtime_dir(folder))  # for its sockets
     ask_for_amx()
     try:
         sink.send((True, function(**arguments)))
