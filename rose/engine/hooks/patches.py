@@ -22,6 +22,7 @@ from rose.engine.hooks.compatibility import (
     check_data_parallelism,
     resolve_deployment,
 )
+from rose.engine.hooks.parent import end_with_parent
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.host_memory import available_bytes
@@ -63,7 +64,7 @@ def configure_from_additional_config() -> None:
 
 
 def give_scheduler_its_core() -> None:
-    """Hands the ``EngineCoreProc`` to a ROSE scheduler.
+    """Hands the ``EngineCoreProc`` to a ROSE scheduler, and has it end with its API server (parent.py).
 
     Why: an idle engine core blocks on its input queue, so it would never notice that serving wants memory
     back or that a lease ran out. The scheduler's watcher thread puts a WAKEUP there. And the scheduler alone
@@ -75,6 +76,7 @@ def give_scheduler_its_core() -> None:
     def before(core: Any) -> None:
         bind = getattr(core.scheduler, "bind_core", None)
         if bind is not None:
+            end_with_parent()
             bind(core)
 
     _wrap(EngineCoreProc, "run_busy_loop", before=before)

@@ -46,11 +46,12 @@ def watch_process(pid: int) -> tuple[int, int]:
         raise
 
 
-def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
-    """Whether a descriptor becomes readable within the time. Unlike select() it takes numbers above 1,023."""
+def is_readable(fd: int, timeout_s: float | None = 0.0) -> bool:
+    """Whether a descriptor becomes readable within the time, which is not limited if it is None. Unlike
+    select() it takes numbers above 1,023."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(poll.poll(timeout_s * 1000 if timeout_s is not None else None))
 
 
 def find_process(pid: int, started: int) -> int | None:
