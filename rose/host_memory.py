@@ -1,7 +1,7 @@
 """How much memory a process may still take on its host.
 
-Reads the kernel's own estimate and the limits of the control groups (containers) that the process is in.
-A pool's memory is a memfd: it counts against both, and not against the size of /dev/shm.
+Reads the kernel's own estimate and the limits of the control groups (containers) that the process is in. A
+pool's memory is a memfd: it counts against both of these, and not against the size of /dev/shm.
 """
 
 from collections.abc import Iterator

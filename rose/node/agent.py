@@ -1,8 +1,8 @@
 """`rose node NODE.yaml`: a pool and its engines under one supervisor.
 
 The pool starts first, then serving engines, then rollout engines. Each death is one error line in the log.
-The pool's death ends everything; an engine's death leaves the others running. Nothing is started again: a
-serving engine that dies needs its operator, not a loop.
+The pool's death ends everything; an engine's death leaves the others running. Nothing is started again: an
+operator has to look at a serving engine that dies.
 """
 
 import logging

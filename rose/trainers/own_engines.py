@@ -34,7 +34,7 @@ Done = TypeVar("Done")
 class OwnEngines:
     """``nodes``: the engines' addresses on each rollout node that the job asks for, in the order of
     `Progress.rollout_nodes`. A job that has fewer nodes uses the engines of these (`places`). Engines with a
-    key want it in ROSE_KEY here as well. Of a job's ranks, rank 0 alone handles the engines."""
+    key want it in ROSE_KEY here as well. Only rank 0 of a job handles the engines."""
 
     def __init__(self, nodes: Sequence[Sequence[str]]) -> None:
         self._timing: EngineTiming | None = None
@@ -121,9 +121,9 @@ def places(
 ) -> dict[int, int]:
     """Returns for each rollout node, by its number in the group, which engines are its own.
 
-    A node keeps the engines that it had. Each other one has engines at its address, where addresses say so;
-    else as many nodes as there are engines for have theirs in order, and of fewer nodes, number i has those
-    of index i if they are free. Raises: ConfigError.
+    A node keeps the engines that it had. If addresses tell, each other node has the engines at its address.
+    Otherwise, if there are as many nodes as entries of engines, they have them in order; if there are fewer
+    nodes, node i has the engines of index i if they are free. Raises: ConfigError.
 
     hosts: those of the engines at each index. addresses: of nodes. before: the places until now.
     """

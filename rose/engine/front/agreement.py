@@ -1,8 +1,8 @@
-"""What a front and the workers behind its router must agree on, found out before the front serves.
+"""Checks what a front and the workers behind its router must agree on, before the front serves.
 
-Owns the questions to the router. Promises that a front whose model, context or tokenizer is not that of the
-workers ends with what differs, as every token of its chats would be wrong. It waits for the first worker of
-its model, and through what passes, but not for a router.
+Owns the questions to the router. If a front's model, context or tokenizer differs from the workers', every
+token of its chats would be wrong, so the front ends and names the difference. It waits for the first worker
+of its model and through temporary faults, but not for a router.
 """
 
 from __future__ import annotations

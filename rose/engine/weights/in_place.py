@@ -2,9 +2,10 @@
 
 Owns finding the changed elements in one rank's parameters, and writing them. The checksum of each changed
 bucket is checked, and the elements' places are found, beside the engine's steps. In the pause, one pass
-compares each element with its old bits and writes the new ones; the changes files have both, so what was
-written is taken back where a parameter holds others. Layers that take no single elements (routes.py) are then
-loaded from the mirror. Never guesses where a tensor goes: that is recorded from the model's own loader.
+compares each element with its old bits and writes the new ones. If a parameter holds other bits, everything
+that was written is taken back from the changes files, which have old and new bits. Layers that take no single
+elements (routes.py) are then loaded from the mirror. Never guesses where a tensor goes: that is recorded from
+the model's own loader.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns the step from a host's files to live weights, in place (in_place.py) or whole, and where the weights come
 from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. Bad
-input leaves the old weights in use: files are checked ahead of the engine's pause, and the changes that were
-written are taken back where a parameter does not hold the bits that they start from.
+input leaves the old weights in use: files are checked before the engine's pause, and the changes that were
+written are taken back if a parameter does not hold the bits that they start from.
 """
 
 from __future__ import annotations

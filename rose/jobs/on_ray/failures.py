@@ -1,8 +1,8 @@
 """Why an attempt on Ray could not start: a wrong job, which fails for good, or a fault that may pass.
 
 Ray reports an environment (`runtime_env`) that it can't prepare with the output of the program that prepared
-it. pip says "no matching distribution" also where it reaches no package index, so signs of a bad network come
-before signs of a wrong package. What has neither sign is tried again, up to the job's limit.
+it. pip says "no matching distribution" also when it reaches no package index, so signs of a bad network are
+looked for before signs of a wrong package. A failure with neither sign is tried again, up to the job's limit.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Ends what a dead actor has left on this host.
 
-Every process of a job has in its environment which actor started it. Where that actor has ended, so must the
-process, before its devices go to anybody else. Standard library and /proc alone.
+Every process of a job has in its environment which actor started it. When that actor has ended, the process
+must end before its devices go to another job. The module needs only the standard library and /proc.
 """
 
 import contextlib

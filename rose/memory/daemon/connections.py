@@ -1,7 +1,7 @@
 """The clients of a pool's daemon: their sockets, and the processes behind them.
 
 A line that is handed on comes from a process of this user that is being watched, and a client that is turned
-away is told why. What a line means and what a client holds is known to the pool's owner alone
+away is told why. Only the pool's owner knows what a line means and what a client holds
 (rose/memory/daemon/owner.py).
 """
 

@@ -1,9 +1,10 @@
 """Which of serving's idle slabs hold the prefix cache that is worth least.
 
-A slab is idle while no request uses a block of it. Serving gives up idle slabs in two cases. Its own requests
-evict in the order of last use, as vLLM's free queue does, but by slabs. For rollouts it gives by value: the
-cost to compute again what is cached, times how often and how recently it was used. In both orders the end of
-a context goes before its beginning, because the end can't be found in the cache without the beginning. Pure.
+A slab is idle while no request uses a block of it. Serving gives up idle slabs in two cases. For its own
+requests it evicts in the order of last use, as vLLM's free queue does, but whole slabs. For rollouts it gives
+slabs up by value, which is the cost to compute again what is cached, times how often and how recently it was
+used. In both orders the end of a context goes before its beginning, because the end can't be found in the
+cache without the beginning. Pure.
 """
 
 import heapq

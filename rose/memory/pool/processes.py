@@ -1,6 +1,6 @@
 """Other processes, named so that a pid's next user is never taken for its last one.
 
-A pidfd that is returned stands for the very process that was meant. No process is signalled.
+A pidfd that is returned belongs to exactly the process that was meant. No process is signalled.
 """
 
 import os

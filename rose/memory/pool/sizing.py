@@ -2,9 +2,9 @@
 
 The sizes follow from the models that share it and from free memory.
 
-It reads a model's config.json and the sizes of its weight files, never the weights. What a block needs is an
-estimate, as vLLM decides it later: a slab holds several blocks of it, so that an estimate too small by half
-does no harm. An engine whose block does not fit says so itself.
+It reads a model's config.json and the sizes of its weight files, never the weights. The size of a block is an
+estimate, because vLLM decides it later. A slab holds several blocks of that size, so an estimate that is too
+small by half does no harm. An engine whose block does not fit reports that itself.
 """
 
 import json
