@@ -1,7 +1,7 @@
 """Engines whose data-parallel ranks compute every step together: those with a mixture of experts.
 
-vLLM calls the time from the first request of any rank until no rank has one a wave. Owns what follows for the
-gate.
+In vLLM a *wave* is the time from the first request of any rank until no rank has one. Owns what follows for
+the gate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The third pool: serving GPUs that rollouts may borrow.
 
-No GPU goes to two jobs. Candidates are certified without borrowed GPUs, so all of them can be taken back at
-any time. scheduler/rollout talks to the serving side.
+No GPU goes to two jobs. Candidates are certified without borrowed GPUs, so all of these GPUs can be taken
+back at any time. scheduler/rollout talks to the serving side.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,9 @@
 """Every group as one row of numbers, so that a job is tested against all groups at once.
 
-The rows are updated with every change of a group. A group that could take a job is never filtered out. Where
-every job is pinned to one rollout node and no job has a bank, a group that could not take it never stays in.
-Survivors are checked as groups: times of jobs on several rollout nodes are only lower bounds here.
+The rows are updated with every change of a group. A group that could take a job is never filtered out. If
+every job is pinned to one rollout node and no job has a bank, every group that could not take it is filtered
+out. The groups that remain are checked as groups, because times of jobs on several rollout nodes are only
+lower bounds here.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,9 +4,8 @@ Owns the interface of all policies, and `weave`, `random`, `greedy` and `solo`. 
 candidate that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. No policy
 changes the cluster.
 
-WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and
-Greedy, and their published figures could not be had from what it says; here they open a group only when none
-has room.
+WEAVE leaves ties open: ours go to the group with the first row. The paper says too little about Random and
+Greedy to reproduce their published figures; here they open a group only when none has room.
 """
 
 import random

@@ -2,14 +2,14 @@
 
 Owns the choice of victims and the time that a job runs at least. A job of higher priority may take the place
 of any running job below it. Where the cluster's file says so, a job of equal priority may as well, if its
-team, with the job's nodes, uses less for its share than the victim's team uses with the victim's. No victim
-is chosen that is not needed, and those of the lowest priority are chosen first. When a victim leaves, at the
-end of an iteration, is decided elsewhere. Pure.
+team, with the job's nodes, uses less for its share than the victim's team uses with the victim's. Only
+victims that are needed are chosen, those of the lowest priority first. When a victim leaves, at the end of an
+iteration, is decided elsewhere. Pure.
 
-Cycles are impossible, because a job that has taken a place is not preempted before it has completed an
-iteration there, and a job that gave its place to another gives it to the same one again only if that has
-started since: each preemption pays for an iteration. A preemption for the share replaces the use of one team
-by smaller ones, so that two teams never take a place from each other in turn.
+Cycles are impossible. A job that has taken a place is not preempted before it has completed an iteration
+there. A job that gave its place to another job gives it to the same one again only if that one has started
+since. So each preemption is followed by an iteration. A preemption for the share replaces the use of one team
+by a smaller one, so that two teams never take a place from each other in turn.
 """
 
 import bisect

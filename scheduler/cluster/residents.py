@@ -1,8 +1,8 @@
-"""Running jobs: their remaining work, and how slow they may still be. The values never change.
+"""Running jobs: their remaining work, and how slow they may still be.
 
-The budget: every second of work done may take `slo` seconds. What a job did not use of that is its bank,
-which pays for the pauses of moves; under an SLO over the lifetime it also pays for slower iterations later.
-The limit is set so that at this pace the whole lifetime still keeps the SLO.
+The values never change. Every second of work may take `slo` seconds. The part of this budget that a job did
+not use is its bank, which pays for the pauses of moves; under an SLO over the lifetime it also pays for
+slower iterations later. The limit is set so that at this pace the whole lifetime still keeps the SLO.
 """
 
 from dataclasses import dataclass, replace

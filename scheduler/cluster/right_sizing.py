@@ -1,10 +1,10 @@
 """How many rollout nodes of its own a job keeps while it borrows serving GPUs.
 
 Owns the choice between numbers of own nodes, from what the job's last iterations took, and the job as it is
-on another number. What is lent is profit: the certificate counts own nodes alone, at worst-case times. So a
-job can do with fewer of them only as far as its SLO allows it to be slower than on those that it asked for.
-Within that, the number with the fewest dollars an iteration is wanted. Pure. In ROSE, jobs keep all their
-rollout GPUs.
+on another number. The certificate counts own nodes alone, at worst-case times, so a job may keep fewer of
+them only as far as its SLO allows it to be slower than on those that it asked for. Within this limit the
+number with the fewest dollars an iteration is chosen. Pure. In the paper ROSE, jobs keep all their rollout
+GPUs.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The scheduler's answers for all who look at once: asked seldom, kept, and never waited for long.
+"""The scheduler's answers for all viewers: it is asked seldom, its answers are kept, and no viewer waits
+long.
 
 Owns the connection to the scheduler, the last answer, and since when there is none. An absent scheduler is a
 state and not an error. Only questions are sent.

@@ -1,4 +1,4 @@
-"""What the engines of shared nodes tell: each serves, and trainers and rollouts compute in its gaps.
+"""What the engines of shared nodes report. Each serves, and trainers and rollouts compute in its gaps.
 
 Owns what one engine is asked, its last answers, and since when there are none. Shares are those of the last
 seconds.

@@ -1,8 +1,8 @@
 """Plays iterations of co-located pipelines under a policy: what each GPU runs when, and how long it takes.
 
 Owns simulated time and the pipelines' progress. The policy sees the last iteration's graph, the kinds that
-run, and how far they are; never what is still to come. The same player predicts a policy's gain (the table's
-slowdowns, the last iteration again) and simulates it (a modelled GPU, drawn lengths).
+run, and their progress, but never what is still to come. The same player predicts a policy's gain (the
+table's slowdowns, the last iteration again) and simulates it (a modelled GPU, drawn lengths).
 """
 
 import math

@@ -8,8 +8,8 @@ The proof: steps that follow one another, on a resource or in a job, give start[
 passes * cycle; a job's longest iteration gives start[u] >= start[v] - limit. Such a system has a solution for
 a cycle time exactly if no loop of constraints is positive (max-plus algebra; maxplus.py finds the shortest
 cycle). Because every start is a maximum of earlier starts plus durations, phases that are shorter than
-assumed can only make later ones earlier: the timetable remains an upper bound (pace.py says what follows for
-one iteration).
+assumed can only make later ones earlier. So the timetable remains an upper bound (pace.py says what follows
+for one iteration).
 """
 
 import math

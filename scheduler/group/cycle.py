@@ -1,9 +1,9 @@
 """What a group's order promises its members when no SLO is asked of it: what policies compare.
 
-The same constraints as a certificate's (certificate.py), without SLOs. Round-robin with every job on one
-rollout node and no time outside of phases: the longer of T_cycle and T_load (WEAVE Theorem 1), which needs no
-search. With a job on several nodes that is too short (three jobs: bound 76, optimum 78), and so it is with a
-job that spends time outside of phases.
+The constraints are those of a certificate (certificate.py), without SLOs. For round-robin with every job on
+one rollout node and no time outside of phases, the cycle is the longer of T_cycle and T_load (WEAVE Theorem
+1), which needs no search. That bound is too short if a job has several nodes (three jobs: bound 76, optimum
+78) or spends time outside of phases.
 """
 
 from rose.scheduler.group.certificate import shortest_s

@@ -4,7 +4,7 @@ The values never change, and know no times. An order that could not run (a job w
 in a row) is refused.
 
 One *hyper-cycle* is one pass through the order. In a round-robin order every job has one iteration in it; in
-a multi-rate order a short job may have several. WEAVE §4.3 calls that worse, which is wrong as soon as jobs
+a multi-rate order a short job may have several. WEAVE §4.3 says that this is worse, which is wrong when jobs
 are pinned to different rollout nodes.
 """
 

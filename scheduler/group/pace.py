@@ -1,23 +1,24 @@
 """How far a group is against its certified timetable, and how far ahead of it one job may run.
 
 Owns the timetable's anchor: the earliest time from which the group is sure to keep the timetable. As long as
-no phase exceeds its worst case, the anchor never moves to a later time, every phase starts no later than
-anchor + timetable, and two iterations of a job start no further apart than its SLO allows. Pure; all of its
+no phase exceeds its worst case, the anchor never moves to a later time, and every phase starts no later than
+anchor + timetable. Two iterations of a job then start no further apart than its SLO allows. Pure; all of its
 state is in `PaceState`.
 
-Why jobs are held back at all: phases are mostly shorter than their worst case. A job that starts iteration n
-very early, and n + 1 at its certified time because the others then take theirs, would see one iteration
+Jobs are held back because phases are mostly shorter than their worst case. A job may start iteration n very
+early, and n + 1 only at its certified time, because the others then take theirs. That iteration would be
 longer than the certificate says (two jobs of 50 s + 50 s on two rollout nodes: 150 s instead of 100). So a
-job may be ahead of the timetable by what its SLO leaves over its certified longest iteration, and no more;
-the timetable itself moves up with the slowest job of the group, so nobody waits for worst cases that did not
+job may be ahead of the timetable by at most what its SLO leaves over its certified longest iteration. The
+timetable itself moves up with the slowest job of the group, so no job waits for worst cases that did not
 happen.
 
-A job that joins, or returns, would move the anchor to a later time if its number came while the others are
-ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
-the timetable is a new one, and the group may be late in it from the start: then the new job is not let in
-before each of the others has begun an iteration in it. What this cannot mend: an iteration in progress while
-the timetable changes was begun for the old one, and may be longer than its SLO allows, once, where SLOs leave
-no slack and no place in the new timetable suits all: its successor's can be later than in the old (`late_s`).
+A job that joins or returns would move the anchor to a later time if its turn came while the others are ahead.
+So it takes the first pass in which none of the others is late for its own next iteration. When a job joins,
+the timetable is a new one, and the group may be late in it from the start. Then the new job is let in only
+when each of the others has begun an iteration in it. One case remains. An iteration that is in progress while
+the timetable changes was begun for the old one, and its successor's place in the new timetable can be later
+than in the old (`late_s`). If SLOs leave no slack and no place suits all jobs, this iteration may be longer
+than its SLO allows, once.
 """
 
 import math

@@ -5,12 +5,12 @@ the test whether moving is safe. No tail moves where the prediction shows no gai
 end later than its certificate assumes. Lengths of running responses are unknown: predictions use past
 iterations.
 
-At run time, when a job reports that the chosen share of its responses is done: `workers_kept` says on how
-many workers the rest may go, `has_room` whether the next job may start on the others, and
+At run time a job reports that the chosen share of its responses is done. Then `workers_kept` says on how many
+workers the rest may go, `has_room` says whether the next job may start on the others, and
 `PermitBook.begin_tail` lets it in.
 
 Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as
-rollouts: the tail runs longer on few GPUs and delays its own job's training, while nobody waits for the
+rollouts: the tail runs longer on few GPUs and delays its own job's training, while no job waits for the
 nodes.
 """
 

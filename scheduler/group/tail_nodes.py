@@ -3,10 +3,9 @@
 Owns the prediction for one job of a running group: a replay of its past iterations with and without the move,
 through the production permit book and pace. A move needs a predicted gain of at least `MIN_PREDICTED_GAIN`
 for the whole group, must leave room for another job, and must not be able to break the certificate. Pure.
-
-Here a worker of tail.py is a whole rollout node: what is freed is free, and the next job needs no room
-beside a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job
-whose tail may move.
+Here a worker of tail.py is a whole rollout node. A freed node is empty, so the next job needs no room beside
+a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job whose tail
+may move.
 """
 
 from collections.abc import Mapping, Sequence

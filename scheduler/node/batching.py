@@ -1,7 +1,7 @@
 """Which waiting requests join a node's next pass.
 
-Source: LeMix §V-D, Algorithm 3, corrected: the request that ends the batch stays in the queue, where the
-printed loop has already taken it out. Sequences that are being decoded are in every pass.
+Source: LeMix §V-D, Algorithm 3, corrected: the request that ends the batch stays in the queue; the printed
+loop takes it out. Sequences that are being decoded are in every pass.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,7 @@
 """Whether a pass has the memory it needs: run it, wait, or first move something to the host.
 
-Owns the rule. Promises that a task which waited long enough is tried again once memory was moved, where the
-printed algorithm skips its stage. Never moves anything itself.
-Source: LeMix §IV-D, Algorithm 2.
+Owns the rule. Promises that a task which waited long enough is tried again once memory was moved; the printed
+algorithm skips its stage instead. Never moves anything itself. Source: LeMix §IV-D, Algorithm 2.
 """
 
 from dataclasses import dataclass

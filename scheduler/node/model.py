@@ -1,8 +1,9 @@
 """What the node level decides about: tasks, and what they cost on the stages of a node.
 
 Owns the nouns and the cost of a pass. Promises that costs are a pure function of token counts. Never decides.
-Source: LeMix §II-A (Table I), §IV-A. The text of §IV-A is lost, and its printed cost, coefficient x batch x
-length^2, misses what a pass costs whatever its length: a stage's cost here is quadratic with all three terms.
+Source: LeMix §II-A (Table I), §IV-A. Our copy lacks the text of §IV-A, and its printed cost, coefficient x
+batch x length^2, leaves out the cost of a pass at length 0. Here a stage's cost is quadratic with all three
+terms.
 """
 
 import math

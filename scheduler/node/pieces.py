@@ -2,9 +2,9 @@
 serving.
 
 Owns the measured seconds of each piece and their fit. Promises that a piece which was never measured counts
-as endless. Never reads a clock, never runs anything.
-Source: LeMix §IV-A (the profile of a stage) and §IV-B (backward planning); a piece is one layer's part of a
-pass, forward and backward apart, because a whole backward pass seldom fits a gap.
+as endless. Never reads a clock, never runs anything. Source: LeMix §IV-A (the profile of a stage) and §IV-B
+(backward planning); a piece is one layer's part of a forward or a backward pass, because a whole backward
+pass seldom fits a gap.
 """
 
 import math

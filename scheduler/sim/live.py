@@ -2,8 +2,8 @@
 
 Owns simulated time, the jobs' side of the channel, the bill, and how long each iteration took. The scheduler
 that decides is the one that `rose sched serve` runs, call by call: submit, request, release, completed,
-exited. Phases take their worst-case times, so nothing is faster than its certificate; heartbeats are left out
-(the lease never ends), and all nodes are on one host. The same input gives the same result.
+exited. Phases take their worst-case times, so no phase is faster than certified. Heartbeats are left out (the
+lease never ends), and all nodes are on one host. The same input gives the same result.
 """
 
 import functools

@@ -1,11 +1,9 @@
 """The TLS handshakes of the router's clients.
 
 Owns: the listening sockets of a router that serves HTTPS, and the connections whose handshake is not
-finished.
-Promises: an address has at most `most` unfinished handshakes, each ends within `limit_s`, and each is counted
-once by its result. A connection for which there is no room is closed before it costs a handshake. What goes
-wrong with one connection ends none of the others, and is logged.
-Never does: speak HTTP (guard.py).
+finished. Promises: an address has at most `most` unfinished handshakes, each ends within `limit_s`, and each
+is counted once by its result. A connection for which there is no room is closed before it costs a handshake.
+An error of one connection is logged and ends no other connection. Never does: speak HTTP (guard.py).
 """
 
 import asyncio

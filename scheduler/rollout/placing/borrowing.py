@@ -1,15 +1,14 @@
 """Which job may use which serving GPU.
 
-Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
-Promises: a serving GPU has at most one job, which can use its weights or whose weights it can get. No job
-exceeds its N_serving. GPUs with the lowest recent KV usage are assigned first. Jobs of higher priority are
-served first, and weights count among equal ones. A job keeps its GPUs until another job is entitled to them.
-As few GPUs as possible get other weights.
-Never does: I/O, read a clock.
+Owns: the assignment of serving GPUs to jobs, and the window over their KV usage. Promises: a serving GPU has
+at most one job, which can use its weights or whose weights it can get. No job exceeds its N_serving. GPUs
+with the lowest recent KV usage are assigned first. Jobs of higher priority come first, and weights count
+among jobs of equal priority. A job keeps its GPUs until another job is entitled to them. As few GPUs as
+possible get other weights. Never does: I/O, read a clock.
 
-Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
-lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Sharing the
-GPUs by priority and weight where the bounds exceed their number is an addition.
+Source: ROSE §4, system workflow. There the user bounds how many serving GPUs a job may borrow. The GPUs with
+the lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Sharing
+the GPUs by priority and weight where the bounds exceed their number is an addition.
 """
 
 import math

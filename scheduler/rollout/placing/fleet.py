@@ -1,7 +1,7 @@
 """The workers as policies see them, kept in order so that a decision looks at few of them.
 
 Owns: Fleet and its cohorts: which workers have the same weights, and which of them may take turns, by load.
-Promises: whoever asks gets what a look at every view would give. A changed view costs a binary search.
+Promises: an answer is the same as if every view had been looked at. A changed view costs a binary search.
 Never does: choose a worker (policy.py, cost.py), read a clock.
 """
 

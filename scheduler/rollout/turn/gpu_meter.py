@@ -1,10 +1,9 @@
 """How long a job has used serving GPUs.
 
 Owns: GpuMeter. Promises: the time of a GPU counts once, however many of the job's turns run on it. While
-turns of several routers run on it, each of these counts an equal part, so that their counts can be added up:
-they are exact but for the time until each router knows of the others. No other meter has the same id, at any
-router, so what two meters say is never taken for one count.
-Never does: I/O, read a clock.
+turns of several routers run on it, each of these counts an equal part, so that their counts can be added up.
+The counts are exact except for the time until each router knows of the others. No two meters have the same
+id, at any router, so two meters are never taken for one. Never does: I/O, read a clock.
 """
 
 import uuid

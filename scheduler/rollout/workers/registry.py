@@ -2,11 +2,10 @@
 
 Owns: membership at run time, the heartbeats, the models and the newest weights of each run that they report.
 Promises: a worker without a sign of life for `lost_after_s`, and for the time of two heartbeats, is dead, and
-whatever runs on it is told at once.
-A worker is asked for its models before it becomes alive. Heartbeats of a large fleet come less often, so that
-they leave the router's CPU to turns; what they tell counts as known for as much longer. Few are under way at
-a time, so that a busy router does not take its own delay for a worker's silence.
-Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
+whatever runs on it is told at once. A worker is asked for its models before it becomes alive. Heartbeats of a
+large fleet come less often, so that they leave the router's CPU to turns, and their answers stay valid for
+proportionally longer. Few are under way at a time, so that a busy router does not take its own delay for a
+worker's silence. Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
 """
 
 import asyncio

@@ -43,10 +43,10 @@ class Multiprocessors:
     def stream(self, numbers: Sequence[int]) -> tuple[int, int]:
         """Returns a stream whose kernels run on about these multiprocessors, and their exact number.
 
-        ``numbers``: the first ones or the last ones of the GPU, ascending. The driver takes them apart in
-        groups, so the first ones may be some more, and then the last ones are as many fewer: with the same
-        border, they have none in common, in whatever process. The handle is the same in each call.
-        Raises: ConfigError if the driver can't take so many apart; WorkerError.
+        ``numbers``: the first ones or the last ones of the GPU, ascending. The driver splits them in groups,
+        so the first ones may be a few more, and the last ones as many fewer. With the same border, the two
+        parts have none in common, in any process. The handle is the same in each call. Raises: ConfigError if
+        the driver can't take so many apart; WorkerError.
         """
         is_first = numbers[0] == 0
         if not is_first and numbers[-1] != self.num - 1:

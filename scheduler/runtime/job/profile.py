@@ -1,4 +1,4 @@
-"""A job's worst-case times, computed from a run alone at max tokens, and written into the job's file.
+"""A job's worst-case times, computed from a run of the job alone at max tokens, and written into its file.
 
 Times are the longest that were measured after the warm-up, never estimates. A job that does not run its
 phases as its file says raises ProfileError. Pure: rose.jobs.profile runs the job.

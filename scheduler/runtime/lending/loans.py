@@ -1,4 +1,4 @@
-"""What the router of the serving fleet is to know of the jobs: their keys, their runs, their serving GPUs.
+"""What the router of the serving fleet should know of the jobs: their keys, their runs, their serving GPUs.
 
 Owns the jobs' declarations and decides how many serving GPUs each job may borrow. A declaration is kept in
 the channel until the router is known to have forgotten it, so no restart of the scheduler leaves one behind.

@@ -2,8 +2,8 @@
 
 Owns: the names of entries, and their effects on workers, jobs, pauses, the version rule and RL steps.
 Promises: a router that applies the entries of another router has what that router has. An entry that
-can't hold beside this router's own file, such as another job's key, is logged and has no effect.
-Never does: check what an admin sends (http/admin.py).
+contradicts this router's own file, such as another job's key, is logged and has no effect. Never does: check
+what an admin sends (http/admin.py).
 """
 
 import contextlib
