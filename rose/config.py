@@ -220,10 +220,9 @@ def default_variable(name: str, value: str) -> None:
 
 
 def vllm_plugins() -> str:
-    """Returns VLLM_PLUGINS for an engine: the plugins that it would load anyway, and rose.
-
-    vLLM loads an endpoint plugin only if the variable names it, and any other plugin only if the variable
-    names it or is unset. To name rose alone would therefore turn off the host's other plugins.
+    """Returns VLLM_PLUGINS for an engine: the plugins that it would load anyway, and rose. vLLM loads an
+    endpoint plugin only if the variable names it, and other plugins if the variable names them or is unset.
+    To name rose alone would therefore turn off the host's other plugins.
     """
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None:

@@ -3,8 +3,8 @@
 `python -m rose.transfer.follow.subscriber --relay URL --run RUN|auto --worker http://host:port --staging DIR
  [--worker URL ...] [--base CHECKPOINT_DIR] [--name NAME]`
 
-Owns the mirror, of which a host has one for all engines that it names (shared_mirror.py), and further ones of
-the runs that loans of the engines' GPUs name (loans.py).
+Owns the mirror of the run, one for all engines that the command names (shared_mirror.py), and one more for
+each run that loans of the engines' GPUs name (loans.py).
 """
 
 import argparse

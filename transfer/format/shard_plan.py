@@ -1,11 +1,11 @@
 """Which elements of the checkpoint a serving rank holds, and where each of them goes.
 
 Owns one rank's plan as data, its regions of each tensor, and applying the plan to plain arrays. A plan is
-exact: where a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks
-at a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
+exact: if a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks at
+a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
 (shard-aware transfer). Where we differ: plans record what the loader does instead of inferring it from module
 types and shapes, so merged, replicated, padded and fused tensors need no rules. An engine's ranks are on one
-host and need all shards together, so they are cut behind the host's mirror and not in the relay.
+host and need all shards together, so shards are cut on the host, after the mirror, and not in the relay.
 """
 
 import math

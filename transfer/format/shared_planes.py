@@ -6,8 +6,9 @@
     planes                      one vector of bits per dtype, the widest elements first
 
 A file of uncut tensors is a safetensors file. Owns that format, and the lock between the process that changes
-the bits and those that read them: whoever reads under the lock sees one whole version, or FrameError if the
-writer died while it changed the bits. The file stays readable for who holds it open when its name is gone.
+the bits and those that read them. A reader under the lock sees one whole version, or gets FrameError if the
+writer died while it changed the bits. A process that holds the file open can read it even when its name is
+gone.
 """
 
 import fcntl

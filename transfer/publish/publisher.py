@@ -2,12 +2,11 @@
 
 Owns the copy of what was published last, and the run's version numbers. A version is announced only when all
 its objects are in the relay; the routers of ROSE_ROUTER_URL hear of it before publish() returns. The kept
-copy is updated in the same pass that compares it with the weights; if that publish fails, the next one takes
+copy is updated in the same pass that compares it with the weights. If that publish fails, the next one takes
 the copy back to the last committed version and starts from there. Deltas are exact. Never waits for engines,
 except in wait_acked(). One thread at a time, which may go on with its training while publish_async() sends.
-Source: ROSE §4.2.
-Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not exact), and
-snapshots, which the relay folds, bound the chain that a late joiner walks.
+Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not
+exact), and the relay folds snapshots, which bound the chain of deltas that a late joiner has to apply.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
 
-Owns what a trainer hands over. Imports torch only when a source is made or bits are loaded. A tensor that
-several names share is published once, under its first name. Integers of eight bytes, such as position ids,
-are left out: training does not change them, and engines keep their own. Torch casts wider floats (round to
-nearest even) on their device, before they are copied to the host. Never keeps a copy of the weights, and
-writes to a trainer's only in load().
+Owns the weights that a trainer hands over. Imports torch only when a source is made or bits are loaded. A
+tensor that several names share is published once, under its first name. Integers of eight bytes, such as
+position ids, are left out: training does not change them, and engines keep their own. Torch casts wider
+floats (round to nearest even) on their device, before they are copied to the host. Never keeps a copy of the
+weights, and writes to a trainer's only in load().
 """
 
 import logging

@@ -2,9 +2,9 @@
 
 Owns the exchange of what each rank holds, each rank's exclusive share of the buckets, and putting a version
 together from the ranks' parts. Rank 0 commits: it alone writes manifests and HEAD. All ranks derive the same
-layout and shares. A version is committed by all ranks or by none, and a rank that did not learn of a commit
-in time learns of it at its next publish. Every rank calls publish() equally often, once for each training
-step. Source: ROSE §4.2 (mutually exclusive shards).
+layout and shares. A version is committed by all ranks or by none. A rank that did not learn of a commit in
+time learns of it at its next publish. Every rank calls publish() once for each training step. Source: ROSE
+§4.2 (mutually exclusive shards).
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Work that a relay's own process does in a thread beside it, again whenever objects were written.
+"""Work that a relay's own process does in a thread, whenever objects were written.
 
 Owns the thread, and when it looks. A failure is logged once and tried again; none ends the thread. Never
 reads or writes an object itself.

@@ -1,4 +1,4 @@
-"""Several relays that hold the same objects: one of them may die, and nothing is lost.
+"""Several relays that hold the same objects, so that nothing is lost when one of them dies.
 
 Owns the choice of the copy to talk to, writing to all copies, and repairing a copy that missed writes. An
 object counts as written when every copy that answers has it, and at least one does. Any copy can be read. An

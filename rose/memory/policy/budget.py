@@ -153,9 +153,9 @@ class BudgetPolicy:
         outside the headroom. ``rollout_owned`` are its own slabs, ``others_owned`` the other rollout
         engines'.
 
-        Serving can reach every slab that rollout doesn't hold. Of those, at least the headroom (or the part
-        of it that isn't lent) must stay unused. Up to ``min_slabs`` rollout may always grow. Of what it may
-        have, rollout takes what is free, and serving gives the rest from its prefix cache.
+        Serving can reach every slab that rollout doesn't hold, and at least the headroom (or the part of it
+        that isn't lent) must stay unused among them. Rollout may always grow to ``min_slabs``. It takes what
+        is free, and serving gives the rest from its prefix cache.
 
         Source: ROSE §4.1, second condition of admission.
         """
