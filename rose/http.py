@@ -63,7 +63,7 @@ def urls_of(text: str) -> tuple[str, ...]:
     """Returns the addresses in a list that is separated by commas. Raises: ValueError for an empty one."""
     found = tuple(url.strip().rstrip("/") for url in text.split(","))
     if not all(found):
-        raise ValueError(f"{text!r}: want URL, or URL,URL,... of several routers before the same workers")
+        raise ValueError(f"{text!r}: expected URL, or URL,URL,... of several routers before the same workers")
     return found
 
 

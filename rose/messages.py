@@ -279,7 +279,9 @@ def parse_version(text: str | None) -> WeightVersion | None:
         return None
     run_id, _, number = text.rpartition("/")
     if not run_id or not (number.isascii() and number.isdigit()) or len(number) > _MOST_DIGITS:
-        raise WorkerError(f"weight version {text[:100]!r}: want RUN/NUMBER, of at most {_MOST_DIGITS} digits")
+        raise WorkerError(
+            f"weight version {text[:100]!r}: expected RUN/NUMBER, with at most {_MOST_DIGITS} digits"
+        )
     return WeightVersion(run_id=run_id, number=int(number))
 
 

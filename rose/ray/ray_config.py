@@ -46,7 +46,7 @@ class ServiceBundle(Section):
     def _takes_something(self) -> Self:
         if not self.bundle():
             raise ValueError(
-                "it takes nothing of a node, so Ray can't place it; set num_cpus, num_gpus or resources"
+                "it asks for no resources, so Ray can't place it; set num_cpus, num_gpus or resources"
             )
         return self
 

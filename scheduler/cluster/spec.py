@@ -111,7 +111,7 @@ class JobSpec(Section):
                 raise ValueError(f"job {self.name}: {name} with nodes: 0; {name} needs at least one node")
             if name not in set(Phase) and phase.nodes:
                 raise ValueError(
-                    f"job {self.name}: {name} with nodes: {phase.nodes}; only rollout and train hold nodes, "
+                    f"job {self.name}: {name} with nodes: {phase.nodes}; only rollout and train hold nodes; "
                     "write nodes: 0"
                 )
         fewest = self.borrow.fewest_nodes if self.borrow is not None else None

@@ -66,7 +66,7 @@ class Follower:
     ) -> None:
         if public_key is not None and run_id == AUTO_RUN:
             raise ConfigError(
-                "ROSE_PUBLIC_KEY needs the name of the run: what tells which run is live is not signed; "
+                "ROSE_PUBLIC_KEY needs the name of the run, because the signs of live runs are not signed; "
                 f"{NAME_IT}"
             )
         self._relay = relay

@@ -80,7 +80,7 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
 def worker_names(name: str | None, urls: Sequence[str]) -> list[str]:
     """Returns the names under which the workers acknowledge. Raises: ValueError."""
     if name is not None and len(urls) > 1:
-        raise ValueError(f"--name {name} can't stand for {len(urls)} workers; leave it away")
+        raise ValueError(f"--name {name} can't stand for {len(urls)} workers; leave it out")
     names = (
         [keys.worker_name(url) for url in urls] if name is None else [keys.check_name(name, "worker name")]
     )

@@ -90,7 +90,7 @@ def _checked(text: str) -> tuple[str, ...]:
         urls = urls_of(text)
         for url in map(httpx.URL, urls):
             if url.scheme not in ("http", "https") or not url.host:
-                raise ValueError(f"{str(url)!r}: want http://HOST:PORT, or https://HOST:PORT")
+                raise ValueError(f"{str(url)!r}: expected http://HOST:PORT or https://HOST:PORT")
     except (ValueError, httpx.InvalidURL) as error:
         raise ConfigError(f"ROSE_ROUTER_URL={text}: {error}") from error
     return urls

@@ -98,7 +98,7 @@ class QuantizedSource(TorchSource):
 
     def load(self, planes: WeightPlanes) -> None:
         """Raises: ValueError always, because what was published is less exact than the trainer's weights."""
-        raise ValueError("what was published is quantized: load the trainer's own checkpoint instead")
+        raise ValueError("the published weights are quantized: load the trainer's own checkpoint instead")
 
 
 def source_of(

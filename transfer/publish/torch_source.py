@@ -237,7 +237,7 @@ def load_planes(planes: WeightPlanes, tensors: Mapping[str, Any]) -> None:
         tensor = tensors[spec.name].detach()
         dtype = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
         if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, published was {spec}")
+            raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, the published is {spec}")
         copies[spec.name] = tensor.cpu().contiguous()  # the same tensor if it is contiguous in host memory
     planes.read_into(
         {name: copy.view(views[copy.element_size()]).numpy() for name, copy in copies.items() if copy.numel()}

@@ -53,7 +53,7 @@ def make_app(
     Raises: ConfigError on a read key without another key.
     """
     if read_key is not None and (key is None or read_key == key):
-        raise ConfigError("ROSE_READ_KEY: needs ROSE_KEY beside it, and a different one, which writes")
+        raise ConfigError("ROSE_READ_KEY: needs a ROSE_KEY too, which differs from it and allows writing")
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key, read_key)])
     _Routes(store, _Peers(key, tls)).add_to(app)
     return app

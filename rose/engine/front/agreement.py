@@ -121,9 +121,9 @@ class RouterQuestions:
         if theirs != own:
             answer = theirs if theirs is not None else f"{response.status_code} {response.text}"
             raise ConfigError(
-                f"--model: its tokenizer is not that of the workers behind {self._url}: for {given!r:.60}"
-                f" they give {what} {answer!r:.120}, this one {own!r:.120}; give the workers' own model, or"
-                f" its --tokenizer"
+                f"--model: its tokenizer differs from that of the workers behind {self._url}: for"
+                f" {given!r:.60} theirs gives {what} {answer!r:.120}, this one {own!r:.120}; give the"
+                f" workers' own model, or its --tokenizer"
             )
 
 

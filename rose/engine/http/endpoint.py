@@ -207,9 +207,7 @@ async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
     """Loads a staged checkpoint; an error leaves the old weights in place."""
     control = _control(request)
     if not control.is_updated:
-        raise HTTPException(
-            409, "weights of a serving engine are not updated through rose unless it has --takes-weights true"
-        )
+        raise HTTPException(409, "this serving engine takes no weights: start it with --takes-weights true")
     if not Path(body.path).is_file():
         raise HTTPException(422, f"no staged checkpoint at {body.path}: {SHARE_FILES}")
     try:
@@ -223,9 +221,7 @@ async def post_adapters(body: AdapterUpdate, request: Request) -> WeightUpdated:
     """Loads a version of a LoRA adapter beside the old one, which stays in use after an error."""
     control = _control(request)
     if not control.is_updated:
-        raise HTTPException(
-            409, "a serving engine takes no adapters through rose unless it has --takes-weights true"
-        )
+        raise HTTPException(409, "this serving engine takes no adapters: start it with --takes-weights true")
     try:
         return await control.load_adapter(body)
     except WorkerError as error:  # no room yet: the subscriber tries again

@@ -188,8 +188,8 @@ class Roster:
             # The newcomer may be its successor, which finds its slabs free only then.
             if engine.is_leaving:
                 raise AttachRefused(
-                    f"pool {self._pool}: the {engine.describe()} is leaving, its slabs come free when its "
-                    f"processes have ended",
+                    f"pool {self._pool}: the {engine.describe()} is leaving; wait until its processes have "
+                    f"ended, which frees its slabs",
                     is_transient=True,
                 )
         if len(same_role) == MAX_ENGINES[hello.role]:

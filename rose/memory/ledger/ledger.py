@@ -230,7 +230,7 @@ class Ledger(SlabTable):
             has_owner = entry.slot in known if entry.state is not SlabState.FREE else entry.slot == NO_SLOT
             is_pending = entry.num_pending > 0
             if not has_owner or is_pending != (entry.state is SlabState.DRAINING) or entry.epoch < 0:
-                raise PoolError(f"slab {slab}: {entry} can't be, the engine slots are {sorted(known)}")
+                raise PoolError(f"slab {slab}: {entry} is invalid; the engine slots are {sorted(known)}")
 
     def _store_and_notify(self, index: int, value: int) -> None:
         if self._words.load(index) != value:

@@ -158,7 +158,7 @@ class SlabTable:
 
     def _load(self, slab: int) -> int:
         if not 0 <= slab < self.num_slabs:
-            raise ValueError(f"slab {slab} of {self.num_slabs}")
+            raise ValueError(f"slab must be 0..{self.num_slabs - 1}, got {slab}")
         return self._words.load(LedgerWord.SLABS + slab)
 
     def _swap(self, slab: int, old: int, state: SlabState, slot: int, num_pending: int, epoch: int) -> bool:

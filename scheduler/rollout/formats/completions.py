@@ -122,8 +122,8 @@ def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumula
         )
     if generation.must_restart:
         raise BadRequest(
-            f"{SO_FAR}: only a prompt of token ids can go on, and no stop strings or other parameters"
-            " with a state; leave it out, and drop what has arrived"
+            f"{SO_FAR}: only a turn whose prompt is token ids, without stop strings or other parameters that"
+            " have a state, can go on; leave it out, and drop the tokens that have arrived"
         )
     if len(given) > generation.max_tokens:
         raise BadRequest(f"{SO_FAR}: {len(given)} tokens, but max_tokens is {generation.max_tokens}")

@@ -73,7 +73,7 @@ class Handshakes:
             end_unread(listener.fileno())
             self._listeners[listener] = loop.create_task(self._accept(listener))
         if not self._listeners:
-            raise OSError(errno.EAFNOSUPPORT, f"the system has none of the addresses of {host}")
+            raise OSError(errno.EAFNOSUPPORT, f"none of the addresses of {host} belongs to this machine")
         own_host, own_port = next(iter(self._listeners)).getsockname()[:2]
         return str(own_host), int(own_port)
 

@@ -50,7 +50,9 @@ class Multiprocessors:
         """
         is_first = numbers[0] == 0
         if not is_first and numbers[-1] != self.num - 1:
-            raise ValueError(f"multiprocessors {numbers[0]} to {numbers[-1]} are at no end of {self.num}")
+            raise ValueError(
+                f"multiprocessors {numbers[0]} to {numbers[-1]} must begin at 0 or end at {self.num - 1}"
+            )
         border = len(numbers) if is_first else numbers[0]
         if (is_first, border) not in self._streams:
             self._streams[is_first, border] = self._make(border, is_first=is_first)
@@ -61,7 +63,7 @@ class Multiprocessors:
         status, first, num_groups, rest = driver.cuDevSmResourceSplitByCount(1, self._whole, 0, border)
         if status.value != 0 or num_groups < 1 or not rest.sm.smCount:
             raise ConfigError(
-                f"the driver can't take {border} of the {self.num} multiprocessors of {self.name} apart and "
+                f"the driver can't split {border} of the {self.num} multiprocessors of {self.name} off and "
                 f"leave some ({status.name}); a GPU with more of them can be shared"
             )
         part = first[0] if is_first else rest

@@ -87,7 +87,7 @@ class Progress:
         """
         if num_tokens < 0 or num_running < 0:
             raise ValueError(
-                f"a step has tokens and responses to decode, got {num_tokens} tokens, {num_running} responses"
+                f"num_tokens and num_running must be 0 or more, got {num_tokens} and {num_running}"
             )
         job = running_job()
         if job is not None:

@@ -147,8 +147,8 @@ def check_phases(spec: RunSpec, recorded: Recorded) -> None:
     for (phase, iteration, _), count in Counter((run.phase, run.iteration, run.rank) for run in held).items():
         if count > 1:
             raise ProfileError(
-                f"{spec.name}: {count} times {phase} in iteration {iteration}; a group's order has "
-                "one place for it: make it one function"
+                f"{spec.name}: enters {phase} {count} times in iteration {iteration}, but a group's order "
+                "has one place for it: make it one function"
             )
 
 

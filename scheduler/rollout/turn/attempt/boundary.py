@@ -39,7 +39,7 @@ async def end_on_character(generation: Accumulated, decode: Decode, *, are_shown
     count = await num_unfinished(generation.token_ids, decode)
     if count and are_shown:
         raise WorkerError(
-            "the worker was lost when the client had received a part of a character; send it again"
+            "the worker was lost when the client had received a part of a character; send the turn again"
         )
     generation.drop_last(count)
 
