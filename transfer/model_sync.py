@@ -53,9 +53,9 @@ def peer_first(relays: Sequence[str], rank: int, num_ranks: int) -> str:
 class ModelSender:
     """One trainer rank. All ranks make one with the same arguments, and call send() equally often.
 
-    weights: what this rank holds, as for WeightPublisher: a module of which every rank holds all tensors, or
-    its TensorShards. receivers: the names of all rollout ranks, each by receiver_name(), or of the engines
-    that subscribers feed. options: further ones of WeightPublisher. A run id is used once: a job that was
+    weights: this rank's, as for WeightPublisher: a module of which every rank holds all tensors, or the
+    rank's TensorShards. receivers: the names of all rollout ranks, each by receiver_name(), or of the engines
+    that subscribers feed. options: further options of WeightPublisher. A run id is used once: a job that was
     started again takes another one, for example with its attempt in it. Raises: what WeightPublisher raises.
     """
 

@@ -60,8 +60,9 @@ class Preemption:
     ) -> tuple[str, ...]:
         """Returns the running jobs that give their places to a job that has none; empty if none may.
 
-        running: those that may be preempted at all, the oldest first; of equals, the latest goes first.
-        used: the dollars an hour of the nodes that each team uses, preemptions that are decided included.
+        running: the jobs that may be preempted at all, the oldest first; among equals the latest is chosen
+        first. used: the dollars an hour of the nodes that each team uses, after the preemptions that are
+        decided.
         """
         below = self._below(job, running, used)
         own = {each.name for each in running if each.team and each.team == job.team}

@@ -23,9 +23,9 @@ class AdapterPublisher(WeightPublisher):
 
     model: a PEFT model, or a mapping or pairs of (name, tensor) as PEFT saves or names them. They are read
     anew at each publish(). config: PEFT's adapter_config.json; None: the model's own. base: the base model's
-    name as engines serve it; None: the one in the configuration. peft_name: which of the model's adapters.
-    options: those of WeightPublisher. Turns name the run as their model.
-    Raises: ValueError naming the key or the tensor; what WeightPublisher raises.
+    name as engines serve it; None: the one in the configuration. peft_name: the adapter's name in the model.
+    options: those of WeightPublisher. Turns name the run as their model. Raises: ValueError naming the key or
+    the tensor; what WeightPublisher raises.
     """
 
     def __init__(

@@ -34,10 +34,8 @@ Found = TypeVar("Found")
 
 
 class TrainerRanks:
-    """This rank among `num_ranks`, which wait up to timeout_s for each other.
-
-    signer: the same for all ranks, which take nothing from each other that it did not sign; None: a run that
-    is not signed.
+    """This rank among `num_ranks`, which wait up to timeout_s for each other. signer: the same for all ranks;
+    each takes from the others only what it signed. None: the run is not signed.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _RETRY_S = 0.5
 class BesideRelay(ABC):
     """A context in which a thread runs step() again and again. watched: the relay whose changes matter.
 
-    what: the work, as a log names it. look_every_s: the pause between two looks at a store that can't tell
+    what: the name of the work in logs. look_every_s: the pause between two looks at a store that can't report
     what was written.
     """
 

@@ -142,7 +142,8 @@ class PreparedChanges:
         return None
 
     def finish(self, planes: PlanesFile | None) -> None:
-        """Loads the layers that take no single elements, and renews what others have made of the written.
+        """Loads the layers that take no single elements, and renews what other layers have computed from the
+        written ones.
 
         planes: the mirror at the version of the changes, under its lock; needed where num_loaded is not 0.
         Raises: whatever loading raises, with some layers loaded.

@@ -124,9 +124,9 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     def receive_weights(self, update_info: StagedUpdate) -> None:
         """Brings the live weights to the update; an inactive engine loads it later.
 
-        Raises: FrameError when some rank found another state hash than the announced one, with nothing
-        changed; whatever loading raises, for example for a good file of another model, with the old weights
-        loaded again, or the mirror's if it is where they came from: `version` then tells which.
+        Raises: FrameError if a rank found another state hash than the announced one; nothing is changed then.
+        Whatever loading raises, for example for a good file of another model. The old weights are then loaded
+        again, or the mirror's if the old ones came from it; `version` tells which.
         """
         self.version = self.why_whole = None
         prepared = self._in_place.take() if self._in_place is not None else None

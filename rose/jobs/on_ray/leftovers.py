@@ -33,7 +33,7 @@ def is_alive(name: str) -> bool:
 
 
 def end_leftovers(dead: tuple[str, ...] = ()) -> list[int]:
-    """Kills what actors that have ended have left; returns the pids that still run after `KILL_S`.
+    """Kills the processes that ended actors have left; returns the pids that still run after `KILL_S`.
 
     dead: the identities of actors that count as dead; they are killed as well.
     """

@@ -109,7 +109,7 @@ class PreemptionRecord(msgspec.Struct, kw_only=True):
     by: str
     by_number: int
     by_attempt: int
-    """That of the other job at that time: it has started since if it has another one.
+    """The other job's attempt at that time. If it has another attempt now, it has started since.
 
     -1 if it no longer waited: it was cancelled or held when this job had already been told to end.
     """
