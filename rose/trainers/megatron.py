@@ -126,8 +126,8 @@ def _pairs(part: Any, names: list[str], config: Any, vocab_size: int) -> Iterato
 
 def _query_groups(part: Any, config: Any) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields the parts of linear_qkv that the rank holds. In it each group has its query heads, its key head
-    and its value head. A part is which of the three it is, its first row here, its number of rows, its first
-    row in the Hugging Face tensor, and the number of rows of that tensor.
+    and its value head. For each part, yields which of the three it is, its first row here, its number of
+    rows, its first row in the Hugging Face tensor, and the number of rows of that tensor.
     """
     groups, head = config.num_query_groups, config.kv_channels
     sizes = (config.num_attention_heads // groups * head, head, head)

@@ -2,9 +2,10 @@
 
     python -m lib.cluster.length_job LOG PLAN.json
 
-A rollout sleeps for what decoding these lengths would take on its nodes (RolloutSpeed), a training phase for
-its seconds: a device's work, which costs this host no CPU. All else is the runtime's: reports, permits,
-moves. Within a rollout, how late a sleep or an answer comes does not add up: a device goes on meanwhile.
+A rollout sleeps for the time that decoding these lengths would take on its nodes (RolloutSpeed), and a
+training phase for its seconds. The sleeps stand for a device's work, which costs this host no CPU. All else
+is the runtime's: reports, permits, moves. Within a rollout the delays of sleeps and answers do not add up,
+because a device goes on meanwhile.
 """
 
 import bisect

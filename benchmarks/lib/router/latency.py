@@ -1,12 +1,12 @@
 """Measures what the router adds to a request's latency, beside what a bare pass-through adds.
 
-Owns: one figure per body of bench_router.py, and its account of the slowest requests.
-Promises: the same requests, 50 a second each, go through the router, through the pass-through and straight to
-the stub, one way after the other in every 20 ms: what the machine does meanwhile, it does to all three. The
-figure is the difference of two P99s; nothing is left out but the first requests, which open connections.
-A latency is from the first byte sent to the last byte read, both in the client, so it has its and the stub's
-delays in it: the direct way has them as well. How late the client sent is no part of it and is told apart.
-Never: measures CPU per request (at this rate caches are cold), or many requests at a time.
+Owns: one figure per body of bench_router.py, and its account of the slowest requests. Promises: the same
+requests, 50 a second each, go through the router, through the pass-through and straight to the stub, one
+after the other in every 20 ms, so that disturbances of the machine meet all three. The figure is the
+difference of two P99s; nothing is left out but the first requests, which open connections. A latency is from
+the first byte sent to the last byte read, both in the client, so it contains delays of the client and of the
+stub, as the direct way does. The delay with which the client sent is no part of it, and is reported
+separately. Never: measures CPU per request (at this rate caches are cold), or many requests at a time.
 
 The slowest 2% are compared with the median request: by how much were the router, and client and stub, longer
 on their cores (the same work takes longer where the host takes a core away, or caches are cold), and by how

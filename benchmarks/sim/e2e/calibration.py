@@ -1,8 +1,8 @@
-"""What the simulation of whole RL jobs is calibrated with: every number put in, and its source.
+"""Calibrates the simulation of whole RL jobs: every number that is put in, and its source.
 
 Owns the workloads of ROSE §2.2 and §6 and the constants of its baselines. Both overheads of Figure 8b are
-inputs; no other number in this file comes from a result of ROSE §6. What no paper states says "assumed", and
-errs in a baseline's favour.
+inputs; no other number in this file comes from a result of ROSE §6. Numbers that no paper states are marked
+"assumed", and err in a baseline's favour.
 
 Step times, tokens per turn and environment times of the rollout engines are those of sim/rollout/scenario.py,
 which were fitted to Table 3 and Figure 14 with other trajectories. The number of turns is fitted here, to
