@@ -253,7 +253,7 @@ class WorkerStatus(RoutingStatus):
     """Emergency cuts of the pool's rollout budget."""
     generated_tokens: int
     computed_tokens: int = 0
-    """Of all steps, prefilled tokens included."""
+    """Tokens of all steps, prefilled ones included."""
     busy_s: float
     """Seconds in steps."""
     is_active: bool
@@ -303,7 +303,7 @@ class MemoryShare(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     share: float = Field(gt=0, le=1)
-    """Of the slabs that the rollout engines of its pool may hold together."""
+    """Share of the slabs that the rollout engines of its pool may hold together."""
 
 
 class GateChange(BaseModel):

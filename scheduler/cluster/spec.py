@@ -64,11 +64,11 @@ class BorrowSpec(Section):
     model: Annotated[str | None, Field(description="the model of its turns; null: any of the fleet's")] = None
     max_serving_gpus: Annotated[
         int | None,
-        Field(ge=1, description="N_serving, the most that it borrows; null: what its rollout nodes have"),
+        Field(ge=1, description="N_serving, the most that it borrows; null: the GPUs of its rollout nodes"),
     ] = None
     fewest_nodes: Annotated[
         int | None,
-        Field(ge=1, description="rollout nodes that it keeps at least while it borrows; null: all"),
+        Field(ge=1, description="the fewest rollout nodes that it keeps while it borrows; null: all"),
     ] = None
     asked_nodes: Annotated[
         int | None,

@@ -157,9 +157,9 @@ async def get_loan(
     problem: Annotated[str | None, Query(max_length=1000)] = None,
     wait_s: Annotated[float, Query(ge=0, le=10)] = 0.0,
 ) -> RunToFollow:
-    """Returns the run that the engine is to follow, because its GPU is lent to a job of that run. Waits up to
-    ``wait_s`` for another run than the one that the subscriber ``knows``. ``problem``: why the engine can't
-    get the weights of that one."""
+    """Returns the run that the engine has to follow, because its GPU is lent to a job of that run. Waits up
+    to ``wait_s`` for a run other than the one that the subscriber ``knows``. ``problem``: why the engine
+    can't get the weights of the known run."""
     control = _control(request)
     control.note_loan()
     return RunToFollow(run=await control.loan.asked(knows, problem, wait_s))
