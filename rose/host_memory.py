@@ -23,7 +23,8 @@ def available_bytes(meminfo: Path = MEMINFO, own_cgroups: Path = OWN_CGROUPS, cg
 def available_and_total(
     meminfo: Path = MEMINFO, own_cgroups: Path = OWN_CGROUPS, cgroups: Path = CGROUPS
 ) -> tuple[int, int]:
-    """The bytes that this process can take, and the size of what bounds them: host memory or a limit."""
+    """Returns the bytes that this process can take, and the size of what bounds them: host memory or a
+    limit."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     available, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     return min([(available, total), *_rooms(own_cgroups, cgroups)])

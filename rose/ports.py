@@ -17,7 +17,7 @@ _given_ports: set[int] = set()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on ``host``."""
+    """Returns whether only this machine can reach what listens on ``host``."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def in_lockstep(config: VllmConfig) -> bool:
-    """Whether the engine's ranks compute every step together, each in a pool of its own."""
+    """Returns whether the engine's ranks compute every step together, each in a pool of its own."""
     return config.parallel_config.data_parallel_size > 1 and bool(config.model_config.is_moe)
 
 

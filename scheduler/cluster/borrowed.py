@@ -32,7 +32,7 @@ def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:
 
 
 def is_worth_it(job: Job, pools: Pools) -> bool:
-    """Whether an iteration costs no more with borrowed GPUs than without them.
+    """Returns whether an iteration costs no more with borrowed GPUs than without them.
 
     With k borrowed GPUs beside n own ones, R seconds of rollout become R n / (n + k). An iteration thus needs
     its own nodes, which cost C dollars an hour, for R k / (n + k) seconds less, and pays k GPUs for R n /

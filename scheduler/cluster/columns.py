@@ -53,7 +53,7 @@ class _Table:
 def enumerate_columns(
     jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, max_sets: int | None = None
 ) -> GroupColumns:
-    """All groups worth having, but of each size about `max_sets` at most, drawn at random.
+    """Returns all groups worth having, but of each size about `max_sets` at most, drawn at random.
 
     Raises ValueError for jobs on several rollout nodes.
     """

@@ -54,13 +54,13 @@ class GroupIndex:
         self._per_node: dict[str, Floats] = {name: np.full((64, 5), _NONE) for name in _PER_NODE}
 
     def name(self, row: int) -> str:
-        """The group in a row."""
+        """Returns the group in a row."""
         found = self._names[row]
         assert found is not None, f"row {row} is empty"
         return found
 
     def names(self) -> list[str]:
-        """All groups in the rows' order."""
+        """Returns all groups in the rows' order."""
         return [name for name in self._names if name is not None]
 
     def column(self, name: str) -> Floats:

@@ -137,12 +137,12 @@ class Greedy(_Static):
 
 
 def first_fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool = False) -> Candidate | None:
-    """The cheapest candidate in a group that keeps every constraint."""
+    """Returns the cheapest candidate in a group that keeps every constraint."""
     return next(fitting(cluster, group, job, multi_rate=multi_rate), None)
 
 
 def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> Iterator[Candidate]:
-    """The candidates in a group that keep every constraint, cheapest first."""
+    """Yields the candidates in a group that keep every constraint, cheapest first."""
     for candidate in candidates(group, job, cluster.pools):
         found = check(
             candidate,
@@ -156,7 +156,8 @@ def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> It
 
 
 def alone(cluster: Cluster, job: Job) -> Candidate:
-    """A new group. Raises PoolsFull where a pool lacks the nodes, and memory that no node has."""
+    """Returns a new group for the job alone. Raises PoolsFull if a pool lacks the nodes, or no node the
+    memory."""
     candidate = isolated(job, cluster.new_name(), cluster.pools)
     if (shortage := memory_shortage(candidate.group, cluster.pools)) is not None:
         raise PoolsFull(f"job {job.name} fits no host: {shortage}; use more nodes or a smaller state")

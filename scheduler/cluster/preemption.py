@@ -82,7 +82,7 @@ class Preemption:
         return tuple(needed) if len(needed) <= MAX_VICTIMS else ()
 
     def may_leave(self, ran_s: float) -> bool:
-        """Whether a job that has run for so long since it was placed gives its place away."""
+        """Returns whether a job that has run for so long since it was placed gives its place away."""
         return ran_s >= self.min_run_s
 
     def why(self, job: Contender, victim: Contender) -> str:

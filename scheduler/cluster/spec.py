@@ -257,7 +257,7 @@ class PoolSpec(Section):
     """The most nodes that all groups may have. None: no limit."""
 
     def to_pool(self, num_gpus: float | None = None) -> Pool:
-        """num_gpus: what a node takes of a Ray node; None: not known."""
+        """Returns the pool. num_gpus: what a node takes of a Ray node; None: not known."""
         given = self.gpus_per_node if self.gpus_per_node is not None else num_gpus
         return Pool(
             name=self.name,
@@ -292,7 +292,8 @@ class PoolsSpec(Section):
         return self
 
     def to_pools(self, num_gpus: Mapping[str, float] | None = None) -> Pools:
-        """num_gpus: what a node of each kind takes of a Ray node, as far as it is known."""
+        """Returns the pools. num_gpus: what a node of each kind takes of a Ray node, as far as it is
+        known."""
         known = num_gpus if num_gpus is not None else {}
         return Pools(
             rollout=self.rollout.to_pool(known.get(Phase.ROLLOUT)),

@@ -54,7 +54,8 @@ class Feed:
         return self._error is None and self._view is not None
 
     async def state(self) -> dict[str, Any]:
-        """The last answer and its age, after asking again if it is time. Wall-clock times, for people."""
+        """Returns the last answer and its age, after asking again if it is time. Wall-clock times, for
+        people."""
         try:
             if (asked := await self._question.settled()) is not None:
                 self._settle(asked)
@@ -112,5 +113,6 @@ class Feed:
 
 
 def without_password(text: str) -> str:
-    """An error's text without what a Redis URL in it says of users and passwords: the page shows it."""
+    """Returns an error's text without what a Redis URL in it says of users and passwords: the page shows
+    it."""
     return re.sub(r"//[^/\s]*@", "//", text)

@@ -74,7 +74,7 @@ class NodeFeed:
         self._error: str | None = None
 
     async def state(self) -> dict[str, Any]:
-        """The last answer, after asking again if it is time."""
+        """Returns the last answer, after asking again if it is time."""
         try:
             if (asked := await self._question.settled()) is not None:
                 self._settle(asked)

@@ -46,5 +46,5 @@ class Question(Generic[T]):
         return asking
 
     def wait(self, pause_s: float) -> None:
-        """Has the question not asked again for so long."""
+        """Keeps the question from being asked again for this long."""
         self._next_s = time.monotonic() + pause_s

@@ -51,7 +51,8 @@ class Slowdowns(Protocol):
     """Says what a sub-stage's time beside another is over its time alone on the whole GPU."""
 
     def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
-        """`beside`: what has the rest of the GPU; None: nothing. None is returned for what is unknown."""
+        """Returns the slowdown of a sub-stage; None if it is unknown. `beside`: the one on the rest of the
+        GPU; None: there is none."""
 
 
 Grid = tuple[tuple[float, ...], ...]
@@ -80,7 +81,8 @@ class SlowdownTable:
                 raise ValueError(f"{where}: a slowdown must be a number above 0, got {wrong[0]}")
 
     def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
-        """Bilinear between the four nearest points; outside of the grid the nearest one. Never below 1."""
+        """Interpolates between the four nearest points; outside of the grid the nearest one counts. Never
+        below 1."""
         if beside is None:
             return 1.0 if share == WHOLE else None
         grid = self.entries.get((kind, beside))

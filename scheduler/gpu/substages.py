@@ -148,7 +148,7 @@ class Iteration:
         return sum(phase.seconds for phase in self.phases)
 
     def tails(self) -> list[int]:
-        """The tokens of all samples in the rollout's last decoding, ascending."""
+        """Returns the tokens of all samples in the rollout's last decoding, ascending."""
         chains = [chain for phase in self.phases for chain in phase.chains if chain]
         return sorted(tokens for chain in chains for tokens in chain[-1].left)
 

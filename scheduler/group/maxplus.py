@@ -25,7 +25,7 @@ class NoTimetable(Exception):
 def shortest_cycle(
     num_steps: int, constraints: Sequence[Precedence], at_least: int = 0
 ) -> tuple[int, list[int]]:
-    """The least cycle time, not below `at_least`, that has a timetable, and its earliest starts.
+    """Returns the least cycle time, not below `at_least`, that has a timetable, and its earliest starts.
 
     Newton's method from below: a loop that is positive at one cycle time needs a longer one, which it names.
     Raises: NoTimetable.

@@ -101,7 +101,7 @@ class Pace:
             self._began_s[job] = old._began_s[job]
 
     def anchor_s(self, now: float) -> float:
-        """When the timetable's first pass begins, such that every later step can keep it."""
+        """Returns when the timetable's first pass begins, such that every later step can keep it."""
         anchors = [
             max(last.time_s, now) - self._planned_s(self._following(self._order.steps_on[key], last.number))
             for key, last in self._on.items()
@@ -116,12 +116,13 @@ class Pace:
         return max(anchors, default=float("-inf"))
 
     def delay_s(self, now: float) -> float:
-        """How much later than certified the group is: some phase, or a job between two, exceeded its worst
-        case. Above zero, the certificate no longer holds: profile again, certify again or move a job."""
+        """Returns how much later than certified the group is: some phase, or a job between two, exceeded its
+        worst case. Above zero, the certificate no longer holds: profile again, certify again or move a
+        job."""
         return max(0.0, self.anchor_s(now) - self._lowest_anchor_s)
 
     def not_before_s(self, number: int, now: float) -> float:
-        """When a step may start. Only rollouts, which begin an iteration, ever wait.
+        """Returns when a step may start. Only rollouts, which begin an iteration, ever wait.
 
         No rollout waits so long that its job's present iteration becomes too long.
         """

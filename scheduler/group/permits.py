@@ -142,11 +142,11 @@ class PermitBook:
         return self._line.place(job).freed
 
     def is_waiting(self, job: str) -> bool:
-        """Whether the job's request has a place in the order."""
+        """Returns whether the job's request has a place in the order."""
         return self._line.place(job).wants is not None
 
     def is_present(self, job: str) -> bool:
-        """Whether the order waits for this job."""
+        """Returns whether the order waits for this job."""
         return self._line.place(job).until_s is not None
 
     def request(self, job: str, kind: Phase, now: float) -> None:
@@ -228,7 +228,7 @@ class PermitBook:
         return tuple(granted)
 
     def next_wake_s(self, now: float) -> float | None:
-        """When `advance` may have something to do without another call; None: never."""
+        """Returns when `advance` may have something to do without another call; None: never."""
         times = [place.until_s for place in self._line.places.values() if place.until_s is not None]
         if self._pace is not None:
             times += [

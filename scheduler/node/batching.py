@@ -20,7 +20,8 @@ class BatchLimits:
             raise ValueError(f"a batch needs room for a request and a token, got {self}")
 
     def take(self, prompt_tokens: Iterable[int]) -> int:
-        """How many requests, from the head of a queue with these prompts; at least one if there is one."""
+        """Returns how many requests from the head of a queue with these prompts join; at least one, if
+        any."""
         count, tokens = 0, 0
         for length in prompt_tokens:
             tokens += length

@@ -31,7 +31,8 @@ class WaitOrDrop:
             raise ValueError(f"threshold in (0, 1] and max_wait_s of at least 0, got {self}")
 
     def decide(self, *, need_bytes: int, used_bytes: int, total_bytes: int, waited_s: float) -> MemoryVerdict:
-        """`need_bytes`: what the task adds on the stage; `waited_s`: since it was first ready."""
+        """Returns what to do with a task. `need_bytes`: what it adds on the stage; `waited_s`: since it was
+        ready."""
         allowed = self.threshold * total_bytes
         if need_bytes > allowed:
             return MemoryVerdict.REFUSE

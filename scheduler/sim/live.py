@@ -70,7 +70,7 @@ class _Run:
     waited_s: float = 0.0
 
     def is_attained(self, end_s: float) -> bool:
-        """Whether each iteration kept the SLO, or their mean with all pauses; False if none began."""
+        """Returns whether each iteration kept the SLO, or their mean with all pauses; False if none began."""
         job, limit_s = self.job, self.job.slo * self.job.solo_s
         if self.attempt == 0:
             return False

@@ -137,8 +137,9 @@ class Delivery:
         self._reads_until_s = 0.0
 
     def reads_mirror(self, now_s: float) -> bool:
-        """Whether the worker is taking weights from the mirror, which then has to stay at one version. From
-        it an engine loads layers that take no single elements, and all weights if writing fails.
+        """Returns whether the worker is taking weights from the mirror, which then has to stay at one
+        version. From it an engine loads layers that take no single elements, and all weights if writing
+        fails.
         """
         return self.is_busy and now_s < self._reads_until_s
 

@@ -51,7 +51,8 @@ class MirrorStore(Protocol):
         """Returns new planes of all buckets. Raises: OSError when there is no room."""
 
     def has_room(self) -> bool:
-        """Whether one more version may arrive without that the changes of those since the last look go."""
+        """Returns whether one more version may arrive before the kept changes, since the last look, are
+        dropped."""
 
     def changing(
         self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]

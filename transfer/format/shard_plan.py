@@ -63,13 +63,13 @@ class Box:
         return math.prod(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def meets(self, other: "Box") -> bool:
-        """Whether the two boxes share an element."""
+        """Returns whether the two boxes share an element."""
         starts = map(max, self.start, other.start)
         stops = map(min, self.stop, other.stop)
         return all(start < stop for start, stop in zip(starts, stops, strict=True))
 
     def lies_in(self, other: "Box") -> bool:
-        """Whether all of this box is inside the other."""
+        """Returns whether all of this box is inside the other."""
         starts = zip(self.start, other.start, strict=True)
         stops = zip(self.stop, other.stop, strict=True)
         return all(mine >= its for mine, its in starts) and all(mine <= its for mine, its in stops)

@@ -191,7 +191,7 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_planes_file(path: Path) -> bool:
-    """Whether a checkpoint is a file of shared planes. Raises: FrameError, OSError."""
+    """Returns whether a checkpoint is a file of shared planes. Raises: FrameError, OSError."""
     with path.open("rb") as file:
         return LAYOUT_KEY in _read_head(file.fileno(), path)[1]
 

@@ -87,7 +87,7 @@ class PublishedDtypes:
         return cls(kept=frozenset(name for name in wide if any(part in name for part in parts)))
 
     def keeps(self, name: str, tensor: Any) -> bool:
-        """Whether a trainer's tensor is published in float32."""
+        """Returns whether a trainer's tensor is published in float32."""
         return name in self.kept and str(tensor.dtype) == "torch.float32"
 
 

@@ -54,10 +54,11 @@ class RouterQuestions:
                 return served_card(cards, names, model_dir)
 
     def is_open(self, url: str) -> bool:
-        """Whether the router at ``url`` takes requests without a key. Another one than the client's own that
-        has gone counts as one that did not listen when the front started.
+        """Returns whether the router at ``url`` takes requests without a key. If a router other than the
+        client's own has gone, the answer is False, as for a router that did not listen when the front
+        started.
 
-        Raises: ConfigError if the client's own has gone.
+        Raises: ConfigError if the client's own router has gone.
         """
         request = httpx.Request("GET", f"{url}/v1/models")  # without the client's own headers
         began = time.monotonic()

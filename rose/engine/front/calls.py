@@ -78,8 +78,8 @@ def wants_stream(params: SamplingParams) -> bool:
 
 
 def streams_single_tokens(params: SamplingParams) -> bool:
-    """Whether a client gets a delta for each token, as parsers of vLLM expect them: some misread a delta in
-    which a mark and text come together."""
+    """Returns whether a client gets a delta for each token, as parsers of vLLM expect them: some misread a
+    delta in which a mark and text come together."""
     return params.output_kind is RequestOutputKind.DELTA and _interval(params) == 1
 
 

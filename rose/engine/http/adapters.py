@@ -54,7 +54,7 @@ class AdapterNames(dict[str, LoRARequest]):
         return self.has_version(name) or self.has_version(self.newest.get(str(name)))
 
     def has_version(self, name: object) -> bool:
-        """Whether turns may name a version. vLLM's own route may have dropped its name."""
+        """Returns whether turns may name a version. vLLM's own route may have dropped its name."""
         return super().__contains__(name)
 
     def __missing__(self, name: str) -> LoRARequest:

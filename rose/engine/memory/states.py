@@ -30,6 +30,6 @@ def speculative_states(group: SingleTypeKVCacheManager) -> int:
 
 
 def is_about_to_copy(group: SingleTypeKVCacheManager, request: Request) -> bool:
-    """Whether the request's next step copies a block that it shares with the prefix cache, which takes one
-    more. vLLM 0.30-0.33 keep these requests by their id."""
+    """Returns whether the request's next step copies a block that it shares with the prefix cache, which
+    takes one more. vLLM 0.30-0.33 keep these requests by their id."""
     return request.request_id in group._partial_hit_reqs

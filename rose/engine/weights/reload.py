@@ -32,7 +32,7 @@ class LiveModel:
     is_drafter: bool = False
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor of this name in a run is one of the model's checkpoint."""
+        """Returns whether a tensor of this name in a run is one of the model's checkpoint."""
         return name.startswith(DRAFTER_PREFIX) == self.is_drafter
 
     def own(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

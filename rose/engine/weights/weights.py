@@ -219,8 +219,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             on_all_ranks(load)  # the mirror has moved on: the old weights are nowhere any more
 
     def is_behind(self, state_hash: str | None) -> bool:
-        """Whether load() would load other weights than those of this hash on any rank. None is the hash of
-        the model's own files. All ranks call it at the same time.
+        """Returns whether load() would load other weights than those of this hash on any rank. None is the
+        hash of the model's own files. All ranks call it at the same time.
 
         Raises: FrameError where the mirror holds half a version.
         """

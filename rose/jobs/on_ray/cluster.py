@@ -117,7 +117,7 @@ class RayNodes:
             )
 
     def is_there(self) -> bool:
-        """Whether the head may still come back, as far as is known."""
+        """Returns whether the head may still come back, as far as is known."""
         return self._silence.seconds(time.monotonic()) <= self._limit_s / 2
 
     def late(self) -> str | None:
@@ -131,7 +131,7 @@ class RayNodes:
         return sorted({str(node["NodeManagerAddress"]) for node in self._alive.values()})
 
     def is_alive(self, ray_node: str) -> bool:
-        """Whether Ray holds the node for alive, as of this call."""
+        """Returns whether Ray holds the node for alive, as of this call."""
         return any(node["NodeID"] == ray_node and node["Alive"] for node in ray.nodes())
 
     @property

@@ -56,7 +56,7 @@ def failure(command: Sequence[str], error: Exception) -> Ended:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether an environment that could not be prepared may be prepared later without a change."""
+    """Returns whether an environment that could not be prepared may be prepared later without a change."""
     if not isinstance(error, ray.exceptions.RuntimeEnvSetupError):
         return False
     text = str(error)

@@ -27,7 +27,7 @@ def identity(pid: int) -> str:
 
 
 def is_alive(name: str) -> bool:
-    """Whether the process of this `identity` runs."""
+    """Returns whether the process of this `identity` runs."""
     pid = name.partition(":")[0]
     return pid.isdecimal() and identity(int(pid)) == name
 

@@ -91,15 +91,15 @@ class Connections:
         return self._connections[number]
 
     def members(self) -> list[Connection]:
-        """The connections that have a slot."""
+        """Returns the connections that have a slot."""
         return [connection for connection in self._connections.values() if connection.slot]
 
     def slots(self) -> set[int]:
-        """The slots of :meth:`members`."""
+        """Returns the slots of :meth:`members`."""
         return {connection.slot for connection in self.members()}
 
     def member_pids(self) -> str:
-        """The processes of :meth:`members`, for a message."""
+        """Returns the processes of :meth:`members`, for a message."""
         return ", ".join(map(str, sorted({connection.pid for connection in self.members()})))
 
     def add(self, client: socket.socket | None, pid: int, started: int, pidfd: int) -> Connection:

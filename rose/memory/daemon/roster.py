@@ -167,7 +167,7 @@ class Roster:
                 )
 
     def broken_slots(self) -> list[int]:
-        """The slots of engines that have lost some of their processes for good."""
+        """Returns the slots of engines that have lost some of their processes for good."""
         return [slot for slot, engine in self._engines.items() if engine.is_broken]
 
     def check_integrity(self) -> None:

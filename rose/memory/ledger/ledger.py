@@ -148,7 +148,7 @@ class Ledger(SlabTable):
         return self._lacking(self.slots_of(Role.ROLLOUT))
 
     def others_lack(self, slot: int) -> int:
-        """How many of the slabs that they want the engines in other slots don't own."""
+        """Returns how many of the slabs that they want the engines in other slots don't own."""
         return self._lacking(other for other in _SLOTS if other != slot)
 
     def _lacking(self, slots: Iterable[int]) -> int:
@@ -164,7 +164,7 @@ class Ledger(SlabTable):
     # Engines -------------------------------------------------------------------------------------
 
     def engines(self) -> dict[int, EngineSlot]:
-        """The engines attached to the pool, by slot."""
+        """Returns the engines attached to the pool, by slot."""
         found: dict[int, EngineSlot] = {}
         for slot in _SLOTS:
             at = LedgerWord.SLOTS + slot * SLOT_WORDS
@@ -177,7 +177,7 @@ class Ledger(SlabTable):
         return found
 
     def slots_of(self, role: Role) -> list[int]:
-        """The slots of the engines of a role."""
+        """Returns the slots of the engines of a role."""
         number = _ROLES.index(role)
         return [slot for slot, one in enumerate(self._roles.tolist()) if one == number]
 

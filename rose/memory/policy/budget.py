@@ -88,7 +88,7 @@ class BudgetPolicy:
         return max(self.num_slabs - self.headroom_slabs - self.reserve(serving_reserve), self.min_slabs)
 
     def has_headroom_lent(self, budget: int) -> bool:
-        """Whether ``budget`` contains slabs of the headroom."""
+        """Returns whether ``budget`` contains slabs of the headroom."""
         return budget > self.begin_step(0)
 
     @property
@@ -98,7 +98,7 @@ class BudgetPolicy:
         return self.num_slabs - self.min_slabs
 
     def pressure_threshold(self, budget: int) -> float:
-        """The serving usage above which ``budget`` is cut: the high watermark within the headroom."""
+        """Returns the serving usage above which ``budget`` is cut: the high watermark within the headroom."""
         return self.num_slabs - budget - self.headroom_slabs * (1 - self.high_watermark)
 
     def observe(

@@ -47,7 +47,8 @@ def watch_process(pid: int) -> tuple[int, int]:
 
 
 def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
-    """Whether a descriptor becomes readable within the time. Unlike select() it takes numbers above 1,023."""
+    """Returns whether a descriptor becomes readable within the time. Unlike select() it takes numbers above
+    1,023."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))

@@ -119,7 +119,7 @@ class OpenSize:
         )
 
     def matches(self, size: PoolSize) -> bool:
-        """Whether a pool of ``size`` has all the sizes that are given."""
+        """Returns whether a pool of ``size`` has all the sizes that are given."""
         given = (self.num_slabs, self.slab_bytes, self.headroom_slabs, self.num_shards, self.backend)
         other = (size.num_slabs, size.slab_bytes, size.headroom_slabs, size.num_shards, size.backend)
         return all(mine in (None, its) for mine, its in zip(given, other, strict=True))

@@ -21,7 +21,7 @@ _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params",
 
 
 def can_stream(body: Mapping[str, Any]) -> bool:
-    """Whether vLLM can stream what this call asks for; otherwise the call is forwarded to one worker
+    """Returns whether vLLM can stream what this call asks for; otherwise the call is forwarded to one worker
     whole."""
     return not any(body.get(name) for name in _WHOLE_ONLY) and body.get("prompt_logprobs") is None
 

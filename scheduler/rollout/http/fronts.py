@@ -91,8 +91,8 @@ class Fronts:
             self._folder.cleanup()
 
     def serve(self, model: str | None) -> bool:
-        """Whether fronts take this model's requests: those that start again do, too. Until one has said what
-        it serves, they take every model's."""
+        """Returns whether fronts take this model's requests: those that start again do, too. Until one has
+        said what it serves, they take every model's."""
         if not self.are_configured:
             return False
         known = frozenset[str]().union(*(front.known for front in self._fronts))

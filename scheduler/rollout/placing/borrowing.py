@@ -45,11 +45,11 @@ class Borrower:
         return replace(self, wants=(self.wants or set()) | (other.wants or set()) if both else None)
 
     def can_use(self, each: "Lendable") -> bool:
-        """Whether the GPU has weights that this job has turns for, or can get them."""
+        """Returns whether the GPU has weights that this job has turns for, or can get them."""
         return self.finds_weights(each) or self._can_switch(each)
 
     def finds_weights(self, each: "Lendable") -> bool:
-        """Whether the GPU has weights that this job has turns for, or base weights that will do."""
+        """Returns whether the GPU has weights that this job has turns for, or base weights that will do."""
         if self.wants is None:
             return True
         met = [wants for wants in self.wants if wants.are_met(each.models, each.version, each.adapters)]
@@ -79,9 +79,9 @@ class Borrower:
         return run_id in each.refused and not (has_published and found_none)
 
     def may_take(self, each: "Lendable", *, is_home: bool) -> bool:
-        """Whether the job may have the GPU now, which is idle: changing its weights takes time, so it first
-        keeps those that it has for as long. `is_home`: whether the job is entitled to it. Otherwise it has to
-        be idle for as long, too, since its own job may come back to it."""
+        """Returns whether the job may have the GPU now, which is idle: changing its weights takes time, so it
+        first keeps those that it has for as long. `is_home`: whether the job is entitled to it. Otherwise it
+        has to be idle for as long, too, since its own job may come back to it."""
         if self.finds_weights(each):
             return True
         rested_s = each.kept_s if is_home else min(each.kept_s, each.idle_s)

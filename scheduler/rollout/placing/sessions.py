@@ -54,8 +54,8 @@ class Session:
     """Length and digest of the bytes of the last turn's prompt and sampled tokens; None for texts."""
 
     def is_extended_by(self, prefix: bytes) -> bool | None:
-        """Whether a next turn's prompt begins with all tokens of the last turn, as they were sampled; None
-        if that can't be told."""
+        """Returns whether a next turn's prompt begins with all tokens of the last turn, as they were sampled;
+        None if that can't be told."""
         if self.said is None:
             return None
         return self.said == length_and_digest(prefix[: self.said[0]])

@@ -137,7 +137,7 @@ class _Connection:
         return lines
 
     def has_given_up(self) -> bool:
-        """Whether a command was here that has closed its end."""
+        """Returns whether a command was here that has closed its end."""
         if self.client is None or not self.client.startswith(COMMAND):
             return False
         try:

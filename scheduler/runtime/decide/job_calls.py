@@ -141,12 +141,13 @@ class JobCalls:
         certify(group, own_order(group))
 
     def is_possible_now(self, spec: RunSpec, now: float) -> bool:
-        """Whether the job has a place if no job runs on the nodes that there are and that are not drained."""
+        """Returns whether the job has a place if no job runs on the nodes that there are and that are not
+        drained."""
         empty = self._state.groups.without_jobs(self._state.groups.offered, spec.group)
         return self.has_place(empty, spec, now)
 
     def has_place(self, groups: Groups, spec: RunSpec, now: float) -> bool:
-        """Whether the job has a place in these groups, in an order that can be certified."""
+        """Returns whether the job has a place in these groups, in an order that can be certified."""
         try:
             group = groups.place(spec, now).group
             certify(group, own_order(group))

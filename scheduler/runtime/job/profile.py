@@ -153,7 +153,8 @@ def check_phases(spec: RunSpec, recorded: Recorded) -> None:
 
 
 def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[MemorySample]) -> JobProfile:
-    """The figures of a job that ran to its end. Raises: ProfileError for a phase that it never entered."""
+    """Returns the figures of a job that ran to its end. Raises: ProfileError for a phase that it never
+    entered."""
     check_phases(spec, recorded)
     measured = [run for run in recorded.runs if run.iteration >= NUM_WARM_UP]
     seen = {run.phase for run in measured}

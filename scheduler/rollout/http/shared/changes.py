@@ -62,7 +62,7 @@ class AdminChanges:
         self.noted()
 
     def announced(self, version: WeightVersion, step: dict[str, Any]) -> bool:
-        """Has the newest version of a run be what its publisher has announced, with a step or by itself.
+        """Makes the version that a run's publisher has announced, with a step or by itself, the run's newest.
 
         Returns False, and changes nothing, if a public key is set and another announcement was newer: a
         publisher's versions only grow. Raises: RelayError if it is not signed.
