@@ -9,8 +9,7 @@ Requests grow block by block, end and begin again; slabs come when blocks run ou
 of the slabs are cut. The figure is the requests aborted over the proportional minimum, which is the same
 share of the requests as of the slabs, here half. Beside it stands the same for stock order (vLLM's LRU queue,
 the request with the most blocks first), and for the fewest requests that would do if the survivors' blocks
-could be moved together without a gap. Slabs can't be packed like that, because blocks stay where they are,
-and spare room per request would cost resident memory.
+could be moved together without a gap. Slabs can't be packed like that, because blocks stay where they are.
 
     python benchmarks/bench_cut.py --json cut.json
 """

@@ -1,13 +1,13 @@
 """Model sync of a whole job: from all trainer ranks to all rollout ranks, with one copy over the slow link.
 
-Owns both ends of a sync, and which relay each rank talks to. A relay stands on each rollout node. Scatter:
-every trainer rank sends its exclusive share, over its own connections, to its peer among the relays.
-Broadcast: the relays hand each bucket on to each other while the trainer is still sending, and every rollout
-rank reads from the relay on its own node. A sync that returns has brought every receiver all bits, checked
-against the sender's hash. If a sync raises, either the receivers that the error does not name have the
-version, or no receiver has it and all keep the old one. The next send() continues from there. Never asks for
-a permit, because rose.phase("sync") needs none. Source: WEAVE §5.2. Where we differ: every rank receives into
-host memory, not into its device's, and only what changed is sent.
+Owns both ends of a sync, and which relay each rank talks to. Each rollout node has a relay. Scatter: every
+trainer rank sends its exclusive share to its peer among the relays. Broadcast: the relays hand each bucket on
+while the trainer is still sending, and every rollout rank reads from its own node's relay. When a sync
+returns, every receiver has all bits, checked against the sender's hash. If a sync raises, either the
+receivers that the error does not name have the version, or no receiver has it and all keep the old one. The
+next send() continues from there. Never asks for a permit, because rose.phase("sync") needs none. Source:
+WEAVE §5.2. Where we differ: every rank receives into host memory, not into its device's, and only what
+changed is sent.
 """
 
 import time

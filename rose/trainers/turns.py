@@ -1,9 +1,9 @@
 """One turn of token ids, for trainers that bring no HTTP client of their own.
 
 An answer has the exact ids and the logprobs of the sampled tokens. A trajectory's turns carry its name, so
-that the router finds its prefix cache. If there are several routers, the name also decides at which one the
-turns begin. A turn whose router dies or shuts down goes on at the next one, after the tokens that have
-arrived. A refused turn is not tried again, because the router has tried every worker.
+that the router finds its prefix cache. Of several routers, the name decides at which one turns begin. A turn
+whose router dies or shuts down goes on at the next one, after the tokens that have arrived. A refused turn is
+not tried again: the router has tried every worker.
 """
 
 import asyncio

@@ -1,10 +1,9 @@
 """Preemption: which running jobs give their places to a waiting one.
 
-Owns the choice of victims and the time that a job runs at least. A job of higher priority may take the place
-of any running job below it. Where the cluster's file says so, a job of equal priority may as well, if its
-team, with the job's nodes, uses less for its share than the victim's team uses with the victim's. Only
-victims that are needed are chosen, those of the lowest priority first. When a victim leaves, at the end of an
-iteration, is decided elsewhere. Pure.
+Owns the choice of victims and the least time that a job runs. A job may take the place of any running job of
+lower priority. If the cluster's file says so, a job of equal priority may as well, if its team, with the
+job's nodes, uses less for its share than the victim's team now. Only victims that are needed are chosen,
+those of the lowest priority first. Pure.
 
 Cycles are impossible. A job that has taken a place is not preempted before it has completed an iteration
 there. A job that gave its place to another job gives it to the same one again only if that one has started

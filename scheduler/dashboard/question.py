@@ -1,8 +1,7 @@
 """One question to another process, for all viewers together.
 
-Owns when it may be asked again. At most one question is on its way, however many viewers there are, and none
-while there is no viewer. A viewer waits for it no longer than the caller says; an answer that comes later is
-used for the next view.
+Owns when it may be asked again. At most one question is on its way, and none while there is no viewer. A
+viewer waits for it no longer than the caller says; a later answer is used for the next view.
 """
 
 import asyncio

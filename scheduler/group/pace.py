@@ -5,12 +5,11 @@ no phase exceeds its worst case, the anchor never moves to a later time, and eve
 anchor + timetable. Two iterations of a job then start no further apart than its SLO allows. Pure; all of its
 state is in `PaceState`.
 
-Jobs are held back because phases are mostly shorter than their worst case. A job may start iteration n very
-early, and n + 1 only at its certified time, because the others then take theirs. That iteration would be
-longer than the certificate says (two jobs of 50 s + 50 s on two rollout nodes: 150 s instead of 100). So a
-job may be ahead of the timetable by at most what its SLO leaves over its certified longest iteration. The
-timetable itself moves up with the slowest job of the group, so no job waits for worst cases that did not
-happen.
+Jobs are held back because phases are mostly shorter than their worst case. If a job started iteration n very
+early, and n + 1 only at its certified time, the first would be longer than the certificate says (two jobs of
+50 s + 50 s on two rollout nodes: 150 s instead of 100). So a job may be ahead of the timetable by at most
+what its SLO leaves over its certified longest iteration. The timetable itself moves up with the slowest job
+of the group, so no job waits for worst cases that did not happen.
 
 A job that joins or returns would move the anchor to a later time if its turn came while the others are ahead.
 So it takes the first pass in which none of the others is late for its own next iteration. When a job joins,

@@ -106,7 +106,7 @@ class SharedMirror:
                     self._writer = None
 
     def has_room(self) -> bool:
-        """Returns whether one more version leaves engines the changes that they need, or they can't use any."""
+        """Returns whether one more version leaves engines the changes that they need, if they use any."""
         is_whole = not self._is_followed or any(step.reason is not None for step in self._steps)
         return is_whole or not self._is_too_much(self._steps)
 

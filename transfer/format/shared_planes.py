@@ -7,8 +7,7 @@
 
 A file of uncut tensors is a safetensors file. Owns that format, and the lock between the process that changes
 the bits and those that read them. A reader under the lock sees one whole version, or gets FrameError if the
-writer died while it changed the bits. A process that holds the file open can read it even when its name is
-gone.
+writer died while it changed the bits. An open file stays readable when its name is gone.
 """
 
 import fcntl

@@ -1,11 +1,11 @@
 """Announces a version to the run's routers, as soon as the relay has all of it.
 
 Routers learn from engines which weights they have, and engines learn from the relay which versions there are.
-So without the trainer's own word a turn could begin on older weights for a moment. The key is the job's,
-which the router accepts only for the job's own run. Never raises: a router that can't be told is named in the
-log. Such a router gives turns older weights until it is told of the next version, or until 10 minutes after
-the last version of which it was told; a router that was never told follows its engines. A router that does
-not answer is tried for about 5 s, and with the next version once, for about 1 s. One thread at a time.
+So without an announcement a turn could begin on older weights for a moment. The router accepts the job's key
+only for the job's own run. Never raises: a router that can't be told is named in the log. Such a router gives
+turns older weights until it is told of the next version, or until 10 minutes after the last version of which
+it was told; a router that was never told follows its engines. A router that does not answer is tried for
+about 5 s, and with the next version once, for about 1 s. One thread at a time.
 """
 
 import logging

@@ -4,12 +4,12 @@ Owns: solo disaggregation, veRL and Gavel+ for one group, and what their results
 baseline pays for restarts, copies or synchronization, so each gets at least what a real one would. Never: is
 shipped.
 
-Source: WEAVE §6.1 and §6.2. Prices, compute and bandwidth are those of its Table 1. Training takes longer on
-H20 in proportion to the lower compute, and a rollout takes longer on H800 in proportion to the lower memory
-bandwidth. The paper describes Gavel+ in two sentences: it chooses optimal fractions of GPUs for whole jobs.
-Ours solves Gavel's linear program (OSDI '20, max-min fairness over shares of time): in each share of its time
-a job has both kinds of nodes, or runs both phases on nodes of one kind. The slowest job gets as much as it
-can have, and among such shares those are taken that are worth most.
+Source: WEAVE §6.1 and §6.2. Prices, compute and bandwidth are those of its Table 1. Training is slower on H20
+in proportion to compute, and a rollout is slower on H800 in proportion to memory bandwidth. The paper only
+says that Gavel+ chooses optimal fractions of GPUs for whole jobs. Ours solves Gavel's linear program (OSDI
+'20, max-min fairness over shares of time): in each share of its time a job has both kinds of nodes, or runs
+both phases on nodes of one kind. The slowest job gets as much as it can have, and among such shares those are
+taken that are worth most.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Checks what a front and the workers behind its router must agree on, before the front serves.
 
-Owns the questions to the router. If a front's model, context or tokenizer differs from the workers', every
-token of its chats would be wrong, so the front ends and names the difference. It waits for the first worker
-of its model and through temporary faults, but not for a router.
+Owns the questions to the router. A front whose model, context or tokenizer differs from the workers' ends and
+names the difference, because its tokens would be wrong. It waits for the first worker of its model and
+through temporary faults, but not for a router.
 """
 
 from __future__ import annotations

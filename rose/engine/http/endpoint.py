@@ -124,10 +124,10 @@ async def get_status(
 ) -> WorkerStatus:
     """Returns the engine's status. A router names itself as ``follower``, with the versions of weights and
     adapters that it ``knows`` and the interval of its requests. Until it knows a version of weights, no token
-    of that version leaves the engine, and until it knows one of an adapter, that version is not acknowledged.
-    With a ``cap``, the answer has the router's lease: how many of the turns that it ``wants`` it may have,
-    and the job to which the GPU is lent, which is the one that it ``lends`` to, or another router's.
-    ``priority`` is that job's, and ``run`` names the run whose weights its turns get."""
+    of that version leaves the engine, and a new version of an adapter is not acknowledged. With a ``cap``,
+    the answer has the router's lease: how many of the turns that it ``wants`` it may have, and the job to
+    which the GPU is lent (its own ``lends``, or another router's). ``priority`` is that job's, and ``run``
+    names the run whose weights its turns get."""
     control = _control(request)
     status = control.status()
     if follower is None:

@@ -3,9 +3,9 @@
 This module has the rules of attaching, coming back and leaving. A slot is vacated only once every process of
 its engine is known to hold no slab. The rules are pure: there are no sockets and there is no clock.
 
-A connection is *present*, *lost* or *gone*. It is lost when its socket is closed while its process may still
-have slabs mapped; then it may become present again. It is gone when it said bye or its process ended. No
-process joins an engine that has a lost connection, and an engine of which one connection is gone will leave.
+A connection is *present*, *lost* (its socket is closed, but its process may still have slabs mapped and come
+back) or *gone* (it said bye, or its process ended). No process joins an engine that has a lost connection,
+and an engine of which one connection is gone will leave.
 """
 
 from collections.abc import Iterator

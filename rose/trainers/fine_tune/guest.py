@@ -1,8 +1,8 @@
 """A trainer as the guest of a serving engine: it computes one piece at a time, under a grant of the board.
 
-Owns the trainer's place on the board and the measured seconds of its pieces. Promises that no piece begins
-without a grant. A grant is kept for further pieces only while serving doesn't call and the pieces still fit.
-A piece that can never fit ends the trainer with one clear line. Only one thread may use it at a time.
+Owns the trainer's place on the board and the measured seconds of its pieces. Promises that each piece begins
+with a grant. A grant is kept for further pieces only while serving doesn't call and they still fit. A piece
+that can never fit ends the trainer with one clear line. Only one thread may use it at a time.
 """
 
 import logging

@@ -1,16 +1,16 @@
 """The queue: which jobs wait for a place, and which of them is placed next.
 
-Owns the answers to those who submit, hold and release jobs. A job that finds no place at the moment is queued
-with the reason, and one that would find none in the empty cluster is refused. Whenever there may be new room,
-queued jobs are tried by priority, then by their teams' use of their shares, then in the order of submission.
-Each that fits and is within its team's quota is placed. Jobs without a team are one team of share 1.
+Owns the answers to those who submit, hold and release jobs. A job that finds no place now is queued with the
+reason, and one that would find none in the empty cluster is refused. When there may be room, queued jobs are
+tried by priority, then by their teams' use of their shares, then in the order of submission. Each that fits
+and is within its team's quota is placed. Jobs without a team are one team of share 1.
 
 A placed job overtakes a queued one that could use the same nodes if the queued one comes before it, or is the
 first of another team with its priority and was submitted earlier. After `MAX_OVERTAKEN` times the queued job
 comes first of its priority, and no job that could use the same nodes is placed before it. This does not hold
 while the queued job would not fit even if no job ran, or waits for its team's quota. A queued job that takes
-the places of running ones (preempt_calls.py) comes first as well, and no job that comes behind it takes the
-room that it waits for. Pure: takes ``now``.
+the places of running ones (preempt_calls.py) comes first as well, and no job behind it takes its room. Pure:
+takes ``now``.
 """
 
 import bisect

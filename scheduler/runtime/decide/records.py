@@ -1,8 +1,8 @@
 """A job's record: what the scheduler knows of the job and keeps across its own restarts, as JSON.
 
 Owns the account of the time that the job has used, in the form that the policies read. Completed iterations
-count, and the time that the present one has taken beyond its SLO. A job banks the time that its SLO allowed
-and that it did not use. A job that used more time may not be slowed at all.
+count, and the time that the present one has taken beyond its SLO. A job banks the allowed time that it did
+not use. A job that used more may not be slowed at all.
 """
 
 from enum import StrEnum
