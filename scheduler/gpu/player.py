@@ -81,7 +81,7 @@ class Player:
         numbers = {graph.num_workers for each in graphs for graph in each}
         if not 1 <= len(graphs) <= 2 or len(numbers) != 1 or min(map(len, graphs)) < 2:
             raise ValueError(
-                "want one or two pipelines with a past and a next iteration, all on the same workers; "
+                "expected one or two pipelines with a past and a next iteration, all on the same workers; "
                 f"got {[len(each) for each in graphs]} iterations on {sorted(numbers)} workers"
             )
         self._runs = [PipelineProgress(graphs=each) for each in graphs]
