@@ -75,7 +75,9 @@ class SlowdownTable:
         for (kind, beside), grid in self.entries.items():
             where = f"{kind} beside {beside}"
             if [len(row) for row in grid] != [len(self.memory)] * len(self.compute):
-                raise ValueError(f"{where}: expected {len(self.compute)} rows of {len(self.memory)} slowdowns")
+                raise ValueError(
+                    f"{where}: expected {len(self.compute)} rows of {len(self.memory)} slowdowns"
+                )
             wrong = [value for row in grid for value in row if not 0 < value < math.inf]
             if wrong:
                 raise ValueError(f"{where}: a slowdown must be a number above 0, got {wrong[0]}")
