@@ -108,7 +108,7 @@ class Failures:
         self._until = 0.0
 
     def are_too_many(self, num_tokens: int) -> bool:
-        """Notes one more after so many tokens. Each router is asked, however late it is."""
+        """Notes one more after this many tokens. Each router is asked, however late it is."""
         now = time.monotonic()
         if not self._num or num_tokens > self._num_tokens:
             self._num, self._until = 0, now + self._retry_s

@@ -144,7 +144,7 @@ def _query_groups(part: Any, config: Any) -> Iterator[tuple[int, int, int, int, 
 
 
 def _rows(part: Any, parameter: Any, at: int, size: int, total: int, start: int) -> TensorShard:
-    """Returns rows of a parameter as those of a Hugging Face tensor that has so many of them."""
+    """Returns rows of a parameter as those of a Hugging Face tensor that has this many of them."""
     return TensorShard(
         tensor=parameter,
         index=(slice(at, at + size),) if size < parameter.shape[0] else None,

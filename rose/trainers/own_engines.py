@@ -5,7 +5,7 @@
     @rose.phase("rollout", working_set=engines, move_tail=engines.move_tail)
 
 The engines run all the time, and are active only while the job holds their nodes. An inactive engine has
-given its weights and KV back. Turns of a router go on at the engines that are left, behind the tokens that
+given its weights and KV back. Turns of a router go on at the engines that are left, after the tokens that
 they have.
 """
 

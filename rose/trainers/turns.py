@@ -99,7 +99,7 @@ class RouterTurns:
     if it wants one. By default both are those that the job scheduler has set (``ROSE_ROUTER_URL``,
     ``ROSE_ROUTER_API_KEY``). Without ``model`` the key's job decides, or else all workers serve the same one.
     At an https address the router must show a certificate of ``ROSE_TLS_CA``. ``job`` names the RL job, and
-    ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for so many
+    ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for this many
     seconds from the first failure a turn is tried again while no router answers. Raises: ConfigError if no
     address is known.
     """
@@ -189,7 +189,7 @@ class RouterTurns:
 
 
 def _begins_anew(sampling: Mapping[str, Any]) -> bool:
-    """Whether a cut turn may not go on behind its tokens; stock workers can't with a grammar or penalties."""
+    """Whether a cut turn may not go on after its tokens; stock workers can't with a grammar or penalties."""
     completion = {**sampling, "vllm_xargs": sampling.get("extra_args")}
     return must_restart(completion) or has_state(completion)
 

@@ -47,7 +47,7 @@ class ClusterPolicy(Protocol):
     def rearrange(
         self, cluster: Cluster, now_s: float, max_moves: int, leave: Sequence[str] | None = None
     ) -> Rearrangement | None:
-        """Returns a better arrangement of the running jobs with at most so many moves, or None.
+        """Returns a better arrangement of the running jobs with at most this many moves, or None.
 
         leave: the groups that jobs may leave, of those that `movable` names; None: all of them.
         """

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 _ROUNDING = 1e-9
 """The relative rounding of sums of dollars."""
 MAX_VICTIMS = 64
-"""No job takes the places of more. A search looks at so many of the lowest jobs, and at as many more of the
+"""No job takes the places of more. A search looks at this many of the lowest jobs, and at as many more of the
 job's own team, because only those make room in the team's quota. It asks for a place four times as often at
 most."""
 
@@ -45,7 +45,7 @@ class Preemption:
     by_priority: bool = False
     by_share: bool = False
     min_run_s: float = 0.0
-    """A job runs at least so long before it gives its place away."""
+    """A job runs at least this long before it gives its place away."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Each team's share; 1 for a team that it lacks."""
 
@@ -81,7 +81,7 @@ class Preemption:
         return tuple(needed) if len(needed) <= MAX_VICTIMS else ()
 
     def may_leave(self, ran_s: float) -> bool:
-        """Returns whether a job that has run for so long since it was placed gives its place away."""
+        """Returns whether a job that has run for this long since it was placed gives its place away."""
         return ran_s >= self.min_run_s
 
     def why(self, job: Contender, victim: Contender) -> str:

@@ -21,7 +21,7 @@ LEAST_GAIN = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastIterations:
-    """What a job's last iterations took on so many rollout nodes of its own, on average."""
+    """What a job's last iterations took on this many rollout nodes of its own, on average."""
 
     num_nodes: int
     iteration_s: float
@@ -49,7 +49,7 @@ class RightSizing:
         return sorted((num for num in nums if cost[num] <= most), key=cost.__getitem__)
 
     def dollars(self, seen: LastIterations, num_nodes: int, num_train_nodes: int) -> float:
-        """Returns what an iteration costs on so many own nodes with the same loans."""
+        """Returns what an iteration costs on this many own nodes with the same loans."""
         lent = self.gpu_speed * seen.lent_gpus
         gpus = self._pools.rollout.gpus_per_node
         rollout_s = seen.rollout_s * (seen.num_nodes * gpus + lent) / (num_nodes * gpus + lent)

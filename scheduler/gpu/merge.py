@@ -34,7 +34,7 @@ class WorkerTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """All samples of the tails go on on `target`. `gain_s`: the time saved, over both pipelines."""
+    """All samples of the tails continue on `target`. `gain_s`: the time saved, over both pipelines."""
 
     target: int
     gain_s: float

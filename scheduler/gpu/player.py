@@ -42,7 +42,7 @@ class PlayerEvent:
     kinds: tuple[SubStageKind | None, SubStageKind | None]
     action: Action | None = None
     merged: int | None = None
-    """The pipeline whose tails go on on this worker."""
+    """The pipeline whose tails continue on this worker."""
     gain_s: float = 0.0
 
 

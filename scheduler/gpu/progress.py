@@ -133,7 +133,7 @@ class PipelineProgress:
         )
 
     def merge(self, tails: Sequence[WorkerTail], target: int) -> None:
-        """All samples of the tails go on on `target`, which prefills those of the others again."""
+        """All samples of the tails continue on `target`, which prefills those of the others again."""
         cost, left = self.graph.cost, list[int]()
         for tail in tails:
             at = self.workers[tail.worker]

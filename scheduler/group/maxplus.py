@@ -1,4 +1,4 @@
-"""Timetables under "starts at least so much later than": the shortest cycle, in whole ticks.
+"""Timetables under "starts at least this much later than": the shortest cycle, in whole ticks.
 
 Owns the constraints of a periodic timetable and their solution: the smallest whole cycle time for which a
 timetable exists, with every start as early as possible, or the proof that there is none. It knows no jobs.

@@ -70,7 +70,7 @@ class MovedTail:
 def play_rollout(
     lengths: Sequence[int], speed: RolloutSpeed, threshold: float | None, num_workers: int | None = None
 ) -> MovedTail:
-    """Returns a rollout with these response lengths on so many of its workers, the requests spread evenly.
+    """Returns a rollout with these response lengths on this many of its workers, the requests spread evenly.
 
     `threshold`: the share of finished responses at which the rest moves, if that is safe; None: never.
     """

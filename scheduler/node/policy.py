@@ -156,7 +156,7 @@ class NodePolicy:
         self.plans[node].observe(self.profile.stages[stage].forward.seconds(tokens, pairs), seconds)
 
     def decoding(self, node: int, num_sequences: int, context_tokens: int) -> None:
-        """The node now decodes so many sequences: each pass takes longer, and waits for the one before."""
+        """The node now decodes this many sequences: each pass takes longer, and waits for the one before."""
         plan = self.plans[node]
         for index, stage in enumerate(self.profile.stages):
             cost, pairs = stage.forward, 2 * context_tokens + num_sequences

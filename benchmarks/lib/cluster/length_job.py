@@ -58,7 +58,7 @@ class Decoding:
         progress.report("rollout", total, total, lengths=self._lengths)
 
     def move(self, num_nodes: int) -> None:
-        """Sends what still runs to so many nodes, where it is prefilled again."""
+        """Sends what still runs to this many nodes, where it is prefilled again."""
         num_left = len(self._lengths) - bisect.bisect_right(self._lengths, self._reached)
         prefill_tokens = num_left * (self._speed.prompt_tokens + self._reached) / num_nodes
         self._num_nodes = num_nodes

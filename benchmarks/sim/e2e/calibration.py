@@ -111,7 +111,7 @@ class PaperWorkload:
         return self.pool_tokens - int(reserved / (HEAD_BYTES * self.model.layers * self.model.kv_heads))
 
     def train_s(self, lengths: Sequence[int]) -> float:
-        """One training phase over sequences of so many tokens, with causal attention."""
+        """One training phase over sequences of this many tokens, with causal attention."""
         model = self.model
         tokens, pairs = sum(lengths), sum(length * length for length in lengths) / 2
         flops = 2 * model.parameters * tokens + 4 * HEAD_SIZE * model.layers * model.heads * pairs

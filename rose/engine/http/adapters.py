@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Pause between two looks whether old versions are still in use."""
 IDLE_S = 2.0
-"""An old version stays for so long without a request: a router may just have sent one that names it."""
+"""An old version stays for this long without a request: a router may just have sent one that names it."""
 FILES_S = 60.0
 """Its files stay for so long after that: longer than a prompt is tokenized."""
 

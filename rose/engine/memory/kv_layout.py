@@ -84,7 +84,7 @@ def place_on_slabs(config: KVCacheConfig, *, slab_bytes: int, num_positions: int
     layout = SlabLayout.plan(
         block_bytes=_block_bytes(config),
         slab_bytes=slab_bytes,
-        # A padded block is so many layers, as if it had some more: kernels that see rows count on it.
+        # A padded block is this many layers, as if it had some more: kernels that see rows count on it.
         alignment=math.lcm(*(n for one in specs for n in _multiples(one))),
     )
     for tensor in config.kv_cache_tensors:

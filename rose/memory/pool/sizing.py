@@ -33,7 +33,7 @@ HEADROOM_SHARE = 0.2
 _SMALLEST = {BackendKind.HOST: 2 << 20, BackendKind.CUDA: 16 << 20}
 """On a GPU each call costs the same, whatever a slab's size."""
 _MIN_BLOCKS = 4
-"""A slab holds so many blocks of each model: an estimate may be too small, and each slab can lose a block."""
+"""A slab holds this many blocks of each model: estimates may be too small, and a slab can lose a block."""
 _GOOD_USE = 0.99
 _FEWEST_SLABS = 16
 """The fewest slabs of a pool whose size is chosen. With fewer, hardly any memory could change hands."""

@@ -192,7 +192,7 @@ class TrainingGuest:
         return False
 
     def _least_s(self, piece: Piece, work: Work, safe_s: float, view: ServingView) -> float:
-        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves so much."""
+        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves this much."""
         longest_s = self._gate.longest_step_s(view)
         if math.isinf(safe_s) or safe_s <= longest_s:
             return safe_s

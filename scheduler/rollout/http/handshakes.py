@@ -20,7 +20,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 60.0
-"""A client that takes nothing of its answer for so long is cut off: its turn holds a place on a worker."""
+"""A client that takes nothing of its answer for this long is cut off: its turn holds a place on a worker."""
 _BACKLOG = 1024
 _PAUSE_S = 1.0
 """The wait after a connection that could not be accepted, as when no more files may be open."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Use:
-    """A worker's GPUs, since when they run turns of the job for so many routers, and this router's turns."""
+    """A worker's GPUs, since when they run the job's turns for this many routers, and this router's turns."""
 
     gpus: int
     since: float
@@ -33,7 +33,7 @@ class GpuMeter:
     """What each worker that runs turns of the job has done, by the worker's URL."""
 
     def begin(self, worker: str, gpus: int, now: float, num_routers: int = 1) -> None:
-        """Notes that a turn of the job begins on a worker with so many GPUs, which so many routers use."""
+        """Notes that the job's turn begins on a worker with this many GPUs, which this many routers use."""
         self._uses.setdefault(worker, _Use(gpus, now, num_routers)).num_turns += 1
 
     def divide(self, worker: str, num_routers: int, now: float) -> None:

@@ -53,7 +53,7 @@ _MOST_PER_S = 2500.0
 to turns."""
 _MOST_AT_ONCE = 256
 _MAKES_ROOM_S = 0.5
-"""A worker that has not answered for so long holds up no other's heartbeat. If this were much shorter, a busy
+"""A worker that is silent for this long holds up no other's heartbeat. If this were much shorter, a busy
 router would begin more heartbeats than it can finish."""
 _MODELS_EVERY_S = 5.0
 """Engines load adapters while they run, so the models are asked for this often, in a large fleet as much more

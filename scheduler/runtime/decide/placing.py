@@ -46,7 +46,7 @@ class MoveTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Moves that together save so many dollars."""
+    """Moves that together save this many dollars."""
 
     targets: tuple[MoveTarget, ...]
     leave: str
@@ -151,7 +151,7 @@ class Groups:
         return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 
     def without_jobs(self, offered: Mapping[Phase, int | None], pinned: str | None) -> "Groups":
-        """Returns what a job pinned to this group would find if no job ran, on so many nodes.
+        """Returns what a job pinned to this group would find if no job ran, on this many nodes.
 
         Groups with drained nodes keep their nodes as long as they have jobs.
         """

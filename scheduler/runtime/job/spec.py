@@ -273,7 +273,7 @@ class PreemptionSpec(Section):
     by_share: bool = False
     """At equal priority, a job takes places from teams that use more for their shares than its own team."""
     min_run_s: float = Field(default=600.0, ge=0)
-    """A job runs at least so long before it gives its place away."""
+    """A job runs at least this long before it gives its place away."""
 
 
 class RayClusterSpec(Section):

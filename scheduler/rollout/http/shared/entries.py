@@ -157,7 +157,7 @@ class Entries:
             raise
 
     async def _write(self, file: Path, num_changes: int) -> None:
-        """Writes the file unless a writer before has written so many changes with its own."""
+        """Writes the file unless a writer before has written this many changes with its own."""
         async with self._writer_lock:
             if self._num_kept >= num_changes:
                 return
