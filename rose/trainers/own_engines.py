@@ -199,14 +199,14 @@ def run_between(statuses: Sequence[tuple[WorkerStatus | None, WorkerStatus]]) ->
 def _rank_runs(before: WorkerStatus | None, now: WorkerStatus) -> list[EngineRun]:
     if before is None:
         return []
-    # An engine that was started anew may have another number of ranks.
+    # An engine that was restarted may have another number of ranks.
     pairs = zip(before.ranks or [before], now.ranks or [now], strict=False)
     return [_rank_run(*pair) for pair in pairs]
 
 
 def _rank_run(before: WorkerStatus, now: WorkerStatus) -> EngineRun:
     def more(name: str) -> float:
-        # An engine that was started anew counts from 0.
+        # An engine that was restarted counts from 0.
         begun: float = getattr(before, name) if before.steps <= now.steps else 0
         ended: float = getattr(now, name)
         return ended - begun

@@ -139,7 +139,7 @@ class RouterTurns:
             **({"model": self._model} if self._model is not None else {}),
             "token_ids": list(prompt_ids),
             "sampling_params": {"logprobs": 0, **sampling, "detokenize": False},
-            # What begins anew after a cut is better asked for whole: then it may.
+            # What starts again after a cut is better asked for whole: then it may.
             "stream": not _begins_anew(sampling),
         }
         headers = {"X-Session-ID": session, "Idempotency-Key": uuid.uuid4().hex}

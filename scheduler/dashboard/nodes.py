@@ -128,7 +128,7 @@ def node_view(readings: "deque[Reading]") -> dict[str, Any]:
     status, wall_s = now.status, now.taken_s - before.taken_s
 
     def rate(value: float | None, earlier: float | None) -> float | None:
-        """Returns how fast a counter grew, in units per second; None if it was begun anew."""
+        """Returns how fast a counter grew, in units per second; None if it was restarted."""
         if value is None or earlier is None or wall_s <= 0 or value < earlier:
             return None
         return (value - earlier) / wall_s

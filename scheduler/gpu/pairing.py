@@ -192,7 +192,7 @@ class Pairing:
         return self._offered[1].target if self._offered is not None else None
 
     def moved(self, index: int, workers: Sequence[int], now: float) -> str | None:
-        """The rollout of a pipeline continues on these workers alone. Returns why that is refused, or None."""
+        """A pipeline's rollout continues on these workers alone. Returns why that is refused, or None."""
         name, offered = self.names[index], self._offered
         if offered is None or offered[0] != index or list(workers) != [offered[1].target]:
             return f"{name} was not told that its rollout should continue on workers {list(workers)} alone"
@@ -289,7 +289,7 @@ class Pairing:
         return graph if graph.num_workers == self.num_workers else spread(graph, self.num_workers)
 
     def _decide(self, now: float) -> None:
-        """Decides anew if another sub-stage is ready than before, or a trial has ended."""
+        """Decides again if another sub-stage is ready than before, or a trial has ended."""
         one, two = self.pipelines
         if self.pipelines[self._turn].is_between and self.pipelines[1 - self._turn].is_ready:
             self._turn = 1 - self._turn

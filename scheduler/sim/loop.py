@@ -300,7 +300,7 @@ class Simulation:
             self.cluster.refresh(self._now_s)
 
     def _change(self, change: Drift) -> None:
-        """A job's times change. If its group then exceeds a limit, the job is placed anew."""
+        """A job's times change. If its group then exceeds a limit, the job is placed again."""
         if change.name not in self.cluster.residents:
             return
         given = self._runs[change.name].submission.job

@@ -22,7 +22,7 @@ class AdapterPublisher(WeightPublisher):
     """Publishes a trainer's LoRA adapter as a run of versions 0, 1, 2, ...
 
     model: a PEFT model, or a mapping or pairs of (name, tensor) as PEFT saves or names them. They are read
-    anew at each publish(). config: PEFT's adapter_config.json; None: the model's own. base: the base model's
+    again at each publish(). config: PEFT's adapter_config.json; None: the model's own. base: the base model's
     name as engines serve it; None: the one in the configuration. peft_name: the adapter's name in the model.
     options: those of WeightPublisher. Turns name the run as their model. Raises: ValueError naming the key or
     the tensor; what WeightPublisher raises.

@@ -156,7 +156,7 @@ class PlanesFile:
         if flag != _WHOLE or len(words) != 2:
             raise FrameError(
                 f"{self.path}: its writer ended while it changed the weights; "
-                "the subscriber that comes next delivers them anew"
+                "the subscriber that comes next delivers them again"
             )
         return words[0], words[1]
 

@@ -57,7 +57,7 @@ class TensorShard:
 
     @property
     def part(self) -> Any:
-        """The part itself. It is cut anew each time, because a module that goes to another device gives its
+        """The part itself. It is cut again each time, because a module that goes to another device gives its
         parameters other memory."""
         return self.tensor if self.index is None else self.tensor.detach()[self.index]
 
@@ -76,8 +76,8 @@ class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
     weights: anything with state_dict(), a mapping, or pairs; its values are tensors, DTensors (FSDP2) or
-    TensorShards. Pairs may name a tensor several times, for several shards. The tensors are read anew at each
-    publish, so an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more
+    TensorShards. Pairs may name a tensor several times, for several shards. They are read again at each publish,
+    so an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more
     are cast to it; None publishes them unchanged.
     """
 

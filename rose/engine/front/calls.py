@@ -88,7 +88,7 @@ def _interval(params: SamplingParams) -> int:
 
 
 def begins_anew(body: Json) -> bool:
-    """Returns whether the call's parameters begin anew where its tokens are made elsewhere."""
+    """Returns whether the call's parameters start again when its tokens are made elsewhere."""
     params = body["sampling_params"]
     return must_restart({**params, "vllm_xargs": params.get("extra_args")})
 
@@ -137,7 +137,7 @@ class Outputs:
         self.is_finished = False
 
     def drop_held(self) -> None:
-        """Drops what was held back, as another router makes it anew."""
+        """Drops what was held back, as another router makes it again."""
         self._tokens, self._rows = [], []
 
     def take(self, part: Json) -> Iterator[EngineCoreOutput]:

@@ -156,7 +156,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._staged, self.state_hash = staged, update.state_hash
 
     def _follow(self, path: str) -> None:
-        """Opens the mirror anew where a later subscriber has made another file of it."""
+        """Opens the mirror again where a later subscriber has made another file of it."""
         assert self._staged is not None
         try:
             staged = StagedFile(path)

@@ -306,7 +306,7 @@ class GroupNodes:
             where: Where = ray.get(asked)
         except ray.exceptions.ActorUnavailableError:
             return None
-        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle anew
+        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle again
             placed.keepers.pop(node, None)
             placed.ray_nodes.pop(node, None)
             return None

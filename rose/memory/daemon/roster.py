@@ -99,7 +99,7 @@ class Roster:
                     return connection
         raise AttachRefused(
             f"pool {self._pool} has no {hello.kind} of rank {hello.rank} of {hello.role} engine "
-            f"{hello.engine_id!r} with pid {pid} in slot {hello.slot}: the pool was made anew; "
+            f"{hello.engine_id!r} with pid {pid} in slot {hello.slot}: the pool is a new one; "
             f"restart the engine"
         )
 

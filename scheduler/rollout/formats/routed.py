@@ -31,7 +31,7 @@ class RoutedExperts:
         self.restart()
 
     def restart(self) -> None:
-        """Drops all rows: the turn begins anew."""
+        """Drops all rows: the turn starts again."""
         self._start = self._first
         """The first token of the rows of the attempt that was begun last."""
         self._whole: str | None = None

@@ -217,7 +217,7 @@ class Groups:
         self._stale.add(name)
 
     def touch(self, name: str) -> None:
-        """Notes that a job of the group has gone on, so that the policies see it anew."""
+        """Notes that a job of the group has gone on, so that the policies' view is renewed."""
         self._stale.add(name)
 
     def refresh(self, now: float) -> None:
@@ -232,7 +232,7 @@ class Groups:
         self._stale.clear()
 
     def check_integrity(self, now: float) -> None:
-        """Checks that the policies' view is the one that would be made anew."""
+        """Checks that the policies' view equals a newly made one."""
         self.refresh(now)
         open_groups = {
             name: compact(stay)
@@ -288,7 +288,7 @@ class Groups:
         return functools.reduce(Group.without, gone, group)
 
     def _joined(self, placed: Group, job: str) -> Group:
-        """Adds the job to the real group, and maps back the nodes that the policy's view numbers anew."""
+        """Adds the job to the real group, and maps back the nodes that the policy's view renumbers."""
         group = self.by_name[placed.name]
         stay = self._stay(group)
         known = sorted({node for each in stay.members for node in each.rollout_nodes})

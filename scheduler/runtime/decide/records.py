@@ -78,7 +78,7 @@ class MoveRecord(msgspec.Struct, kw_only=True):
     iteration: int
     """The first one that runs there."""
     is_warm: bool
-    """The process has gone on, with its state in host memory; else it was started anew from a checkpoint."""
+    """The process has gone on, with its state in host memory; else it was restarted from a checkpoint."""
     pause_s: float | None = None
     """Time from the end of the last iteration to the first request in the new group; None before that."""
     left_s: float | None = None
@@ -173,7 +173,7 @@ class BorrowedTime(msgspec.Struct, kw_only=True):
     gpu_s: float = 0.0
     """GPU-seconds at all routers since the job was submitted."""
     seen_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """What each meter said last, that which was heard last at the end. A router that starts anew has a new
+    """What each meter said last, that which was heard last at the end. A router that restarts has a new
     meter, which counts from zero."""
 
     def take(self, meter: str, now_s: float) -> bool:

@@ -23,7 +23,7 @@ from rose.scheduler.runtime.lending.loans import Loan, RouterNews, Use
 logger = logging.getLogger(__name__)
 
 CHECK_S = 5.0
-"""The time after which a router that knows everything is asked again: it may have been started anew."""
+"""The time after which a router that knows everything is asked again: it may have been restarted."""
 RETRY_S = 0.5
 """The time until the next try, for a router that does not answer or that refuses something."""
 TIMEOUT_S = 10.0
