@@ -76,9 +76,9 @@ class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
     weights: anything with state_dict(), a mapping, or pairs; its values are tensors, DTensors (FSDP2) or
-    TensorShards. Pairs may name a tensor several times, for several shards. They are read again at each publish,
-    so an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more
-    are cast to it; None publishes them unchanged.
+    TensorShards. Pairs may name a tensor several times, for several shards. They are read at each publish, so
+    an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more are cast to
+    it; None publishes them unchanged.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:
