@@ -85,10 +85,9 @@ class WorkerClient:
             raise WorkerError(f"worker has no status: {error!r}") from error
 
     def loaned_run(self, knows: str | None, problem: str | None, wait_s: float) -> str | None:
-        """Returns the run that the worker is to follow, because its GPU is lent to a job of that run.
-
-        Waits up to wait_s for another one than it `knows`. problem: why the worker can't get the weights of
-        that one. Raises: WorkerError.
+        """Returns the run that the worker has to follow, because its GPU is lent to a job of that run. Waits
+        up to wait_s for a run other than the one it `knows`. problem: why the worker can't get the known
+        run's weights. Raises: WorkerError.
         """
         problem = problem[:_MOST_SAID] if problem is not None else None
         asked = {"knows": knows, "problem": problem, "wait_s": wait_s}

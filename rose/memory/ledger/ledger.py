@@ -101,8 +101,8 @@ class Ledger(SlabTable):
     def swap_policy(self, seen: PolicyState, new: PolicyState) -> bool:
         """Replaces the state that was read; returns False if it has changed meanwhile.
 
-        The caller then has to decide again: a cut that was computed from the last RL step's budget must not
-        undo this step's. A change notifies.
+        The caller then has to decide again, because a cut that was computed from the last RL step's budget
+        must not undo this step's. A change notifies.
         """
         if not self._words.cas(LedgerWord.POLICY, seen.encode(), new.encode()):
             return False

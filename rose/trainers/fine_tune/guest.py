@@ -111,8 +111,8 @@ class TrainingGuest:
     def leave(self, *, keeps_cpus: bool = False) -> None:
         """Hands the GPU back, because what follows needs no grant. Does nothing without a grant.
 
-        keeps_cpus: the next piece follows soon, so the thread stays on the CPUs that stand for the GPU. To
-        move it away and back would take longer than what it does in between.
+        keeps_cpus: the next piece follows soon, so the thread stays on the CPUs that stand for the GPU.
+        Moving it away and back would take longer than its work in between.
         """
         if self._note_end():
             self.agree(0.0, soon=True)  # the last process ends its piece
