@@ -92,7 +92,7 @@ class ServerProcess:
         return self._exit_status
 
     def is_alive(self) -> bool:
-        """Whether the process was started and has not ended."""
+        """Returns whether the process was started and has not ended."""
         return self._process is not None and self.exit_status is None
 
     def start(self) -> Self:
@@ -261,7 +261,7 @@ def _pinning(cpus: Iterable[int] | None, nice: int) -> list[str]:
 
 
 def answers_ok(url: str) -> bool:
-    """Whether the URL answers 200, asked without proxies: the servers are on this host."""
+    """Returns whether the URL answers 200, asked without proxies: the servers are on this host."""
     parts = urlsplit(url)
     host = parts.hostname or "127.0.0.1"
     connection = http.client.HTTPConnection(host, parts.port, timeout=5.0)

@@ -1,10 +1,10 @@
 """A watcher process per server: ends the server's process group when its leader or its supervisor dies.
 
-After the supervisor dies (even by SIGKILL), or the server itself, every process that is left in the server's
-session gets SIGTERM, then SIGKILL. vLLM's engine core is a child of the API server, and would otherwise live
-on with its slabs when the API server is killed. No process outside the session that the server leads is
-touched. A folder that the server had for itself is removed then. The watcher is run by path with
-``python -I -S``, so it imports only the standard library.
+After the supervisor or the server dies, even by SIGKILL, every process that is left in the server's session
+gets SIGTERM, then SIGKILL, and the server's own folder is removed. Otherwise vLLM's engine core, a child of
+the API server, would live on with its slabs when that is killed. No process outside the session that the
+server leads is touched. The watcher is run by path with ``python -I -S``, so it imports only the standard
+library.
 """
 
 import os

@@ -118,8 +118,8 @@ def _run(
 
 
 def _fork_ranks() -> None:
-    """Has ranks forked off this process, which has computed nothing yet. vLLM would spawn them, and each would
-    import all of vLLM.
+    """Has ranks forked off this process, which has computed nothing yet. vLLM would spawn them, and each
+    would import all of vLLM.
 
     Each rank has one thread that computes, and nothing that waits for a message keeps a CPU busy: ranks that
     compute a sum do while they wait for each other, and more busy threads than CPUs make each sum take
@@ -139,8 +139,8 @@ def _fork_ranks() -> None:
 
 
 def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
-    """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks. Several
-    ranks are forked processes."""
+    """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks.
+    Several ranks are forked processes."""
     if args.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}:
         _fork_ranks()
     if rose is not None:
