@@ -162,7 +162,7 @@ class RolloutScheduler(RoseScheduler):
         if side is None or not self._is_gated:
             return self._schedule(throttle_prefills)
         self._drop_stale_drafts()  # or their tokens would be granted, and go to other sequences
-        limit = 0 if self._awaits_tokens() else self._ask_for_grant(side)
+        limit = 0 if self.awaits_tokens() else self._ask_for_grant(side)
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(limit, most)
         try:
@@ -173,16 +173,6 @@ class RolloutScheduler(RoseScheduler):
             self._end_grant(0)
             self._starved, self._starved_until_s = self._memory_state(), time.monotonic() + STARVED_RETRY_S
         return output
-
-    def _awaits_tokens(self) -> bool:
-        """Whether an empty pass is due before sequences may decode, which then needs no grant.
-
-        Why: under Model Runner V2, a pipeline's stages before the last take over a step's tokens as many
-        passes after it as there are stages, and vLLM leaves its sequences out until then. Without a gate,
-        the steps of other sequences are these passes. vLLM 0.32.
-        """
-        due = (getattr(request, "next_decode_eligible_step", 0) for request in self.running)
-        return max(due, default=0) > getattr(self, "current_step", 0) + 1
 
     @property
     def _is_gated(self) -> bool:
