@@ -1,9 +1,9 @@
 """Activation: a rollout engine leaves its GPU and comes back in seconds, and holds little of it meanwhile.
 
-Random models, one rollout engine each in a pool of its own, with requests in flight when it is told to go. On
-a CPU the engine core's anonymous memory stands for device memory, and packing the weights for oneDNN for the
-copy to the device. The paper's figures (32B on H800) are shown beside, not compared; starting the engine anew
-is the peer that was measured here.
+Each random model has one rollout engine in a pool of its own, with requests in flight when it is told to go.
+On a CPU the engine core's anonymous memory stands for device memory, and packing the weights for oneDNN
+stands for the copy to the device. The paper's figures (32B on H800) are only shown beside; the peer that is
+measured here is a new start of the engine.
 
     python benchmarks/bench_activation.py --quick --json activation.json
 """

@@ -1,9 +1,10 @@
 """No group ever runs worse than its certificate says, and jobs that join find mostly the best order.
 
-Random groups (up to 5 jobs on up to 3 rollout nodes, jobs on any of them; any order, half of them with one
-job several times in a pass; SLOs, some of the mean, as tight as the order can promise or a third looser) are
-certified, then replayed through the shipped permit book and pace with phases anywhere between nothing and
-their worst case; in three out of ten a job leaves on the way. Counts, no times of a real system:
+Random groups have up to 5 jobs on any of up to 3 rollout nodes, in any order; half of the orders have one job
+several times in a pass. SLOs, some of the mean, are as tight as the order can promise or a third looser. The
+groups are certified, then replayed through the shipped permit book and pace, with phases of any length up to
+their worst case. In three out of ten groups a job leaves on the way. The figures are counts, not times of a
+real system:
 
   certificate_violations        groups with an iteration longer, a phase later or a mean worse than certified
   best_order[multi-node]        share of groups of 2 to 5 jobs, which join one after the other, each at its

@@ -2,29 +2,29 @@
 
 The shipped policies place jobs of WEAVE's Table 6 at the times of a trace (scheduler/sim). Jobs leave after
 the trace's durations, as in the paper; moves pause a job for 300 s, which is in the bill and in its SLO
-budget. Ratios seed by seed, then their median over the seeds, with the smallest and the largest.
+budget. Ratios are computed seed by seed; the table has their median over the seeds, with the smallest and the
+largest.
 
-cost_over_opt[POLICY,CASE]: dollars an hour over the optimum's, which is, at every event, the proven cheapest
-grouping under round-robin and a per-iteration SLO, regrouped for free. Policies that leave that class may
-come below 1: `-multirate` gives jobs periods of their own, `-bank` holds the SLO over the lifetime (a looser
-promise than WEAVE's). attainment[POLICY,CASE]: jobs whose SLO was kept, in the worst seed.
-cheaper_than_weave[POLICY,CASE]: 1 - dollars over those of our own Algorithm 1.
-over_weave[verl,CASE], [solo,CASE] (Figure 14): dollars over our Algorithm 1's of jobs that run both phases on
-their own H800 nodes, as fast as on both kinds, and of jobs on their own nodes of both kinds. Beside it over
-`lifetime`.
+cost_over_opt[POLICY,CASE]: dollars an hour over the optimum's. The optimum is, at every event, the proven
+cheapest grouping under round-robin and a per-iteration SLO, regrouped for free. Policies that leave that
+class may come below 1: `-multirate` gives jobs periods of their own, `-bank` holds the SLO over the lifetime
+(a looser promise than WEAVE's). attainment[POLICY,CASE]: jobs whose SLO was kept, in the worst seed.
+cheaper_than_weave[POLICY,CASE]: 1 - dollars over those of our own Algorithm 1. over_weave[verl,CASE],
+[solo,CASE] (Figure 14): dollars over our Algorithm 1's of jobs that run both phases on their own H800 nodes,
+as fast as on both kinds, and of jobs on their own nodes of both kinds. Beside it over `lifetime`.
 dollars_over_opt[POLICY,CASE]: total dollars where slowed jobs stay longer, the optimum's as well.
 cost_over_opt_live[CASE]: the same ratio as cost_over_opt with the trace played through the scheduler itself
 (scheduler/sim/live.py): every submission, certificate, permit, iteration and move. CASE is mixed or
 rollout-heavy under `lifetime-multirate`, and banking: mixed under `lifetime-multirate` with SLOs over the
-lifetime. Beside it the policy alone, attainment and moves a job.
-drift[CASE] (Figure 17): dollars over those of a regrouping to the optimum at every event and every hour,
-charged 300 s a move, while times drift by up to 30%. Beside it attainment over the lifetime, moves a job,
-and static WEAVE. What needs the optimum is not measured without OR-tools (the extra `cluster`).
+lifetime. Beside it the policy alone, attainment and moves a job. drift[CASE] (Figure 17): dollars over those
+of a regrouping to the optimum at every event and every hour, charged 300 s a move, while times drift by up to
+30%. Beside it attainment over the lifetime, moves a job, and static WEAVE. Figures that need the optimum are
+not measured without OR-tools (the extra `cluster`).
 
 Cases: workloads (Figure 15a; `mixed` is Figure 20), uniform SLOs (15b), largest groups (15c). Beside the
 figures stand total dollars, moves a job, and the paper's value where it has one. Nodes cost $14.80 (H20) and
-$42.24 (H800) an hour; every job takes one of each. The search for each optimum takes about 10 s at the most,
-with `--quick` 0.3 s: where many jobs run at once it is not proven, and `optimum's gap` is the mean share of
+$42.24 (H800) an hour; every job takes one of each. The search for each optimum takes about 10 s at most, with
+`--quick` 0.3 s. If many jobs run at once the optimum is not proven, and `optimum's gap` is the mean share of
 its cost that an unknown one might save. `--quick` plays the trace's first 60 jobs. Progress is on stderr.
 
     python benchmarks/bench_cost.py --trace philly_300_segment.csv --parts workloads --json cost.json

@@ -1,15 +1,15 @@
 """An emergency cut is over one rollout step after serving needs the memory, and ends few requests.
 
-`cut_p99_over_step_ms`: a real rollout engine under load; this process plays serving: it halves rollout's
-budget in the ledger (the need) and waits until that many slabs are free (usable). Reported beyond one step:
-the engine obeys at step boundaries, so from each cut the mean step around that very cut is subtracted.
+`cut_p99_over_step_ms`: a real rollout engine runs under load, and this process plays serving. It halves the
+rollout budget in the ledger (the need) and waits until that many slabs are free (usable). The engine obeys at
+step boundaries, so the mean step around each cut is subtracted from that cut's time.
 
-`abort_excess`: vLLM's block pool on slabs with its real placement and victim choice, no model: requests grow
-block by block, end and begin again, slabs come when blocks run out and go when idle; then half of the slabs
-are cut. Requests aborted over the proportional minimum: as many of the requests as slabs are cut, here half.
-Beside it the same for stock order (vLLM's LRU queue, the request with the most blocks first), and for the
-fewest requests that would do if the survivors' blocks could be moved together without a gap: slabs can't be
-packed like that, as blocks stay where they are, and spare room per request would cost resident memory.
+`abort_excess`: vLLM's block pool runs on slabs with its real placement and victim choice, without a model.
+Requests grow block by block, end and begin again; slabs come when blocks run out and go when idle. Then half
+of the slabs are cut. The figure is the requests aborted over the proportional minimum, which is the same
+share of the requests as of the slabs, here half. Beside it stands the same for stock order (vLLM's LRU queue,
+the request with the most blocks first), and for the fewest requests that would do if the survivors' blocks
+could be moved together without a gap. Slabs can't be packed like that, because blocks stay where they are.
 
     python benchmarks/bench_cut.py --json cut.json
 """

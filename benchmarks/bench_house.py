@@ -1,7 +1,8 @@
-"""The house is small enough to be read: lines, rooms, circles, and the way of a turn through the router.
+"""The repository is small enough to be read: its lines, folders and circles, and a turn's calls in the
+router.
 
-Everything is counted in one git checkout (--tree, this one by default), over the files that git tracks; links
-are not followed, generated files don't count.
+Everything is counted in one git checkout (--tree, this one by default), over the files that git tracks. Links
+are not followed, and generated files don't count.
 
   lines_total, lines_product  lines of all text files, and of the product (rose, transfer, scheduler, csrc,
                     benchmarks/measure and the build files)

@@ -1,7 +1,7 @@
 """Measures what a SIGKILL of the rollout engine, or of the pool's daemon, costs real engines under load.
 
-Claim: a dead rollout engine's slabs are usable within 500 ms; without a daemon slabs are usable throughout; a
-restarted daemon gets every engine back; no serving request is lost by either.
+Claim: a dead rollout engine's slabs are usable within 500 ms. Slabs stay usable without a daemon, and a
+restarted daemon gets every engine back. Neither kill loses a serving request.
 
     python benchmarks/bench_kill.py --quick --json kill.json
 """

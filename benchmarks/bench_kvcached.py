@@ -1,7 +1,7 @@
 """Moving a slab costs less than kvcached's release in one process and creation in the other, per GiB.
 
 Needs a CUDA device and kvcached. Elsewhere every figure is "not measured", one line says why, and kvcached's
-published figure stands beside it. For pages of SIZE, in turn, both ends fenced:
+published figure stands beside it. Measured in turn for pages of SIZE, with a fence at both ends:
   kvcached_ms_per_gib[SIZE]  `unmap_from_kv_tensors`, then `map_to_kv_tensors`, of a whole batch: what passing
                              memory from one of its engines to another costs, without the up to 100 ms until
                              the other one polls. Unmapping releases the handles, mapping creates new ones;

@@ -2,21 +2,21 @@
 
 One serving engine stays up; the rollout engine beside it is restarted for each lease. Then, per lease:
 
-`lease_hits_kept`: multi-turn sessions without serving traffic, a tool's run of 1 to 9.5 s between two turns.
-Hits are cached prompt tokens over prompt tokens from the second turn on; the figure is that share over the
-share without expiry. `rollout_tokens_per_s`, `ttft_p99_ms`, `tpot_p99_ms`: then, with the sessions' cache
-still leased, the closed-loop rollout load beside the demo's serving replay. The gate is off throughout: what
-differs is memory alone.
+`lease_hits_kept`: multi-turn sessions run without serving traffic, with a tool's run of 1 to 9.5 s between
+two turns. Hits are cached prompt tokens over prompt tokens from the second turn on; the figure is that share
+over the share without expiry. `rollout_tokens_per_s`, `ttft_p99_ms`, `tpot_p99_ms`: while the sessions' cache
+is still leased, the closed-loop rollout load runs beside the demo's serving replay. The gate is always off,
+so only memory differs.
 
 `lease_error_ms` (shortest lease, idle engine): from the client's end of a request until the ledger shows its
 slabs back, minus the lease. The client sees the end a few ms after the engine, so the true error is that much
 more.
 
 `resident_over_live`: bytes of the slabs that both engines own over bytes of their blocks that are in use or
-hold prefix cache. Loaded: summed over the windows. Idle: after the last lease and serving's usage window,
-when nothing is live but each engine's padding block, so it is counted in slabs there. Beside it, for each
-engine, and for both the slabs owned over the fewest that could hold the live blocks: serving keeps empty
-slabs until rollouts want them.
+hold prefix cache. Loaded: it is summed over the windows. Idle: it is taken after the last lease and serving's
+usage window, when only each engine's padding block is live, so it is counted in slabs. Beside it stand the
+slabs owned over the fewest that could hold the live blocks, for each engine and for both, because serving
+keeps empty slabs until rollouts want them.
 
 ROSE Table 4 (Qwen3-8B, H800; another model, machine and gate, hence only here): P99 of TTFT/TPOT with leases
 of 10, 20, 50, 100 s: 338.1/136.1, 334.7/135.3, 371.1/140.7, 491.9/148.1 ms; rollout time 492 to 502 s in all.

@@ -1,11 +1,11 @@
 """Serving and fine-tuning on the same nodes keeps the SLOs of separate nodes and does more. SIMULATED.
 
-The shipped node policy (scheduler/node) plays 1,000 tasks on 4 nodes of 2 stages in scheduler/sim, of which
-a share is training; the baselines are beside it (benchmarks/sim/node). Passes take what LeMix Table II says
-for Llama-8B, as a + b tokens + c tokens^2, with 5% of noise that the policy does not know. The SLO is five
+The shipped node policy (scheduler/node) plays 1,000 tasks on 4 nodes of 2 stages in scheduler/sim, of which a
+share is training; the baselines are beside it (benchmarks/sim/node). Passes take what LeMix Table II says for
+Llama-8B, as a + b tokens + c tokens^2, with 5% of noise that the policy does not know. The SLO is five
 forward passes of mean length to the first token. Arrivals are Poisson (`poisson`) or a stretch of the Azure
-conversation trace at another rate (`azure`: prompts alone, as the paper's inference tasks; `azure-decode`:
-with its tokens).
+conversation trace at another rate (`azure` has prompts alone, as the paper's inference tasks; `azure-decode`
+has the trace's generated tokens, too).
 
 lemix_decision_ms: what the policy computes for a request (measured here; all else is simulated).
 lemix_slo_vs_best[WORK]: attainment minus the larger one of SEPARATE's and that of LeMix as printed, at the

@@ -2,8 +2,8 @@
 other's.
 
 Two trainers publish over one relay. One engine, which serves as a lent GPU, stands behind a router that knows
-both jobs. The jobs' turns come in bursts, in turn: each burst waits already when the one before it ends. Each
-job's first burst is left out, because the host then fetches its run.
+both jobs. The jobs send bursts of turns alternately, and each burst waits already when the one before it
+ends. Each job's first burst is left out, because the host then fetches the job's run.
 
   lend_switch_s[weights]  from the last token of a job to the first token of the other, with the change of the
                           engine's weights

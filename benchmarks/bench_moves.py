@@ -27,7 +27,6 @@ a step in each stage without it. The engines are those of tests/engine.
 import argparse
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ from rose.errors import WorkerError
 from rose.measure.figures import Figure
 from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
+from rose.node.processes import ServerProcess
 
 ENGINES = Path(__file__).resolve().parents[1] / "tests" / "engine"
 NUM_MOVES, QUICK_MOVES = 1000, 60
@@ -50,10 +50,14 @@ NUM_PROMPTS = 8
 MAX_TOKENS = 40
 NUM_DRAFTS = 3
 NUM_SLABS, HEADROOM_SLABS = 24, 6
-SMALL_SLAB, SLAB, WIDE_SLAB = 256 << 10, 512 << 10, 768 << 10
+TINY_SLAB, SMALL_SLAB, SLAB, WIDE_SLAB = 64 << 10, 256 << 10, 512 << 10, 768 << 10
+SHORT_BLOCKS = {"block_size": 32}
+"""In tokens. vLLM's blocks for the CPU have 128."""
 CACHED = {"prefix_match_unit": 16}
 CLEAR_MARGIN = 1e-4
 """In nats: a hundred times what the rounding of float32 changes a log probability by."""
+PROGRAM_S = 3600.0
+"""The engine that runs in a program of its own has answered by then."""
 ROUNDS_OF_A_DECODER = 4
 """It gets all prompts so often, and then another one starts."""
 
@@ -88,20 +92,24 @@ FEATURES = {
         stock={"num_at_once": 1, "dtype": "bfloat16"},
     ),
     "draft_model": Feature(make_model="make_rollout_model", is_late=True, has_drafter=True),
+    # A step of ranks or of the interpreter takes long, so a round moves many slabs of few tokens each.
     "tp2": Feature(
         make_model="make_rollout_model",
-        slab_bytes=SMALL_SLAB,
+        slab_bytes=TINY_SLAB,
+        num_slabs=4 * NUM_SLABS,
         num_shards=2,
-        args={"tensor_parallel_size": 2},
+        args={"tensor_parallel_size": 2, **SHORT_BLOCKS},
+    ),
+    "v2": Feature(
+        make_model="make_rollout_model", slab_bytes=TINY_SLAB, num_slabs=8 * NUM_SLABS, args=SHORT_BLOCKS
     ),
     "pp2": Feature(
         make_model="make_rollout_model",
-        slab_bytes=SMALL_SLAB,
+        slab_bytes=TINY_SLAB,
+        num_slabs=4 * NUM_SLABS,
         num_shards=2,
-        args={"pipeline_parallel_size": 2, "layers": "1,3"},
+        args={"pipeline_parallel_size": 2, "layers": "1,3", **SHORT_BLOCKS},
     ),
-    # Small slabs, so that a round of the slow interpreter moves many.
-    "v2": Feature(make_model="make_rollout_model", slab_bytes=SMALL_SLAB, num_slabs=2 * NUM_SLABS),
     "nixl": Feature(make_model="make_serving_model", num_slabs=32),
 }
 
@@ -150,7 +158,7 @@ class _Runs:
                 answers, moved = self._beside_a_pair(run, stock, pool=name, num_moves=num_moves, **given)
             else:
                 over_cuts = self._in_program if name == "v2" else partial(self._over_cuts, run, feature)
-                moves = over_cuts(pool=name, num_moves=num_moves, **given)
+                moves = over_cuts(pool=name, num_moves=num_moves, num_rounds=1, **given, **feature.args)
                 answers, moved = _pairs(moves.replies, stock.result()), moves.num_moves
         unequal = [
             (reply, tokens) for reply, tokens in answers if reply.tokens != tokens[: len(reply.tokens)]
@@ -171,7 +179,6 @@ class _Runs:
         )
 
     def _over_cuts(self, run: Callable[..., Any], feature: Feature, **given: Any) -> Any:
-        given |= {"num_rounds": 1, **feature.args}
         if feature.has_drafter:
             drafter = self._model("drafter", "make_rollout_model", version=1)
             given["speculative_config"] = {
@@ -197,8 +204,10 @@ class _Runs:
         arguments.write_text(json.dumps({**given, "model": str(given["model"])}))
         folder = str(self._tests["real_engine"].runtime_dir(self._folder))
         command = [sys.executable, str(ENGINES / "v2_runs.py"), str(arguments), str(found)]
-        environment = [f"{name}={value}" for name, value in {**STOCK_ENV, **v2_runs.ENV}.items()]
-        subprocess.run(["env", f"ROSE_RUNTIME_DIR={folder}", *environment, *command], check=True)
+        environment = {"ROSE_RUNTIME_DIR": folder, **STOCK_ENV, **v2_runs.ENV}
+        with ServerProcess(command, "v2_runs.py", log_path=None, env=environment) as program:
+            if (status := program.wait(PROGRAM_S)) != 0:
+                raise WorkerError(f"{program.name}: exit status {status} within {PROGRAM_S:.0f} s")
         return v2_runs.read_moves(json.loads(found.read_text()))
 
     def _beside_a_pair(

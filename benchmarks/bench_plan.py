@@ -3,9 +3,9 @@
 `plan_exact` is the share of ranks whose plan fills every parameter of a small model bit for bit as the loader
 does: Qwen3 dense (untied and tied) and mixture of experts, at TP 1, 2, 4, 8 and TP4 x PP2, with GQA replicas,
 merged projections and a padded vocabulary. `plan_s` is the time to record one rank's plan of a full-size
-model (built without memory). `pulled_share` is what the rank with most of it would pull alone, over the
-checkpoint, and `host_share` what the host of all ranks pulls, by whole buckets of a layout that is cut for
-them: no less than everything, which is why a host's mirror is whole. Nothing is transferred.
+model (built without memory). `pulled_share` is the largest part of the checkpoint that one rank would pull
+alone. `host_share` is what the host of all ranks pulls, by whole buckets of a layout that is cut for them. It
+is never less than everything, which is why a host's mirror is whole. Nothing is transferred.
 
     python benchmarks/bench_plan.py --json plan.json
 """

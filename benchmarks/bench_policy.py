@@ -2,7 +2,7 @@
 
 Three variants, each with a serving and a rollout engine of its own over as many slabs in all. All six engines
 run from the start, and windows of the demo's trace replay beside the closed rollout loop alternate between
-the pairs. The gate is off throughout: memory alone differs.
+the pairs. The gate is always off, so only memory differs.
   static       two pools, each half of the slabs: neither can get more; rollout caches nothing
   preemption   one pool: rollout's budget follows serving's use and is cut in its bursts; no cache either
   caching      the same with rollout's prefix cache on its default lease of 10 s: ROSE as it comes

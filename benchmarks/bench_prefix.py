@@ -1,8 +1,8 @@
 """A trajectory's next turn finds the KV that its last one left: two real engines behind the router.
 
-Twelve trajectories at a time of six turns; every prompt is the last one, its answer, and what a tool said
-after a pause. Two rollout engines stand behind `rose router`, once for each policy, with session keys and
-without (where the router knows a trajectory by how its prompt begins).
+Twelve trajectories of six turns run at a time. Every prompt is the last prompt, its answer, and what a tool
+said after a pause. Two rollout engines stand behind `rose router`, once for each policy, with session keys
+and without (where the router knows a trajectory by how its prompt begins).
 
   prefix_hit_gap[POLICY]   percentage points of prompt tokens that an earlier turn of the same trajectory had
                            computed, in whole blocks as vLLM keeps them, and that were not found cached

@@ -1,10 +1,10 @@
 """An engine stalls for a weight update as long as its weights take to load, and no longer.
 
-One rollout engine, a random model in float32, one request that streams tokens, two checkpoints in turns.
-`engine_stall`: the longest pause between two tokens while an update is under way, less the usual one. It has
-vLLM's pause, the loading, the dropped prefix cache and the request's prefix, computed again. Beside it what
-the loading alone takes: the same engine reading the same staged file when it is activated; the whole call, in
-which the file is checked first; and that check alone.
+One rollout engine with a random model in float32 streams the tokens of one request, and gets two checkpoints
+in turn. `engine_stall`: the longest pause between two tokens while an update is under way, less the usual
+one. It contains vLLM's pause, the loading, and computing the request's prefix again after the prefix cache
+was dropped. Beside it stands the time of the loading alone (the same engine reads the same staged file when
+it is activated), of the whole call, in which the file is checked first, and of that check alone.
 
     python benchmarks/bench_stall.py --quick --json stall.json
 """

@@ -13,15 +13,14 @@ loading it into an engine is not part of it. The serving engine has two ranks on
   +sparsity     only what changed, about 1% of the elements
 `sync_over_ideal[...]`: that time over the encoded bytes at the link's speed; beside it the same for plain
 bytes over one TCP connection, and how many of the machine's cores were busy, which both clusters share here.
-`memory_floor_s`: the seconds in which the trainer ranks together copy their weights once, which moves as many
-bytes as looking at both versions once: no sync of a delta can be shorter here, however fast the link.
+`memory_floor_s`: the seconds in which the trainer ranks together copy their weights once. A copy moves as
+many bytes as reading both versions once, so no sync of a delta can be shorter here, however fast the link is.
 `sync_over_floor[...]`: a delta's sync over that or the link's time, whichever is longer.
 `slow_link_copies[n]`: bytes over the link in both directions, with all headers, over one encoded copy, for n
-relays that hold the same objects with a follower of all weights each, also for two Mooncake stores; beside
-it the interfaces' own count, which has a burst's headers once, and the same with one relay at the trainer,
-from which each follower fetches.
-`long_run_ratio`: all bytes over the link in 240 versions, headers included, over the deltas' own bytes, with
-a follower that joins after the last one; the first snapshot is not counted.
+relays that hold the same objects with a follower of all weights each, also for two Mooncake stores; beside it
+the interfaces' own count, which has a burst's headers once, and the same with one relay at the trainer, from
+which each follower fetches. `long_run_ratio`: all bytes over the link in 240 versions, headers included, over
+the deltas' own bytes, with a follower that joins after the last one; the first snapshot is not counted.
 `projected_sync_s[...]` is arithmetic from this run's rates, not a measurement.
 
     python benchmarks/bench_sync.py --json sync.json

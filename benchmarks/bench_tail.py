@@ -4,8 +4,8 @@ Simulated, within one node: two jobs share one rollout node of eight GPUs and a 
 Their permits, order and pace are the shipped objects; what a phase takes comes from a model: lognormal
 response lengths cut at the token limit, and decode steps that grow with the batch (constants below: chosen
 for the shape of WEAVE Table 3's jobs on H20s, not fitted). The policy sees the lengths of four past
-iterations, never the ones to come; the next job runs on what the tail leaves until it has finished, though
-the tail leaves earlier: simulated gains are on the low side. A move that could break the certificate is not
+iterations, never the ones to come. The next job runs on what the tail leaves until it has finished, even if
+the tail ends earlier, so simulated gains are on the low side. A move that could break the certificate is not
 made.
 
   tail_gain[PAIR]         time of the same iterations without moves over with moves, `choose_thresholds`; the

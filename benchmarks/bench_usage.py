@@ -4,14 +4,13 @@ SIMULATED, with the shipped policies, jobs of WEAVE's Table 6 and the times of a
 Medians over the seeds, with the smallest and the largest.
 
 idle[POLICY,POOL] (Figure 14b and c): the share of the paid time of a pool's nodes in which they compute
-nothing, while phases take their longest times. Beside it what is less than under `solo`, in parts of that,
-and the paper's (of its own trace of 200 jobs).
-peak_nodes[POLICY,POOL]: the most nodes of eight GPUs at once; beside it `solo`'s over that, and the paper's.
-placed[POLICY,KIND] (§6.4): the share of the arrivals that join nodes in use, bring rollout nodes, or begin a
-group; beside it the paper's.
-drift_use[DRIFT,POOL] (Figure 18): the share of the time in which the nodes compute under static `weave`, less
-that under a regrouping to the optimum at every event and every hour, which stops a job for 300 s a move. In
-the paper regrouping uses the rollout nodes better, by at most 0.059, and the training nodes worse. Not
+nothing, while phases take their longest times. Beside it stands the reduction against `solo`, as a share of
+`solo`'s, and the paper's (of its own trace of 200 jobs). peak_nodes[POLICY,POOL]: the most nodes of eight
+GPUs at once; beside it `solo`'s over this, and the paper's. placed[POLICY,KIND] (§6.4): the share of the
+arrivals that join nodes in use, bring rollout nodes, or begin a group; beside it the paper's.
+drift_use[DRIFT,POOL] (Figure 18): the share of the time in which the nodes compute under static `weave`,
+minus the same under a regrouping to the optimum at every event and every hour. Regrouping stops a job for 300
+s a move. In the paper it uses the rollout nodes better, by at most 0.059, and the training nodes worse. Not
 measured without OR-tools (the extra `cluster`).
 
 `--quick` plays the trace's first 60 jobs, and one kind of drift.

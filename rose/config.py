@@ -41,7 +41,7 @@ class Settings:
     key: str | None = None
     """The bearer key of the workers' /rose/v1 routes and of the relay (ROSE_KEY); None leaves them open."""
     read_key: str | None = None
-    """The relay's key for followers, which can read and acknowledge alone (ROSE_READ_KEY)."""
+    """The relay's key for followers, which allows only reading and acknowledging (ROSE_READ_KEY)."""
     signing_key: str | None = None
     """The trainer's Ed25519 key, with which it signs what it publishes (ROSE_SIGNING_KEY)."""
     public_key: str | None = None
@@ -60,13 +60,13 @@ class Settings:
     worker_api_key: str | None = None
     """The bearer key that workers want on /v1, vLLM's --api-key (ROSE_WORKER_API_KEY)."""
     tls_ca: Path | None = None
-    """Certificates that routers and engines must show one of, in PEM (ROSE_TLS_CA); None: the system's."""
+    """Certificates in PEM, of which routers and engines show one (ROSE_TLS_CA); None: the system's."""
     channel: str | None = None
     """The cluster scheduler's control channel (ROSE_CHANNEL); None for this user's own on this host."""
     job_file: Path | None = None
-    """What a job's process was started for (ROSE_JOB); the runner sets it, users don't."""
+    """The job file of a job's process (ROSE_JOB); the runner sets it, users don't."""
     front_secret: str | None = None
-    """What a router knows its own fronts by (ROSE_FRONT_SECRET); the router sets it, users don't."""
+    """A router's secret for its own fronts (ROSE_FRONT_SECRET); the router sets it, users don't."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -224,10 +224,9 @@ def default_variable(name: str, value: str) -> None:
 
 
 def vllm_plugins() -> str:
-    """Returns VLLM_PLUGINS for an engine: the plugins that it would load anyway, and rose.
-
-    vLLM loads an endpoint plugin only if the variable names it, and any other plugin only if the variable
-    names it or is unset. To name rose alone would therefore turn off the host's other plugins.
+    """Returns VLLM_PLUGINS for an engine: the plugins that it would load anyway, and rose. vLLM loads an
+    endpoint plugin only if the variable names it, and other plugins if the variable names them or is unset.
+    To name rose alone would therefore turn off the host's other plugins.
     """
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None:

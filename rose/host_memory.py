@@ -1,7 +1,7 @@
 """How much memory a process may still take on its host.
 
-Reads the kernel's own estimate and the limits of the control groups (containers) that the process is in.
-A pool's memory is a memfd: it counts against both, and not against the size of /dev/shm.
+Reads the kernel's own estimate and the limits of the control groups (containers) that the process is in. A
+pool's memory is a memfd: it counts against both of these, and not against the size of /dev/shm.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ def available_bytes(meminfo: Path = MEMINFO, own_cgroups: Path = OWN_CGROUPS, cg
 def available_and_total(
     meminfo: Path = MEMINFO, own_cgroups: Path = OWN_CGROUPS, cgroups: Path = CGROUPS
 ) -> tuple[int, int]:
-    """The bytes that this process can take, and the size of what bounds them: host memory or a limit."""
+    """Returns the bytes that this process can take, and the size of what bounds them: host memory or a
+    limit."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     available, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     return min([(available, total), *_rooms(own_cgroups, cgroups)])

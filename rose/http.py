@@ -65,7 +65,7 @@ def urls_of(text: str) -> tuple[str, ...]:
     for what is no http://HOST:PORT."""
     found = [url.strip() for url in text.split(",")]
     if not all(found):
-        raise ValueError(f"{text!r}: want URL, or URL,URL,... of several routers before the same workers")
+        raise ValueError(f"{text!r}: expected URL, or URL,URL,... of several routers before the same workers")
     return tuple(map(checked_url, found))
 
 
@@ -118,7 +118,7 @@ class Failures:
         self._until = 0.0
 
     def are_too_many(self, num_tokens: int) -> bool:
-        """Notes one more after so many tokens. Each router is asked, however late it is."""
+        """Notes one more after this many tokens. Each router is asked, however late it is."""
         now = time.monotonic()
         if not self._num or num_tokens > self._num_tokens:
             self._num, self._until = 0, now + self._retry_s

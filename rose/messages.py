@@ -253,7 +253,7 @@ class WorkerStatus(RoutingStatus):
     """Emergency cuts of the pool's rollout budget."""
     generated_tokens: int
     computed_tokens: int = 0
-    """Of all steps, prefilled tokens included."""
+    """Tokens of all steps, prefilled ones included."""
     busy_s: float
     """Seconds in steps."""
     is_active: bool
@@ -279,7 +279,9 @@ def parse_version(text: str | None) -> WeightVersion | None:
         return None
     run_id, _, number = text.rpartition("/")
     if not run_id or not (number.isascii() and number.isdigit()) or len(number) > _MOST_DIGITS:
-        raise WorkerError(f"weight version {text[:100]!r}: want RUN/NUMBER, of at most {_MOST_DIGITS} digits")
+        raise WorkerError(
+            f"weight version {text[:100]!r}: expected RUN/NUMBER, with at most {_MOST_DIGITS} digits"
+        )
     return WeightVersion(run_id=run_id, number=int(number))
 
 
@@ -301,7 +303,7 @@ class MemoryShare(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     share: float = Field(gt=0, le=1)
-    """Of the slabs that the rollout engines of its pool may hold together."""
+    """Share of the slabs that the rollout engines of its pool may hold together."""
 
 
 class GateChange(BaseModel):

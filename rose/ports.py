@@ -17,7 +17,7 @@ _given_ports: set[int] = set()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on ``host``."""
+    """Returns whether only this machine can reach what listens on ``host``."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -31,11 +31,11 @@ def url_host(host: str) -> str:
 
 
 def check_exposure(given: str, host: str, keys: Mapping[str, str | None], *, is_insecure: bool) -> None:
-    """Checks that others than this machine need a key for what listens on ``host``.
+    """Checks that other machines need a key for what listens on ``host``.
 
-    given: the flag or setting that names the host. keys: what protects the address, by the names of the
-    variables; empty if nothing can. An empty key protects nothing.
-    Raises: ConfigError if a key is missing, unless the user insists.
+    given: the flag or setting that names the host. keys: the keys that protect the address, by the names of
+    their variables; empty if it knows no keys. An empty key protects nothing. Raises: ConfigError if a key is
+    missing, unless the user insists.
     """
     missing = [name for name, key in keys.items() if not key]
     if is_insecure or is_loopback(host) or (keys and not missing):

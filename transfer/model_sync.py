@@ -1,13 +1,13 @@
 """Model sync of a whole job: from all trainer ranks to all rollout ranks, with one copy over the slow link.
 
-Owns both ends of a sync, and which relay each rank talks to. A relay stands on each rollout node. Scatter:
-every trainer rank sends its exclusive share, over its own connections, to its peer among the relays.
-Broadcast: the relays hand each bucket on to each other while the trainer is still sending, and every rollout
-rank reads from the relay on its own node. A sync that returns has brought every receiver all bits, checked
-against the sender's hash. After one that raises, either the receivers that it does not name have the version,
-or no receiver has it and all keep the old one; the next send() continues from there. Never asks for a permit,
-because rose.phase("sync") needs none. Source: WEAVE §5.2. Where we differ: every rank receives into
-host memory, not into its device's, and only what changed is sent, unless everything did.
+Owns both ends of a sync, and which relay each rank talks to. Each rollout node has a relay. Scatter: every
+trainer rank sends its exclusive share to its peer among the relays. Broadcast: the relays hand each bucket on
+while the trainer is still sending, and every rollout rank reads from its own node's relay. When a sync
+returns, every receiver has all bits, checked against the sender's hash. If a sync raises, either the
+receivers that the error does not name have the version, or no receiver has it and all keep the old one. The
+next send() continues from there. Never asks for a permit, because rose.phase("sync") needs none. Source:
+WEAVE §5.2. Where we differ: every rank receives into host memory, not into its device's, and only what
+changed is sent.
 """
 
 import time
@@ -53,9 +53,9 @@ def peer_first(relays: Sequence[str], rank: int, num_ranks: int) -> str:
 class ModelSender:
     """One trainer rank. All ranks make one with the same arguments, and call send() equally often.
 
-    weights: what this rank holds, as for WeightPublisher: a module of which every rank holds all tensors, or
-    its TensorShards. receivers: the names of all rollout ranks, each by receiver_name(), or of the engines
-    that subscribers feed. options: further ones of WeightPublisher. A run id is used once: a job that was
+    weights: this rank's, as for WeightPublisher: a module of which every rank holds all tensors, or the
+    rank's TensorShards. receivers: the names of all rollout ranks, each by receiver_name(), or of the engines
+    that subscribers feed. options: further options of WeightPublisher. A run id is used once: a job that was
     started again takes another one, for example with its attempt in it. Raises: what WeightPublisher raises.
     """
 

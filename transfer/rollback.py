@@ -1,8 +1,8 @@
 """Going back to an earlier version of a run, without the trainer's own checkpoint of it.
 
-Owns reading one version from the relay, which keeps those since the last snapshot but one, or since the last
-that all workers have passed. Version numbers only grow: the old weights are published as a new version, whose
-delta engines take like any other. Never touches an optimizer's state.
+Owns reading one version from the relay. The relay keeps the versions since the last snapshot but one, or
+since the last one that all workers have passed. Version numbers only grow: the old weights are published as a
+new version, whose delta engines take like any other. Never touches an optimizer's state.
 """
 
 import re

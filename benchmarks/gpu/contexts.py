@@ -1,7 +1,7 @@
 """What a context costs, and what works without one.
 
-Another process measures the free memory, each time with a context of its own: in this one, the question
-itself would make a context for as long as it is answered.
+Another process measures the free memory, each time with a context of its own. In this process, the question
+itself would make a context while it is answered.
 """
 
 import subprocess

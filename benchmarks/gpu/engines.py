@@ -1,9 +1,10 @@
 """A serving and a rollout engine in one pool, beside stock vLLM: answers, moves of slabs, and step times.
 
-The pool is on the GPU, in a dry run in host memory, and too small for the requests of both. All three engines
-run the same random model, on a GPU with what vLLM turns on by itself: async scheduling and CUDA graphs. A
-slab that leaves an engine is filled with NaN. In each round rollouts lose half of their slabs while they
-decode, and then a burst to serving needs some, too. There the gate is off, so both engines compute at once.
+The pool is on the GPU (in a dry run in host memory), and too small for the requests of both. All three
+engines run the same random model. On a GPU they have the features that vLLM turns on by itself: async
+scheduling and CUDA graphs. A slab that leaves an engine is filled with NaN. In each round rollouts lose half
+of their slabs while they decode, and then a burst to serving needs some, too. There the gate is off, so both
+engines compute at once.
 
 `greedy_equal_moves[ROLE]`: the share of answers that are token for token stock vLLM's; a rollout that was cut
 counts as far as it came. Prompts whose greedy tokens rounding decides are left out, as in bench_moves.py.

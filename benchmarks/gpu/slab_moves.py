@@ -13,7 +13,7 @@ from rose.memory.slabs.backend import BackendKind, SlabRange
 
 CUT_BYTES = 30 << 30
 CUT_BATCH = 16
-"""An engine unmaps so many slabs before it releases them (rose/engine/memory/kv_range.py)."""
+"""An engine unmaps this many slabs before it releases them (rose/engine/memory/kv_range.py)."""
 
 
 def measure_moves(rig: GpuRig) -> list[Figure]:

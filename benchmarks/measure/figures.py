@@ -1,7 +1,8 @@
 """A benchmark's numbers: the figure, and the arithmetic from request records to figures.
 
 Owns percentiles, serving's objectives, attainment, ratios and the benchmark JSON. Promises that a figure
-nobody measured is null, never zero, and that an unanswered request misses every SLO. Never measures or draws.
+which was not measured is null, never zero, and that an unanswered request misses every SLO. Never measures or
+draws.
 """
 
 from collections.abc import Iterable, Sequence

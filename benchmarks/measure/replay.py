@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     add_load_arguments(parser, url="server, e.g. http://127.0.0.1:8000", out="JSON lines, one per request")
     parser.add_argument("--trace", type=Path, help="Azure-style CSV; without it, a generated trace")
     parser.add_argument("--rate-rps", type=float, default=0.8)
-    parser.add_argument("--burst-size", type=int, default=1, help="neighbours that arrive at once")
+    parser.add_argument("--burst-size", type=int, default=1, help="requests that arrive at once")
     parser.add_argument("--repeats", type=int, default=1, help="how often the window's requests are sent")
     parser.add_argument("--max-prompt-tokens", type=int, default=256)
     parser.add_argument("--max-output-tokens", type=int, default=64)

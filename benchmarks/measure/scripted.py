@@ -1,9 +1,9 @@
 """A tiny model that says what its script says, so that agents with tools have something to read.
 
 Owns: the scripts, and a checkpoint in which each piece of text is one token and follows one other token. A
-chat's last word chooses what comes. Promises: where a grammar forbids that, the model takes what it likes
-second, which depends on all that was said; so forced tool calls, schemas and expressions come out of it, too.
-Never trains, never serves. ``python -m rose.measure.scripted FOLDER`` makes one.
+chat's last word chooses what comes. Promises: if a grammar forbids that, the model takes its second choice,
+which depends on all that was said. So it also makes forced tool calls, schemas and expressions. Never trains,
+never serves. ``python -m rose.measure.scripted FOLDER`` makes one.
 """
 
 import sys

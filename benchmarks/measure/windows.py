@@ -1,7 +1,7 @@
 """Measured windows: serving replay, rollout load, or both at once, each from its own process.
 
 Owns one window's client processes and result. Promises that both loads of a window start at the same time,
-and that a window in which the machine did other people's work says so (``foreign_cpu_share``).
+and that a window in which other programs used the machine says so (``foreign_cpu_share``).
 """
 
 import json

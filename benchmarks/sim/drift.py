@@ -3,9 +3,9 @@
 Owns: the templates and when changes are seen. Promises: the same seed gives the same changes. Never:
 simulates.
 
-Source: WEAVE §6.6: none, increasing or decreasing, at 0.5, 1.0 and 1.5 times what was observed. What was
-observed is only drawn there (Figure 16); ours is a linear drift of the rollout by 20% over a job's life, of
-training by as much, as that follows the generated tokens.
+Source: WEAVE §6.6: none, increasing or decreasing, at 0.5, 1.0 and 1.5 times what was observed. The observed
+drift is only drawn there (Figure 16). Ours is a linear drift of the rollout by 20% over a job's life, and of
+training by the same, because training follows the generated tokens.
 """
 
 import random

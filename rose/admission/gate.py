@@ -189,6 +189,10 @@ class RolloutCandidate:
         """Returns how many tokens the first ``num_decodes`` sequences have in a step, drafts included."""
         return num_decodes + sum(self.draft_tokens[:num_decodes])
 
+    def prefill_beside(self, num_decodes: int, most_tokens: int) -> int:
+        """Returns how many prefill tokens a step of ``most_tokens`` has beside that many sequences."""
+        return max(0, min(self.prefill_tokens_waiting, most_tokens - self.decode_tokens(num_decodes)))
+
 
 class GateDecision(NamedTuple):
     """A step's limits, or the reason for waiting."""
@@ -321,9 +325,7 @@ class GatePolicy:
         if self._is_bounded and view.has_work:
             budget_s = min(longest_s, view.latest_start_s - now)
         num_decodes, context = candidate.num_decodes, float(candidate.context_tokens)
-        room = max(0, self.settings.chunk_tokens - candidate.decode_tokens(num_decodes))
-        most = min(candidate.prefill_tokens_waiting, room)
-        prefill = 0
+        prefill, most = 0, candidate.prefill_beside(num_decodes, self.settings.chunk_tokens)
         if model.predict_safe(0, num_decodes, context) <= budget_s:
             prefill = model.tokens_within(budget_s, num_decodes, most, context, candidate.computed_tokens)
         else:
@@ -340,9 +342,7 @@ class GatePolicy:
     def _piece(self, candidate: RolloutCandidate) -> int:
         """Returns the prefill tokens of a whole step."""
         chunk = self.settings.chunk_tokens
-        room = max(0, chunk - candidate.decode_tokens(candidate.num_decodes))
-        most = min(candidate.prefill_tokens_waiting, room)
-        return min(most, chunk // PREFILL_PIECES)
+        return min(candidate.prefill_beside(candidate.num_decodes, chunk), chunk // PREFILL_PIECES)
 
     def _worth_saving_for(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
         """Returns the seconds of a whole step, for which shorter slack is better kept: all decodes and a
@@ -371,8 +371,9 @@ class GatePolicy:
         return model.predict_safe(0, num_decodes, candidate.context_tokens * num_decodes / most)
 
     def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
+        # Steps of one decode would teach nothing about others, and neither would steps that are all full.
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)
-        prefill = 0 if num_decodes else min(candidate.prefill_tokens_waiting, MIN_STEP_TOKENS)
+        prefill = candidate.prefill_beside(num_decodes, MIN_STEP_TOKENS // (2 if num_decodes else 1))
         context = candidate.context_tokens * num_decodes / max(1, candidate.num_decodes)
         return _admit(now, model, candidate, prefill, num_decodes, context)
 

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from rose.admission.step_time import (
     MIN_MARGIN_S,
     MIN_OBSERVATIONS,
@@ -155,7 +157,11 @@ def _has_variety(steps: Sequence[StepObservation]) -> bool:
     # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
     prefills = {o.prefill_tokens for o in steps if o.prefill_tokens > 0}
     decodes = {o.num_decodes for o in steps if o.num_decodes > 0}
-    return len(steps) >= MIN_OBSERVATIONS and len(prefills) >= 2 and len(decodes) >= 2
+    if len(steps) < MIN_OBSERVATIONS or min(len(prefills), len(decodes)) < 2:
+        return False
+    # Where every step is full, the fewer decodes the more prefill, and a step's base is anyone's guess.
+    sizes = np.array([(1, o.prefill_tokens, o.num_decodes) for o in steps])
+    return int(np.linalg.matrix_rank(sizes)) == 3
 
 
 def _size_of(step: StepShape) -> tuple[int, int]:

@@ -25,6 +25,9 @@ FIT_ROUNDS = 12
 # A refit runs between two steps of an engine, so it takes fewer rounds (one takes about 0.1 ms).
 REFIT_ROUNDS = 4
 PLANNED_WEIGHT = 0.1
+# No step is free, whatever is left of it once steps of other sizes have been fitted: the base is at least
+# this part of the quickest step.
+LEAST_BASE = 0.05
 
 Floats = NDArray[np.float64]
 
@@ -318,6 +321,7 @@ def _fit_robust(
         residuals = np.abs(ones - relative_rows @ costs)
         sigma = max(1.4826 * float(np.median(residuals)), 1e-6)
         weights = trust * np.minimum(1.0, HUBER_SIGMAS * sigma / np.maximum(residuals, 1e-12))
+    costs[0] = max(costs[0], LEAST_BASE * float(seconds.min()))
     return costs
 
 

@@ -1,7 +1,7 @@
 """The demo's figures: from records to numbers, beside their targets, and which targets were met.
 
-Owns the figures' names and their targets. Promises that a figure nobody measured is null, never zero, and
-that none is called met that was not measured. Never measures or draws.
+Owns the figures' names and their targets. Promises that a figure which was not measured is null, never zero,
+and that its target never counts as met. Never measures or draws.
 """
 
 import operator

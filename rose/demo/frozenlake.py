@@ -5,9 +5,9 @@ deterministic (the ice is not slippery), that every text uses only `WORDS`, and 
 and is 1 exactly when the goal was reached. Never talks to a model and knows no token ids.
 
 The reward is 1 when the goal is reached, else 0.5 x the best progress, which is the fraction of the shortest
-safe path that was covered. The shaping is what lets a group of random trajectories differ, which is all GRPO
-learns from. A reply that is no move earns nothing and costs its turn. With an extra reward for the format,
-one of the two seeds tried stayed at 0.33 without reaching the goal after 45 steps.
+safe path that was covered. Without this shaping a random group's rewards would mostly be equal, and GRPO
+would learn nothing. A reply that is no move earns nothing and costs its turn. With an extra reward for the
+format, one of the two seeds tried stayed at 0.33 without reaching the goal after 45 steps.
 """
 
 from collections import deque

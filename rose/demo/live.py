@@ -1,6 +1,6 @@
 """What the demo says while it runs: a line for each part when it begins, with what comes next.
 
-Owns the console. On a terminal, the state of things stands below the last line, and changes twice a second.
+Owns the console. On a terminal, the current state stands below the last line, and is renewed twice a second.
 Measures nothing.
 """
 

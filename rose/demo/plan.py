@@ -50,7 +50,7 @@ class Durations:
     window_s: float
     """The length of each window with serving traffic."""
     training_windows: int
-    """The training window plays the sample of the other windows so many times."""
+    """The training window plays the sample of the other windows this many times."""
 
     def of(self, name: PhaseName) -> float:
         """Returns the length of a phase's window."""

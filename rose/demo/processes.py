@@ -2,8 +2,8 @@
 
 Owns their layout on two CPUs: both shared engines' models run on the first one, which stands for the GPU; all
 else runs on the others. The dedicated engine, the subscribers and the trainer stand for other machines, so
-the kernel lets them run only when nothing else wants a CPU, and they stand still while serving has work:
-even from another CPU they would slow it down, through the caches and the memory that all CPUs share.
+the kernel lets them run only when nothing else wants a CPU. They stand still while serving has work, because
+even on another CPU they would slow serving down through the caches and the memory that all CPUs share.
 `rose.measure.rig` starts and stops everything.
 """
 

@@ -2,7 +2,7 @@
 
 Owns the order of things: start everything, measure the baselines and ROSE, train through the whole loop,
 compare with stock vLLM, report. Promises that every process it started is stopped, also on Ctrl-C and on an
-error, and that what could not be measured says so.
+error, and that the report names what could not be measured.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The demo's RL trainer, a process of its own: TRL's GRPO on multi-turn FrozenLake, by router and relay.
 
-Owns the tokens of a trajectory and the training settings. Promises that the ids sent in a turn are exactly
-prompt + completion so far, never tokenized again, so that a worker's prefix cache always matches; that a
-generated token is masked 1 and a token of the environment 0; that both rollout engines run a step's weights
-before the next rollout; and a line of JSON per step (rose.demo.records.TrainingStep). It trains in float32
+Owns the tokens of a trajectory and the training settings. Promises that a turn sends exactly the ids of
+prompt and completion so far, which are never tokenized again, so that a worker's prefix cache always matches.
+A generated token is masked 1 and a token of the environment 0. Both rollout engines run a step's weights
+before the next rollout. Each step gives a line of JSON (rose.demo.records.TrainingStep). It trains in float32
 and publishes bfloat16. A stop signal ends it with status 0. Never generates a token itself.
 """
 

@@ -42,7 +42,7 @@ class HarmRecords:
         self._slices: deque[SliceTime] = deque(maxlen=NUM_SLICES)
 
     def claim(self) -> bool:
-        """Whether this reader is the one that acts on the records; until it ends, no other is."""
+        """Returns whether this reader is the one that acts on the records; until it ends, no other is."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,7 +1,7 @@
 """Engines whose data-parallel ranks compute every step together: those with a mixture of experts.
 
-vLLM calls the time in which they do a wave: from the first request of any rank until no rank has one. Owns
-what follows for the gate.
+In vLLM a *wave* is the time from the first request of any rank until no rank has one. Owns what follows for
+the gate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def in_lockstep(config: VllmConfig) -> bool:
-    """Whether the engine's ranks compute every step together, each in a pool of its own."""
+    """Returns whether the engine's ranks compute every step together, each in a pool of its own."""
     return config.parallel_config.data_parallel_size > 1 and bool(config.model_config.is_moe)
 
 

@@ -41,7 +41,7 @@ class EngineSettings(BaseModel):
     spends is measured too, but not bounded. A bound below 0.0001 is refused, because no traffic can show so
     small a difference within a day."""
     spend_slo: float | None = Field(default=None, gt=0, le=0.95)
-    """Share of the TPOT SLO that rollouts may stretch serving's tokens to (ROSE 4.1). By default rollouts
+    """Share of the TPOT SLO to which rollouts may stretch serving's tokens (ROSE §4.1). By default rollouts
     spend none of it."""
     deployment: Deployment | None = None
     """The phases that a serving engine computes. The default is what its KV connector's role says, or else

@@ -1,7 +1,7 @@
 """The dashboard's process beside `rose sched serve`.
 
-An address that can't be used is refused before anything starts. After that, the scheduler and its jobs don't
-notice what happens to the dashboard.
+An address that can't be used is refused before anything starts. After that, no fault of the dashboard affects
+the scheduler or its jobs.
 """
 
 import logging

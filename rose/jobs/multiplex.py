@@ -115,7 +115,7 @@ def read_pair(paths: Sequence[Path], num_cores: int, *, is_gpu: bool) -> tuple[R
     if len(parts) > 1:
         raise ConfigError(
             f"rollouts with nodes: {parts[0]} and {parts[1]}; the cores are divided in one way, so give both "
-            "jobs as many"
+            "jobs the same number of nodes"
         )
     return one, two
 

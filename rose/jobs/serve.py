@@ -1,8 +1,9 @@
 """`rose sched serve`: the cluster scheduler and the runner of its jobs, on one machine or on a Ray cluster.
 
 Owns the scheduler's process, the dashboard's process if asked for, and the runner. A scheduler that dies is
-started again, and its jobs only wait a little. When this process ends, all of them end, but jobs on a Ray
-cluster go on. The scheduler answers from the start, while the runner still waits for Ray.
+started again, and its jobs only wait a little. When this process ends, so do all of these and the jobs on
+this machine; jobs on a Ray cluster go on. The scheduler answers from the start, while the runner still waits
+for Ray.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(list(argv))
     check_output(arguments.output)
     if not 0 < arguments.seconds <= 60:
-        parser.error(f"--seconds {arguments.seconds:g}: want more than 0, at most 60")
+        parser.error(f"--seconds {arguments.seconds:g}: expected more than 0 and at most 60")
     if find_spec("torch") is None:
         raise ConfigError(f"torch is not installed; {install_hint('cpu')}")
     with StopOnSignals():

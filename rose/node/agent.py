@@ -1,9 +1,9 @@
 """`rose node NODE.yaml`: a pool and its engines under one supervisor.
 
 The pool starts first, then serving engines, then rollout engines. Each death is one error line in the log.
-A pool's daemon that dies is started again, as its engines keep its memory and go on meanwhile. An engine's
+A pool's daemon that dies is started again; its engines keep its memory and go on meanwhile. An engine's
 death leaves the others running, and ends the subscriber that fed it alone, so that the engine can be started
-by hand. Engines are not started again: a serving engine that dies needs its operator, not a loop.
+by hand. Engines are not started again: an operator has to look at a serving engine that dies.
 """
 
 import logging

@@ -126,7 +126,7 @@ def find_pool(settings: Settings, pool: str) -> PoolSize | None:
 
 
 def has_pool(settings: Settings, pool: str) -> bool:
-    """Whether a daemon answers for ``pool``."""
+    """Returns whether a daemon answers for ``pool``."""
     return find_pool(settings, pool) is not None
 
 

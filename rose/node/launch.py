@@ -54,7 +54,9 @@ def engine_process(
     env = {"VLLM_PLUGINS": vllm_plugins(), **(extra_env if extra_env is not None else {})}
     if (key := worker_api_key()) is not None:
         env.setdefault("VLLM_API_KEY", key)  # a flag wins over it
-    return ServerProcess(argv, engine.name, log_path, env=env, cpus=engine.cpus)
+    # vLLM's sockets, which a killed engine leaves behind.
+    scratch = "VLLM_RPC_BASE_PATH"
+    return ServerProcess(argv, engine.name, log_path, env=env, cpus=engine.cpus, scratch=scratch)
 
 
 def check_engine_exposure(engine: EngineConfig) -> None:

@@ -78,17 +78,19 @@ class EngineConfig(EngineSettings):
     @model_validator(mode="after")
     def _weights_can_come(self) -> Self:
         if self.run is not None and self.relay is None:
-            raise ValueError(f"run {self.run} needs a relay to come over; set relay")
+            raise ValueError(f"run {self.run} needs a relay that brings it; set relay")
         if self.adapters and self.relay is None:
-            raise ValueError(f"adapter {self.adapters[0]} needs a relay to come over; set relay")
+            raise ValueError(f"adapter {self.adapters[0]} needs a relay that brings it; set relay")
         given = {text.replace("_", "-") for text in self.vllm_args}
         if self.adapters and "--enable-lora" not in given:
             raise ValueError(
-                f"adapter {self.adapters[0]}: vLLM holds adapters with --enable-lora alone; add "
-                "--enable-lora --max-lora-rank R --max-loras N, N two for each adapter, and one more on a CPU"
+                f"adapter {self.adapters[0]}: vLLM holds adapters only with --enable-lora; add --enable-lora "
+                "--max-lora-rank R --max-loras N, where N is two for each adapter, and one more on a CPU"
             )
         if self.relay is not None and not self.is_updated:
-            raise ValueError("relay: a serving engine follows one only with takes_weights true")
+            raise ValueError(
+                "relay: a serving engine follows one only with takes_weights true; set it, or leave relay out"
+            )
         return self
 
     def vllm_flag(self, *names: str) -> str | None:

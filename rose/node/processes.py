@@ -10,10 +10,12 @@ import http.client
 import logging
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -51,17 +53,22 @@ class ServerProcess:
         cpus: Iterable[int] | None = None,
         nice: int = 0,
         folder: Path | None = None,
+        scratch: str | None = None,
     ) -> None:
         """Describes the process; ``start`` runs it.
 
         env: variables added to the inherited ones. cpus: pins the process to these. log_path: receives
         stdout and stderr (appended); None leaves both on the supervisor's terminal. folder: where it runs.
+        scratch: an environment variable that is to name an empty folder, removed with the server; one that is
+        set already keeps its value.
         """
         self.name = name
         self.log_path = log_path
         self.argv = [*_pinning(cpus, nice), *argv]
         self._env = child_environment(env)
         self._folder = folder
+        self._scratch_variable = scratch
+        self._scratch: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._exit_status: int | None = None
@@ -85,7 +92,7 @@ class ServerProcess:
         return self._exit_status
 
     def is_alive(self) -> bool:
-        """Whether the process was started and has not ended."""
+        """Returns whether the process was started and has not ended."""
         return self._process is not None and self.exit_status is None
 
     def start(self) -> Self:
@@ -94,11 +101,19 @@ class ServerProcess:
             raise ValueError(f"{self.name} was already started, pid {self.pid}")
         watch = [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid())]
         with signals_wait():  # a signal between the two would leave a process that nobody ends
+            scratch = self._make_scratch()
             self._process = self._spawn()
-            watch += [str(self.pid), str(GRACE_S)]
+            watch += [str(self.pid), str(GRACE_S), *scratch]
             self._watcher = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
         logger.info("started name=%s pid=%d log=%s", self.name, self.pid, self.log_path)
         return self
+
+    def _make_scratch(self) -> list[str]:
+        if self._scratch_variable is None or self._scratch_variable in self._env:
+            return []
+        self._scratch = Path(tempfile.mkdtemp(prefix="rose-"))
+        self._env[self._scratch_variable] = str(self._scratch)
+        return [str(self._scratch)]
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with ExitStack() as when_started:
@@ -166,6 +181,8 @@ class ServerProcess:
             self._watcher.kill()
             self._watcher.wait()
             self._watcher = None
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
             logger.info("stopped name=%s pid=%d status=%s", self.name, self.pid, self.exit_status)
         return self._exit_status
 
@@ -244,7 +261,7 @@ def _pinning(cpus: Iterable[int] | None, nice: int) -> list[str]:
 
 
 def answers_ok(url: str) -> bool:
-    """Whether the URL answers 200, asked without proxies: the servers are on this host."""
+    """Returns whether the URL answers 200, asked without proxies: the servers are on this host."""
     parts = urlsplit(url)
     host = parts.hostname or "127.0.0.1"
     connection = http.client.HTTPConnection(host, parts.port, timeout=5.0)

@@ -177,7 +177,7 @@ def _read_flags(argv: Sequence[str]) -> _Flags:
         parser.error("MODEL comes first: rose profile MODEL ... (flags of vLLM would swallow it)")
     if arguments.concurrency is not None:
         if arguments.concurrency < 1:
-            parser.error(f"--concurrency {arguments.concurrency}: want at least 1 turn at once")
+            parser.error(f"--concurrency {arguments.concurrency}: expected at least 1 turn at once")
         if arguments.role is Role.SERVING or arguments.plot is not None:
             parser.error(
                 "--concurrency is about rollouts and has no plot: leave out --role serving and --plot"

@@ -1,8 +1,7 @@
-"""`rose serve`: one vLLM engine, in a pool or dedicated to rollouts. Beside it run the subscriber of an
-engine that follows a run's weights, and the trainer of a serving engine that is fine-tuned.
-
-Everything that can be checked is checked before vLLM starts, and nothing is left running at the end. vLLM's
-own flags pass through unread.
+"""`rose serve`: one vLLM engine, in a pool or dedicated to rollouts. An engine that follows a run's weights
+has its subscriber beside it, and a serving engine that is fine-tuned has its trainer. Everything that can be
+checked is checked before vLLM starts, and nothing is left running at the end. vLLM's own flags pass through
+unread.
 """
 
 import argparse

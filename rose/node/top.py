@@ -148,8 +148,8 @@ def take_sample(client: httpx.Client, worker: str) -> WorkerSample:
 
 
 def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSample]) -> RenderableType:
-    """One row per engine, one per data-parallel rank below it, and one line per worker that didn't answer;
-    rates are relative to ``before``.
+    """Returns one row per engine, one per data-parallel rank below it, and one line per worker that didn't
+    answer; rates are relative to ``before``.
 
     role: prefill or decode for a serving engine that computes one of them alone. queue: running and waiting
     requests. slabs: owned, of the budget. gate: its mode and the share of steps that it admitted, or that the

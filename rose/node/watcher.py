@@ -1,13 +1,15 @@
 """A watcher process per server: ends the server's process group when its leader or its supervisor dies.
 
-After the supervisor dies (even by SIGKILL), or the server itself, every process that is left in the server's
-session gets SIGTERM, then SIGKILL. vLLM's engine core is a child of the API server, and would otherwise live
-on with its slabs when the API server is killed. No process outside the session that the server leads is
-touched. The watcher is run by path with ``python -I -S``, so it imports only the standard library.
+After the supervisor or the server dies, even by SIGKILL, every process that is left in the server's session
+gets SIGTERM, then SIGKILL, and the server's own folder is removed. Otherwise vLLM's engine core, a child of
+the API server, would live on with its slabs when that is killed. No process outside the session that the
+server leads is touched. The watcher is run by path with ``python -I -S``, so it imports only the standard
+library.
 """
 
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -74,11 +76,13 @@ def wait_for_death(pids: list[int]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``watcher.py SUPERVISOR_PID SERVER_PID GRACE_S``."""
+    """Runs ``watcher.py SUPERVISOR_PID SERVER_PID GRACE_S [FOLDER]``."""
     supervisor_pid, server_pid = int(argv[0]), int(argv[1])
     if os.getppid() == supervisor_pid:  # else the supervisor is already gone
         wait_for_death([supervisor_pid, server_pid])
     end_group(server_pid, float(argv[2]))
+    for folder in argv[3:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

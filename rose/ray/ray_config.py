@@ -46,12 +46,12 @@ class ServiceBundle(Section):
     def _takes_something(self) -> Self:
         if not self.bundle():
             raise ValueError(
-                "it takes nothing of a node, so Ray can't place it; set num_cpus, num_gpus or resources"
+                "it asks for no resources, so Ray can't place it; set num_cpus, num_gpus or resources"
             )
         return self
 
     def bundle(self) -> dict[str, float]:
-        """The resources under Ray's names."""
+        """Returns the resources under Ray's names."""
         asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in asked.items() if amount > 0}
 
@@ -124,7 +124,8 @@ class RayConfig(Section):
             check_engine_exposure(engine.model_copy(update={"host": host, "insecure": opened}))
 
     def services(self) -> dict[str, ServiceBundle]:
-        """The services by name, in the order of start: engines need the relay, and the router the engines."""
+        """Returns the services by name, in the order of start: engines need the relay, and the router the
+        engines."""
         nodes = {f"node-{index}": node for index, node in enumerate(self.nodes)}
         named = {"relay": self.relay, **nodes, "router": self.router}
         return {name: service for name, service in named.items() if service is not None}

@@ -1,7 +1,7 @@
 """How fast a rollout node's engines are, from what each engine measures of itself, for moves of tails.
 
 An engine's profile is a model of its steps (`POST /rose/v1/profile`), and its /metrics count the prompts.
-Times are those of the longest context, so that a tail which moves by them ends in time.
+Times are those of the longest context, so that a tail which is moved because of them ends in time.
 """
 
 from collections.abc import Sequence

@@ -125,9 +125,9 @@ def _pairs(part: Any, names: list[str], config: Any, vocab_size: int) -> Iterato
 
 
 def _query_groups(part: Any, config: Any) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields what the rank holds of linear_qkv, in which each group has its query heads, its key head and its
-    value head: which of the three, its first row here, its number of rows, its first row in the Hugging Face
-    tensor, and how many rows that has.
+    """Yields the parts of linear_qkv that the rank holds. In it each group has its query heads, its key head
+    and its value head. For each part, yields which of the three it is, its first row here, its number of
+    rows, its first row in the Hugging Face tensor, and the number of rows of that tensor.
     """
     groups, head = config.num_query_groups, config.kv_channels
     sizes = (config.num_attention_heads // groups * head, head, head)
@@ -144,7 +144,7 @@ def _query_groups(part: Any, config: Any) -> Iterator[tuple[int, int, int, int, 
 
 
 def _rows(part: Any, parameter: Any, at: int, size: int, total: int, start: int) -> TensorShard:
-    """Returns rows of a parameter as those of a Hugging Face tensor that has so many of them."""
+    """Returns rows of a parameter as those of a Hugging Face tensor that has this many of them."""
     return TensorShard(
         tensor=parameter,
         index=(slice(at, at + size),) if size < parameter.shape[0] else None,

@@ -5,7 +5,7 @@
     @rose.phase("rollout", working_set=engines, move_tail=engines.move_tail)
 
 The engines run all the time, and are active only while the job holds their nodes. An inactive engine has
-given its weights and KV back. Turns of a router go on at the engines that are left, behind the tokens that
+given its weights and KV back. Turns of a router go on at the engines that are left, after the tokens that
 they have.
 """
 
@@ -34,7 +34,7 @@ Done = TypeVar("Done")
 class OwnEngines:
     """``nodes``: the engines' addresses on each rollout node that the job asks for, in the order of
     `Progress.rollout_nodes`. A job that has fewer nodes uses the engines of these (`places`). Engines with a
-    key want it in ROSE_KEY here as well. Of a job's ranks, rank 0 alone handles the engines."""
+    key want it in ROSE_KEY here as well. Only rank 0 of a job handles the engines."""
 
     def __init__(self, nodes: Sequence[Sequence[str]]) -> None:
         self._timing: EngineTiming | None = None
@@ -121,9 +121,9 @@ def places(
 ) -> dict[int, int]:
     """Returns for each rollout node, by its number in the group, which engines are its own.
 
-    A node keeps the engines that it had. Each other one has engines at its address, where addresses say so;
-    else as many nodes as there are engines for have theirs in order, and of fewer nodes, number i has those
-    of index i if they are free. Raises: ConfigError.
+    A node keeps the engines that it had. If addresses tell, each other node has the engines at its address.
+    Otherwise, if there are as many nodes as entries of engines, they have them in order; if there are fewer
+    nodes, node i has the engines of index i if they are free. Raises: ConfigError.
 
     hosts: those of the engines at each index. addresses: of nodes. before: the places until now.
     """
@@ -199,14 +199,14 @@ def run_between(statuses: Sequence[tuple[WorkerStatus | None, WorkerStatus]]) ->
 def _rank_runs(before: WorkerStatus | None, now: WorkerStatus) -> list[EngineRun]:
     if before is None:
         return []
-    # An engine that was started anew may have another number of ranks.
+    # An engine that was restarted may have another number of ranks.
     pairs = zip(before.ranks or [before], now.ranks or [now], strict=False)
     return [_rank_run(*pair) for pair in pairs]
 
 
 def _rank_run(before: WorkerStatus, now: WorkerStatus) -> EngineRun:
     def more(name: str) -> float:
-        # An engine that was started anew counts from 0.
+        # An engine that was restarted counts from 0.
         begun: float = getattr(before, name) if before.steps <= now.steps else 0
         ended: float = getattr(now, name)
         return ended - begun

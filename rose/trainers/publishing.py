@@ -16,7 +16,7 @@ _ACK_POLL_S = 0.05
 
 
 def publish_and_wait(publisher: WeightPublisher, num_workers: int, ack_timeout_s: float) -> SyncReport:
-    """Publishes a version, and returns when so many workers run it, whichever they are. Raises: RelayError;
+    """Publishes a version, and returns when this many workers run it, whichever they are. Raises: RelayError;
     WorkerError if they don't in time."""
     report = publisher.publish()
     number = report.version.number
@@ -37,7 +37,7 @@ def _num_acked(publisher: WeightPublisher, number: int) -> int:
 class PublishWeights(TrainerCallback):
     """``Trainer(callbacks=[PublishWeights(publisher)], ...)``: each optimizer step becomes a version.
 
-    ``every_s``: steps within so many seconds become one version. The last steps always become one.
+    ``every_s``: steps within this many seconds become one version. The last steps always become one.
     ``num_workers``: the number of workers, whichever they are, that must run a version before training goes
     on. Workers that die are not waited for, because the router gives turns only to the newest version. With
     0, training goes on at once, and the router's version_mode says how far rollouts may lag behind, if

@@ -75,8 +75,8 @@ class RouterLLMProxy(BaseLLMProxy):
     def _session_of(self, messages: Messages, env_id: Any) -> str:
         """Names the trajectory that these messages belong to.
 
-        An environment plays one trajectory after the other under one number. As a session, that number would
-        bind all of them to the weights of the first where a router keeps a trajectory to one version.
+        An environment plays one trajectory after the other under one number. If that number were the session,
+        a router that keeps a trajectory to one version would bind all of them to the weights of the first.
         """
         num_asked = len(self._asked)
         is_next_turn = messages[:num_asked] == self._asked and len(messages) > num_asked

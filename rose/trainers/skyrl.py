@@ -1,7 +1,7 @@
 """SkyRL's turns on a ROSE router, and its weights over a ROSE relay.
 
-This module is an entry point of SkyRL's trainer. Its loop, its agent loop and its FSDP workers stay as they
-are; its client asks the router and tells the engines nothing, and its policy workers publish what they have
+This module is an entry point of SkyRL's trainer. SkyRL's loop, agent loop and FSDP workers stay as they are.
+Its client asks the router and tells the engines nothing, and its policy workers publish what they have
 gathered. SkyRL starts no engines, and its GPUs only train.
 
 In SkyRL's configuration: ``trainer.override_entrypoint=rose.trainers.skyrl``,

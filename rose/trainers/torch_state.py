@@ -2,8 +2,8 @@
 
 The storages of the tensors leave the device for the host cache and come back bit for bit. Every tensor stays
 the object that it is, tied weights and views included, so that optimizers, schedulers and wrappers notice
-nothing. On a CPU the memory goes back to the system meanwhile, and load takes new. Of a tensor that FSDP or
-DTensor shards, each rank keeps its own shard. Anything but tensors stays in the suspended process.
+nothing. On a CPU the memory goes back to the system meanwhile, and load takes new memory. If FSDP or DTensor
+shards a tensor, each rank keeps its own shard. Anything but tensors stays in the suspended process.
 
     @rose.phase("train", working_set=TorchState(lambda: [trainer.model, trainer.optimizer]))
     def train(samples): ...

@@ -1,9 +1,9 @@
 """One turn of token ids, for trainers that bring no HTTP client of their own.
 
 An answer has the exact ids and the logprobs of the sampled tokens. A trajectory's turns carry its name, so
-that the router finds its prefix cache, and begin at one router of several by it. A turn whose router dies, or
-shuts down, goes on at the next one behind the tokens that have arrived. A refused turn is not tried again:
-the router has tried every worker.
+that the router finds its prefix cache. Of several routers, the name decides at which one turns begin. A turn
+whose router dies or shuts down goes on at the next one, after the tokens that have arrived. A refused turn is
+not tried again: the router has tried every worker.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class RouterTurns:
     if it wants one. By default both are those that the job scheduler has set (``ROSE_ROUTER_URL``,
     ``ROSE_ROUTER_API_KEY``). Without ``model`` the key's job decides, or else all workers serve the same one.
     At an https address the router must show a certificate of ``ROSE_TLS_CA``. ``job`` names the RL job, and
-    ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for so many
+    ``run`` the training run whose weights it wants, if the router has several. ``retry_s``: for this many
     seconds from the first failure a turn is tried again while no router answers. Raises: ConfigError if no
     address is known.
     """
@@ -139,7 +139,7 @@ class RouterTurns:
             **({"model": self._model} if self._model is not None else {}),
             "token_ids": list(prompt_ids),
             "sampling_params": {"logprobs": 0, **sampling, "detokenize": False},
-            # What begins anew after a cut is better asked for whole: then it may.
+            # What starts again after a cut is better asked for whole: then it may.
             "stream": not _begins_anew(sampling),
         }
         headers = {"X-Session-ID": session, "Idempotency-Key": uuid.uuid4().hex}
@@ -189,7 +189,7 @@ class RouterTurns:
 
 
 def _begins_anew(sampling: Mapping[str, Any]) -> bool:
-    """Whether a cut turn may not go on behind its tokens; stock workers can't with a grammar or penalties."""
+    """Whether a cut turn may not go on after its tokens; stock workers can't with a grammar or penalties."""
     completion = {**sampling, "vllm_xargs": sampling.get("extra_args")}
     return must_restart(completion) or has_state(completion)
 

@@ -1,10 +1,9 @@
 """verl's turns on a ROSE router, and its weights over a ROSE relay.
 
-This module has what verl's trainers load in place of their own: an agent loop manager, whose loops ask the
-router, and a rollout named ``rose``, which starts no servers and publishes the weights that verl hands it
-after each step. verl's agent loops and trainers stay as they are, and a trajectory keeps its name over its
-turns. It serves the trainer modes ``sync`` and ``colocate_async``; ``separate_async`` wants GPUs of its own
-for its rollouts.
+verl's trainers load two parts in place of their own: an agent loop manager, whose loops ask the router, and a
+rollout named ``rose``. It starts no servers, and publishes the weights that verl hands it after each step.
+verl's agent loops and trainers stay as they are, and a trajectory keeps its name over its turns. It serves
+the trainer modes ``sync`` and ``colocate_async``; ``separate_async`` wants GPUs of its own for its rollouts.
 
 In the environment of all of verl's processes: ``VERL_USE_EXTERNAL_MODULES=rose.trainers.verl``.
 In verl's configuration:

@@ -1,7 +1,7 @@
 """The third pool: serving GPUs that rollouts may borrow.
 
-No GPU goes to two jobs. Candidates are certified without borrowed GPUs, so all of them can be taken back at
-any time. scheduler/rollout talks to the serving side.
+No GPU goes to two jobs. Candidates are certified without borrowed GPUs, so all of these GPUs can be taken
+back at any time. scheduler/rollout talks to the serving side.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def lend(groups: Iterable[Group], pools: Pools) -> dict[str, int]:
 
 
 def is_worth_it(job: Job, pools: Pools) -> bool:
-    """Whether an iteration costs no more with borrowed GPUs than without them.
+    """Returns whether an iteration costs no more with borrowed GPUs than without them.
 
     With k borrowed GPUs beside n own ones, R seconds of rollout become R n / (n + k). An iteration thus needs
     its own nodes, which cost C dollars an hour, for R k / (n + k) seconds less, and pays k GPUs for R n /

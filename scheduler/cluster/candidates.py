@@ -63,12 +63,12 @@ class Candidate:
 
 
 def own_limit_s(job: Job) -> float:
-    """The longest iteration that a job's SLO allows before any of it is used."""
+    """Returns the longest iteration that a job's SLO allows before any of it is used."""
     return job.slo * job.solo_s
 
 
 def isolated(job: Job, name: str, pools: Pools) -> Candidate:
-    """A group of the job's own, on the nodes it asked for."""
+    """Returns a group of the job's own, on the nodes it asked for."""
     member = Member(job=job, rollout_nodes=tuple(range(job.num_rollout_nodes)))
     group = Group(
         name=name,
@@ -86,7 +86,8 @@ def isolated(job: Job, name: str, pools: Pools) -> Candidate:
 
 
 def candidates(group: Group, job: Job, pools: Pools) -> Iterator[Candidate]:
-    """Every candidate that is tried, cheapest first: on nodes that are there, then with 1, 2, ... more.
+    """Yields every candidate that is tried, cheapest first: on nodes that are there, then with 1, 2, ...
+    more.
 
     A job on one node tries each; one on several takes neighbours in the order of load, as all subsets would
     be too many.
@@ -123,12 +124,13 @@ def rollout_load_s(group: Group) -> list[float]:
 
 
 def is_saturated(group: Group) -> bool:
-    """Whether the group has no slack for new work. Source: WEAVE §4.2, strategy 3, Algorithm 1 line 4."""
+    """Returns whether the group has no slack for new work. Source: WEAVE §4.2, strategy 3, Algorithm 1 line
+    4."""
     return group.load_s >= group.cycle_s
 
 
 def memory_shortage(group: Group, pools: Pools) -> str | None:
-    """Which node's host can't hold its residents, with the bytes; None if all fit."""
+    """Returns which node's host can't hold its residents, with the bytes; None if all fit."""
     train_bytes = sum(member.job.train_bytes for member in group.members)
     if train_bytes > pools.train.host_bytes:
         return f"training nodes: {train_bytes / 1e9:.1f} of {pools.train.host_bytes / 1e9:.1f} GB"
@@ -142,7 +144,8 @@ def memory_shortage(group: Group, pools: Pools) -> str | None:
 def check(
     candidate: Candidate, pools: Pools, limit_of: LimitOf, *, multi_rate: bool, num_free: int | None = None
 ) -> Candidate | Rejection:
-    """The candidate in a certified order, or why not. `num_free`: rollout nodes that the pool still has."""
+    """Returns the candidate in a certified order, or why not. `num_free`: rollout nodes that the pool still
+    has."""
     group = candidate.group
 
     def refuse(constraint: Constraint, text: str) -> Rejection:

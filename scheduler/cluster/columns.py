@@ -1,6 +1,6 @@
 """Every group that a set of jobs can form, with its least cost: the columns of the exact optimum.
 
-Enumerates, level by level, the sets that keep every limit under round-robin. None is missed, except those
+Enumerates, level by level, the sets that keep every limit under round-robin. No set is missed, except those
 that cost as much as a set with one more job. Each job is pinned to one rollout node, where WEAVE's Theorem 1
 holds.
 
@@ -53,7 +53,7 @@ class _Table:
 def enumerate_columns(
     jobs: Sequence[Job], limits_s: Sequence[float], pools: Pools, max_sets: int | None = None
 ) -> GroupColumns:
-    """All groups worth having, but of each size about `max_sets` at most, drawn at random.
+    """Returns all groups worth having, but of each size about `max_sets` at most, drawn at random.
 
     Raises ValueError for jobs on several rollout nodes.
     """

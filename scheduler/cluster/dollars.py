@@ -15,7 +15,8 @@ from rose.scheduler.group.model import Group
 
 
 def lifetime_dollars(group: Group, residents: Sequence[Resident], now_s: float, pools: Pools) -> float:
-    """The cost from `now_s` on. `residents` stand as the group's members, not yet at the group's pace."""
+    """Returns the cost from `now_s` on. `residents` stand as the group's members, not yet at the group's
+    pace."""
     if not residents:
         return 0.0
     if residents[0].keeps_end:

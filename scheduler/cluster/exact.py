@@ -1,12 +1,12 @@
-"""The cheapest arrangement of all jobs at once, proven: what the other policies are compared with.
+"""The cheapest arrangement of all jobs at once, proven. The other policies are compared with it.
 
 Solves the set partition over all groups with OR-tools (the extra `cluster`): no arrangement under round-robin
 that keeps every limit costs less an hour. Jobs are regrouped for free. It minimises the present dollars per
 hour, so a policy that looks ahead may spend fewer dollars in all.
 
-Columns are priced in: a linear program over few columns gives every job a price, columns cheaper than their
-jobs' prices come in, until there are none. Then only columns within the gap between the program's bound and
-the best whole solution can matter, and those go to the integer solver.
+Columns are priced in. A linear program over few columns gives every job a price, and columns that are cheaper
+than their jobs' prices are added until there are none. Then only columns within the gap between the program's
+bound and the best whole solution can matter, and these go to the integer solver.
 """
 
 import math

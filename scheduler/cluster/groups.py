@@ -51,11 +51,11 @@ class Cluster:
     # Questions ------------------------------------------------------------------------------------------
 
     def group_of(self, name: str) -> Group:
-        """The group that runs a job."""
+        """Returns the group that runs a job."""
         return self.groups[self._group_of[name]]
 
     def limit_s(self, job: Job) -> float:
-        """The longest iteration that a job, running or new, may be promised."""
+        """Returns the longest iteration that a job, running or new, may be promised."""
         resident = self.residents.get(job.name)
         return resident.limit_s if resident is not None else job.slo * job.solo_s
 
@@ -78,7 +78,7 @@ class Cluster:
         return _free(self.pools.train, self._num_train_nodes)
 
     def has_nodes_for(self, change: Rearrangement) -> bool:
-        """Whether the pools are large enough for the change."""
+        """Returns whether the pools are large enough for the change."""
         rollout, train = self._more_nodes(change)
         free, free_train = self.num_free_rollout_nodes, self.num_free_train_nodes
         return (free is None or rollout <= free) and (free_train is None or train <= free_train)
@@ -99,13 +99,14 @@ class Cluster:
         return ordered(group, limits_s, multi_rate=True) or group
 
     def new_name(self) -> str:
-        """A name that no group had."""
+        """Returns a name that no group had."""
         return f"g{next(self._names)}"
 
     # Changes --------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now_s: float, work_s: float | None = None) -> None:
-        """A job is about to be placed: the next change has to bring it, or it is withdrawn.
+        """Registers a job that is about to be placed: the next change has to bring it, or withdraw() takes it
+        back.
 
         `work_s`: solo seconds that are left.
         Raises ValueError for a name that runs already.
@@ -120,7 +121,8 @@ class Cluster:
         )
 
     def withdraw(self, name: str) -> None:
-        """A submitted job found no place. Raises ValueError for one that runs: that is removed."""
+        """Forgets a submitted job that found no place. Raises ValueError for a running job, which remove()
+        takes."""
         if name in self._group_of:
             raise ValueError(f"job {name} runs in group {self._group_of[name]}; remove it instead")
         del self.residents[name]
@@ -150,7 +152,8 @@ class Cluster:
         self._put(group, now_s)
 
     def remove(self, name: str, now_s: float) -> Group | None:
-        """A job has ended. Its group without it and without unused rollout nodes; None: given back."""
+        """Removes a job that has ended. Returns its group without it and without unused rollout nodes; None:
+        the group was given back."""
         group = self.without(name)
         self.apply(Rearrangement(groups=(group,)), now_s)
         del self.residents[name], self._group_of[name]

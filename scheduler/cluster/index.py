@@ -1,8 +1,9 @@
 """Every group as one row of numbers, so that a job is tested against all groups at once.
 
-The rows are updated with every change of a group. A group that could take a job is never filtered out. Where
-every job is pinned to one rollout node and no job has a bank, a group that could not take it never stays in.
-Survivors are checked as groups: times of jobs on several rollout nodes are only lower bounds here.
+The rows are updated with every change of a group. A group that could take a job is never filtered out. If
+every job is pinned to one rollout node and no job has a bank, every group that could not take it is filtered
+out. The groups that remain are checked as groups, because times of jobs on several rollout nodes are only
+lower bounds here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,13 +54,13 @@ class GroupIndex:
         self._per_node: dict[str, Floats] = {name: np.full((64, 5), _NONE) for name in _PER_NODE}
 
     def name(self, row: int) -> str:
-        """The group in a row."""
+        """Returns the group in a row."""
         found = self._names[row]
         assert found is not None, f"row {row} is empty"
         return found
 
     def names(self) -> list[str]:
-        """All groups in the rows' order."""
+        """Returns all groups in the rows' order."""
         return [name for name in self._names if name is not None]
 
     def column(self, name: str) -> Floats:

@@ -59,7 +59,7 @@ class Lifetime:
         return best.candidate if best is not None else alone(cluster, job)
 
     def movable(self, cluster: Cluster) -> list[str]:
-        """Small groups first: giving one up saves the most."""
+        """Returns the jobs of the smallest groups first, because giving a small group up saves the most."""
         chosen, num = [], 0
         for group in sorted(cluster.groups.values(), key=lambda group: len(group.members)):
             num += len(group.members)

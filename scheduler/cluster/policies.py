@@ -4,9 +4,8 @@ Owns the interface of all policies, and `weave`, `random`, `greedy` and `solo`. 
 candidate that breaks a limit; `random` and `greedy` look at memory alone, as the paper's do. No policy
 changes the cluster.
 
-WEAVE leaves ties open: ours go to the group with the first row. The paper says little about Random and
-Greedy, and their published figures could not be had from what it says; here they open a group only when none
-has room.
+WEAVE leaves ties open: ours go to the group with the first row. The paper says too little about Random and
+Greedy to reproduce their published figures; here they open a group only when none has room.
 """
 
 import random
@@ -48,7 +47,7 @@ class ClusterPolicy(Protocol):
     def rearrange(
         self, cluster: Cluster, now_s: float, max_moves: int, leave: Sequence[str] | None = None
     ) -> Rearrangement | None:
-        """Returns a better arrangement of the running jobs with at most so many moves, or None.
+        """Returns a better arrangement of the running jobs with at most this many moves, or None.
 
         leave: the groups that jobs may leave, of those that `movable` names; None: all of them.
         """
@@ -138,12 +137,12 @@ class Greedy(_Static):
 
 
 def first_fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool = False) -> Candidate | None:
-    """The cheapest candidate in a group that keeps every constraint."""
+    """Returns the cheapest candidate in a group that keeps every constraint."""
     return next(fitting(cluster, group, job, multi_rate=multi_rate), None)
 
 
 def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> Iterator[Candidate]:
-    """The candidates in a group that keep every constraint, cheapest first."""
+    """Yields the candidates in a group that keep every constraint, cheapest first."""
     for candidate in candidates(group, job, cluster.pools):
         found = check(
             candidate,
@@ -157,7 +156,8 @@ def fitting(cluster: Cluster, group: Group, job: Job, *, multi_rate: bool) -> It
 
 
 def alone(cluster: Cluster, job: Job) -> Candidate:
-    """A new group. Raises PoolsFull where a pool lacks the nodes, and memory that no node has."""
+    """Returns a new group for the job alone. Raises PoolsFull if a pool lacks the nodes, or no node the
+    memory."""
     candidate = isolated(job, cluster.new_name(), cluster.pools)
     if (shortage := memory_shortage(candidate.group, cluster.pools)) is not None:
         raise PoolsFull(f"job {job.name} fits no host: {shortage}; use more nodes or a smaller state")

@@ -49,11 +49,11 @@ class Pools:
     max_residents: int = 5
 
     def dollars_per_hour(self, group: Group) -> float:
-        """The cost of a group's nodes, used or not."""
+        """Returns the cost of a group's nodes, used or not."""
         return self.price(group.num_rollout_nodes, group.num_train_nodes)
 
     def price(self, num_rollout_nodes: int, num_train_nodes: int) -> float:
-        """Dollars an hour of so many nodes."""
+        """Dollars an hour of this many nodes."""
         return (
             num_rollout_nodes * self.rollout.dollars_per_node_hour
             + num_train_nodes * self.train.dollars_per_node_hour

@@ -1,15 +1,14 @@
 """Preemption: which running jobs give their places to a waiting one.
 
-Owns the choice of victims and the time that a job runs at least. A job of higher priority may take the place
-of any running job below it. Where the cluster's file says so, a job of equal priority may as well, if its
-team, with the job's nodes, uses less for its share than the victim's team uses with the victim's. No victim
-is chosen that is not needed, and those of the lowest priority are chosen first. When a victim leaves, at the
-end of an iteration, is decided elsewhere. Pure.
+Owns the choice of victims and the least time that a job runs. A job may take the place of any running job of
+lower priority. If the cluster's file says so, a job of equal priority may as well, if its team, with the
+job's nodes, uses less for its share than the victim's team now. Only victims that are needed are chosen,
+those of the lowest priority first. Pure.
 
-Cycles are impossible, because a job that has taken a place is not preempted before it has completed an
-iteration there, and a job that gave its place to another gives it to the same one again only if that has
-started since: each preemption pays for an iteration. A preemption for the share replaces the use of one team
-by smaller ones, so that two teams never take a place from each other in turn.
+Cycles are impossible. A job that has taken a place is not preempted before it has completed an iteration
+there. A job that gave its place to another job gives it to the same one again only if that one has started
+since. So each preemption is followed by an iteration. A preemption for the share replaces the use of one team
+by a smaller one, so that two teams never take a place from each other in turn.
 """
 
 import bisect
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 _ROUNDING = 1e-9
 """The relative rounding of sums of dollars."""
 MAX_VICTIMS = 64
-"""No job takes the places of more. A search looks at so many of the lowest jobs, and at as many more of the
+"""No job takes the places of more. A search looks at this many of the lowest jobs, and at as many more of the
 job's own team, because only those make room in the team's quota. It asks for a place four times as often at
 most."""
 
@@ -46,7 +45,7 @@ class Preemption:
     by_priority: bool = False
     by_share: bool = False
     min_run_s: float = 0.0
-    """A job runs at least so long before it gives its place away."""
+    """A job runs at least this long before it gives its place away."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Each team's share; 1 for a team that it lacks."""
 
@@ -60,8 +59,9 @@ class Preemption:
     ) -> tuple[str, ...]:
         """Returns the running jobs that give their places to a job that has none; empty if none may.
 
-        running: those that may be preempted at all, the oldest first; of equals, the latest goes first.
-        used: the dollars an hour of the nodes that each team uses, preemptions that are decided included.
+        running: the jobs that may be preempted at all, the oldest first; among equals the latest is chosen
+        first. used: the dollars an hour of the nodes that each team uses, after the preemptions that are
+        decided.
         """
         below = self._below(job, running, used)
         own = {each.name for each in running if each.team and each.team == job.team}
@@ -81,7 +81,7 @@ class Preemption:
         return tuple(needed) if len(needed) <= MAX_VICTIMS else ()
 
     def may_leave(self, ran_s: float) -> bool:
-        """Whether a job that has run for so long since it was placed gives its place away."""
+        """Returns whether a job that has run for this long since it was placed gives its place away."""
         return ran_s >= self.min_run_s
 
     def why(self, job: Contender, victim: Contender) -> str:

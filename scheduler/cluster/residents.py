@@ -1,8 +1,8 @@
-"""Running jobs: their remaining work, and how slow they may still be. The values never change.
+"""Running jobs: their remaining work, and how slow they may still be.
 
-The budget: every second of work done may take `slo` seconds. What a job did not use of that is its bank,
-which pays for the pauses of moves; under an SLO over the lifetime it also pays for slower iterations later.
-The limit is set so that at this pace the whole lifetime still keeps the SLO.
+The values never change. Every second of work may take `slo` seconds. The part of this budget that a job did
+not use is its bank, which pays for the pauses of moves; under an SLO over the lifetime it also pays for
+slower iterations later. The limit is set so that at this pace the whole lifetime still keeps the SLO.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Resident:
         return allowed * job.solo_s
 
     def at(self, now_s: float) -> Self:
-        """The same job later."""
+        """Returns the same job at a later time."""
         if now_s <= self.since_s:
             return self
         done_s = min(self.work_s, (now_s - self.since_s) / self.pace)
@@ -59,9 +59,9 @@ class Resident:
         )
 
     def slowed(self, slowdown: float) -> Self:
-        """The same job at another pace from its `since_s` on."""
+        """Returns the same job at another pace from its `since_s` on."""
         return replace(self, slowdown=slowdown)
 
     def paused(self, pause_s: float) -> Self:
-        """The same job after a pause, which its bank pays for."""
+        """Returns the same job after a pause, which its bank pays for."""
         return replace(self, since_s=self.since_s + pause_s, bank_s=self.bank_s - pause_s)

@@ -1,10 +1,10 @@
 """How many rollout nodes of its own a job keeps while it borrows serving GPUs.
 
 Owns the choice between numbers of own nodes, from what the job's last iterations took, and the job as it is
-on another number. What is lent is profit: the certificate counts own nodes alone, at worst-case times. So a
-job can do with fewer of them only as far as its SLO allows it to be slower than on those that it asked for.
-Within that, the number with the fewest dollars an iteration is wanted. Pure. In ROSE, jobs keep all their
-rollout GPUs.
+on another number. The certificate counts own nodes alone, at worst-case times, so a job may keep fewer of
+them only as far as its SLO allows it to be slower than on those that it asked for. Within this limit the
+number with the fewest dollars an iteration is chosen. Pure. In the paper ROSE, jobs keep all their rollout
+GPUs.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ LEAST_GAIN = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastIterations:
-    """What a job's last iterations took on so many rollout nodes of its own, on average."""
+    """What a job's last iterations took on this many rollout nodes of its own, on average."""
 
     num_nodes: int
     iteration_s: float
@@ -49,7 +49,7 @@ class RightSizing:
         return sorted((num for num in nums if cost[num] <= most), key=cost.__getitem__)
 
     def dollars(self, seen: LastIterations, num_nodes: int, num_train_nodes: int) -> float:
-        """Returns what an iteration costs on so many own nodes with the same loans."""
+        """Returns what an iteration costs on this many own nodes with the same loans."""
         lent = self.gpu_speed * seen.lent_gpus
         gpus = self._pools.rollout.gpus_per_node
         rollout_s = seen.rollout_s * (seen.num_nodes * gpus + lent) / (num_nodes * gpus + lent)

@@ -64,11 +64,11 @@ class BorrowSpec(Section):
     model: Annotated[str | None, Field(description="the model of its turns; null: any of the fleet's")] = None
     max_serving_gpus: Annotated[
         int | None,
-        Field(ge=1, description="N_serving, the most that it borrows; null: what its rollout nodes have"),
+        Field(ge=1, description="N_serving, the most that it borrows; null: the GPUs of its rollout nodes"),
     ] = None
     fewest_nodes: Annotated[
         int | None,
-        Field(ge=1, description="rollout nodes that it keeps at least while it borrows; null: all"),
+        Field(ge=1, description="the fewest rollout nodes that it keeps while it borrows; null: all"),
     ] = None
     asked_nodes: Annotated[
         int | None,
@@ -111,7 +111,7 @@ class JobSpec(Section):
                 raise ValueError(f"job {self.name}: {name} with nodes: 0; {name} needs at least one node")
             if name not in set(Phase) and phase.nodes:
                 raise ValueError(
-                    f"job {self.name}: {name} with nodes: {phase.nodes}; only rollout and train hold nodes, "
+                    f"job {self.name}: {name} with nodes: {phase.nodes}; only rollout and train hold nodes; "
                     "write nodes: 0"
                 )
         fewest = self.borrow.fewest_nodes if self.borrow is not None else None
@@ -257,7 +257,7 @@ class PoolSpec(Section):
     """The most nodes that all groups may have. None: no limit."""
 
     def to_pool(self, num_gpus: float | None = None) -> Pool:
-        """num_gpus: what a node takes of a Ray node; None: not known."""
+        """Returns the pool. num_gpus: what a node takes of a Ray node; None: not known."""
         given = self.gpus_per_node if self.gpus_per_node is not None else num_gpus
         return Pool(
             name=self.name,
@@ -292,7 +292,8 @@ class PoolsSpec(Section):
         return self
 
     def to_pools(self, num_gpus: Mapping[str, float] | None = None) -> Pools:
-        """num_gpus: what a node of each kind takes of a Ray node, as far as it is known."""
+        """Returns the pools. num_gpus: what a node of each kind takes of a Ray node, as far as it is
+        known."""
         known = num_gpus if num_gpus is not None else {}
         return Pools(
             rollout=self.rollout.to_pool(known.get(Phase.ROLLOUT)),

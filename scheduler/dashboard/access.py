@@ -1,7 +1,7 @@
 """Who may read the dashboard.
 
-Owns: the key's check. Promises: with a key set, no route answers anybody who does not give it: a browser asks
-its user, who may give any name, and programs send it as a bearer token.
+Owns: the key's check. Promises: if a key is set, every route requires it. A browser asks its user for it,
+with any name, and programs send it as a bearer token.
 """
 
 import base64

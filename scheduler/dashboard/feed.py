@@ -1,4 +1,5 @@
-"""The scheduler's answers for all who look at once: asked seldom, kept, and never waited for long.
+"""The scheduler's answers for all viewers: it is asked seldom, its answers are kept, and no viewer waits
+long.
 
 Owns the connection to the scheduler, the last answer, and since when there is none. An absent scheduler is a
 state and not an error. Only questions are sent.
@@ -53,7 +54,8 @@ class Feed:
         return self._error is None and self._view is not None
 
     async def state(self) -> dict[str, Any]:
-        """The last answer and its age, after asking again if it is time. Wall-clock times, for people."""
+        """Returns the last answer and its age, after asking again if it is time. Wall-clock times, for
+        people."""
         try:
             if (asked := await self._question.settled()) is not None:
                 self._settle(asked)
@@ -111,5 +113,6 @@ class Feed:
 
 
 def without_password(text: str) -> str:
-    """An error's text without what a Redis URL in it says of users and passwords: the page shows it."""
+    """Returns an error's text without what a Redis URL in it says of users and passwords: the page shows
+    it."""
     return re.sub(r"//[^/\s]*@", "//", text)

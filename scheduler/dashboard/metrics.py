@@ -31,7 +31,7 @@ class _StateCollector(Collector):
 
 
 def prometheus_text(state: Mapping[str, Any] | None) -> bytes:
-    """`state`: what /api/v1/state shows; None while the scheduler does not answer."""
+    """Returns the metrics. `state`: what /api/v1/state shows; None while the scheduler does not answer."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StateCollector(state))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""What the engines of shared nodes tell: each serves, and trainers and rollouts compute in its gaps.
+"""What the engines of shared nodes report. Each serves, and trainers and rollouts compute in its gaps.
 
 Owns what one engine is asked, its last answers, and since when there are none. Shares are those of the last
 seconds.
@@ -74,7 +74,7 @@ class NodeFeed:
         self._error: str | None = None
 
     async def state(self) -> dict[str, Any]:
-        """The last answer, after asking again if it is time."""
+        """Returns the last answer, after asking again if it is time."""
         try:
             if (asked := await self._question.settled()) is not None:
                 self._settle(asked)
@@ -128,7 +128,7 @@ def node_view(readings: "deque[Reading]") -> dict[str, Any]:
     status, wall_s = now.status, now.taken_s - before.taken_s
 
     def rate(value: float | None, earlier: float | None) -> float | None:
-        """Returns how fast a counter grew, in units per second; None if it was begun anew."""
+        """Returns how fast a counter grew, in units per second; None if it was restarted."""
         if value is None or earlier is None or wall_s <= 0 or value < earlier:
             return None
         return (value - earlier) / wall_s

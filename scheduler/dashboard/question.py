@@ -1,7 +1,7 @@
-"""One question to another process for all who look at once.
+"""One question to another process, for all viewers together.
 
-Owns when it may be asked again. However many look, at most one question is on its way, and none while nobody
-looks. Nobody waits for it longer than the caller says; an answer that comes later counts with the next look.
+Owns when it may be asked again. At most one question is on its way, and none while there is no viewer. A
+viewer waits for it no longer than the caller says; a later answer is used for the next view.
 """
 
 import asyncio
@@ -45,5 +45,5 @@ class Question(Generic[T]):
         return asking
 
     def wait(self, pause_s: float) -> None:
-        """Has the question not asked again for so long."""
+        """Keeps the question from being asked again for this long."""
         self._next_s = time.monotonic() + pause_s

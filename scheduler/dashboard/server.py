@@ -79,7 +79,7 @@ async def _serve(address: Address, key: str | None, feed: Feed, nodes: Sequence[
 
 
 def build_app(feed: Feed, key: str | None, nodes: Sequence[NodeFeed] = ()) -> web.Application:
-    """The three routes, for those who give the key."""
+    """Returns the three routes, for those who give the key."""
     folder = resources.files("rose.scheduler.dashboard")
     page, style = (folder.joinpath(f"page.{kind}").read_text() for kind in ("html", "css"))
     page = page.replace("{{example}}", html.escape(EXAMPLE)).replace("{{style}}", style)

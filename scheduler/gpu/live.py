@@ -18,7 +18,7 @@ from rose.scheduler.gpu.substages import Iteration, Steps, SubStageKind, iterati
 ROLLOUT, TRAIN = 0, 1
 """The phases of a running pipeline, for which it asks permits."""
 MAX_MERGED_IN_A_ROW = 5
-"""After so many merged rollouts one runs whole, because the graph is made of a whole one."""
+"""After this many merged rollouts one runs whole, because the graph is made of a whole one."""
 NUM_KEPT = 32
 """The most steps of one size that are kept. Their median is the time of such a step."""
 
@@ -48,7 +48,7 @@ class StepCosts:
 class Live:
     """One pipeline in progress.
 
-    ``num_workers``: on so many engines its rollouts run, each on a worker of its own; 1: in its process.
+    ``num_workers``: on this many engines its rollouts run, each on a worker of its own; 1: in its process.
     ``phase``: the phase that it runs or waits for; None between two phases. ``past``: the graph of its last
     iteration; None before the first, or if it reports no steps. The rollout of a graph is the last one that
     was not merged.
@@ -96,7 +96,7 @@ class Live:
 
     @property
     def can_merge(self) -> bool:
-        """Whether its rollout may go on on one engine: it runs on several, an earlier one has told its
+        """Whether its rollout may continue on one engine: it runs on several, an earlier one has told its
         lengths, and a whole one is not too long ago."""
         is_known = self.past is not None and bool(self._lengths)
         return self.holds and self.is_exclusive and is_known and self._num_merged < MAX_MERGED_IN_A_ROW

@@ -1,6 +1,6 @@
 """What runs on a worker now: both pipelines with shares, or one of them.
 
-Owns the search: the action is the first of the sequence that brings a worker's next sub-stages furthest
+Owns the search. It returns the first action of the sequence that brings a worker's next sub-stages furthest
 in the least time. Source: JigsawRL §4.4.
 """
 

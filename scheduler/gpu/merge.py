@@ -1,8 +1,8 @@
 """Merging tails: whether a rollout's last samples go on together on one worker, and how batches follow.
 
 The decision is pure; the router moves the samples: it resumes them elsewhere with the tokens that they have.
-Lengths that are still to come are unknown: they are expected as the last iteration's were. Source: JigsawRL
-§4.3.
+Lengths that are still to come are unknown, and are expected to be those of the last iteration. Source:
+JigsawRL §4.3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class WorkerTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """All samples of the tails go on on `target`. `gain_s`: the time saved, over both pipelines."""
+    """All samples of the tails continue on `target`. `gain_s`: the time saved, over both pipelines."""
 
     target: int
     gain_s: float

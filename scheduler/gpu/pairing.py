@@ -5,7 +5,7 @@ which gives each pipeline's profile and the serial throughput. Then every pair o
 side by side until it is measured, unless a table was given. Then the plan (plan.py) decides between
 look-ahead and serial. Serial is also chosen when a pipeline reports no steps, when one does not yield, and
 when sharing was measured to be slower than serial. A rollout on several engines has the device to itself
-until its last responses go on on one of them. Pure: takes `now`; an executor carries the shares out.
+until its last responses continue on one of them. Pure: takes `now`; an executor carries the shares out.
 """
 
 from collections import deque
@@ -103,7 +103,7 @@ class Pairing:
         self.shares: tuple[Share | None, Share | None] = (None, None)
         self.epoch = 0
         self.merged: tuple[int, int] | None = None
-        """The pipeline whose rollout goes on on one worker, and that worker. The other one has the rest."""
+        """The pipeline whose rollout continues on one worker, and that worker. The other one has the rest."""
         self.num_merges = 0
         self._offered: tuple[int, Merge] | None = None
         """The pipeline whose rollout was told where to go on, and has not moved yet."""
@@ -192,16 +192,16 @@ class Pairing:
         return self._offered[1].target if self._offered is not None else None
 
     def moved(self, index: int, workers: Sequence[int], now: float) -> str | None:
-        """The rollout of a pipeline goes on on these workers alone. Returns why that is refused, or None."""
+        """A pipeline's rollout continues on these workers alone. Returns why that is refused, or None."""
         name, offered = self.names[index], self._offered
         if offered is None or offered[0] != index or list(workers) != [offered[1].target]:
-            return f"{name} was not told that its rollout should go on on workers {list(workers)} alone"
+            return f"{name} was not told that its rollout should continue on workers {list(workers)} alone"
         merge = offered[1]
         self.pipelines[index].merged()
         self.merged, self._offered = (index, merge.target), None
         self.num_merges += 1
         self._decide(now)
-        note = f"the tail of {name} goes on on worker {merge.target} alone: saves {merge.gain_s:.1f} s"
+        note = f"the tail of {name} continues on worker {merge.target} alone: saves {merge.gain_s:.1f} s"
         self.decisions.append(
             Decision(time_s=now, mode=self.mode, kinds=self._kinds, shares=self.shares, note=note)
         )
@@ -289,7 +289,7 @@ class Pairing:
         return graph if graph.num_workers == self.num_workers else spread(graph, self.num_workers)
 
     def _decide(self, now: float) -> None:
-        """Decides anew if another sub-stage is ready than before, or a trial has ended."""
+        """Decides again if another sub-stage is ready than before, or a trial has ended."""
         one, two = self.pipelines
         if self.pipelines[self._turn].is_between and self.pipelines[1 - self._turn].is_ready:
             self._turn = 1 - self._turn

@@ -1,8 +1,8 @@
 """The level's whole decision for two pipelines: serial, or shared, and how far to look ahead.
 
 Owns the choice and the shipped policy. Each way is played on the last iteration with the table's slowdowns,
-and the best prediction wins; windows of 3 are mostly, not always, better than windows of 1. Pipelines stay
-serial unless sharing is predicted to pay: without a table, always.
+and the best prediction wins. Pipelines stay serial unless sharing is predicted to pay, and always without a
+table.
 """
 
 from collections.abc import Mapping, Sequence

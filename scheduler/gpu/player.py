@@ -1,8 +1,8 @@
 """Plays iterations of co-located pipelines under a policy: what each GPU runs when, and how long it takes.
 
 Owns simulated time and the pipelines' progress. The policy sees the last iteration's graph, the kinds that
-run, and how far they are; never what is still to come. The same player predicts a policy's gain (the table's
-slowdowns, the last iteration again) and simulates it (a modelled GPU, drawn lengths).
+run, and their progress, but never what is still to come. The same player predicts a policy's gain (the
+table's slowdowns, the last iteration again) and simulates it (a modelled GPU, drawn lengths).
 """
 
 import math
@@ -42,7 +42,7 @@ class PlayerEvent:
     kinds: tuple[SubStageKind | None, SubStageKind | None]
     action: Action | None = None
     merged: int | None = None
-    """The pipeline whose tails go on on this worker."""
+    """The pipeline whose tails continue on this worker."""
     gain_s: float = 0.0
 
 
@@ -81,7 +81,7 @@ class Player:
         numbers = {graph.num_workers for each in graphs for graph in each}
         if not 1 <= len(graphs) <= 2 or len(numbers) != 1 or min(map(len, graphs)) < 2:
             raise ValueError(
-                "want one or two pipelines with a past and a next iteration, all on the same workers; "
+                "expected one or two pipelines with a past and a next iteration, all on the same workers; "
                 f"got {[len(each) for each in graphs]} iterations on {sorted(numbers)} workers"
             )
         self._runs = [PipelineProgress(graphs=each) for each in graphs]

@@ -90,7 +90,8 @@ class PipelineProgress:
         return True
 
     def begun_s(self) -> float:
-        """How much of the present iteration's time alone is behind it, by the worker with most to do."""
+        """Returns how much of the present iteration's time alone is behind it, by the worker with most to
+        do."""
         if self.number == len(self.graphs):
             return 0.0
         before_s = sum(phase.seconds for phase in self.graph.phases[: self.phase])
@@ -98,11 +99,11 @@ class PipelineProgress:
         return before_s + max(0.0, self.graph.phases[self.phase].seconds - left_s)
 
     def ready(self, worker: int) -> tuple[int, int, int]:
-        """Which sub-stage of which iteration is ready on a worker; the chain's length at its end."""
+        """Returns which sub-stage of which iteration is ready on a worker; the chain's length at its end."""
         return self.number, self.phase, self.workers[worker].index
 
     def upcoming(self, worker: int) -> list[Next]:
-        """What is expected on a worker, by the last iteration's graph."""
+        """Returns what is expected on a worker, by the last iteration's graph."""
         at, past = self.workers[worker], self.graphs[self.number - 1]
         if at.head is None:
             return []
@@ -117,7 +118,7 @@ class PipelineProgress:
         return [*found, *(Next(kind=each.kind, seconds=each.seconds) for each in rest)][:MAX_WINDOW]
 
     def tail(self, worker: int, slowdown: float, beside_slowdown: float) -> WorkerTail:
-        """A worker's last samples, with the lengths that the last iteration lets expect."""
+        """Returns a worker's last samples, with the lengths that the last iteration lets expect."""
         at = self.workers[worker]
         assert at.head is not None
         reached = self.graph.cost.reached(at.head.left, at.done_s)
@@ -132,7 +133,7 @@ class PipelineProgress:
         )
 
     def merge(self, tails: Sequence[WorkerTail], target: int) -> None:
-        """All samples of the tails go on on `target`, which prefills those of the others again."""
+        """All samples of the tails continue on `target`, which prefills those of the others again."""
         cost, left = self.graph.cost, list[int]()
         for tail in tails:
             at = self.workers[tail.worker]

@@ -51,7 +51,8 @@ class Slowdowns(Protocol):
     """Says what a sub-stage's time beside another is over its time alone on the whole GPU."""
 
     def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
-        """`beside`: what has the rest of the GPU; None: nothing. None is returned for what is unknown."""
+        """Returns the slowdown of a sub-stage; None if it is unknown. `beside`: the one on the rest of the
+        GPU; None: there is none."""
 
 
 Grid = tuple[tuple[float, ...], ...]
@@ -74,13 +75,16 @@ class SlowdownTable:
         for (kind, beside), grid in self.entries.items():
             where = f"{kind} beside {beside}"
             if [len(row) for row in grid] != [len(self.memory)] * len(self.compute):
-                raise ValueError(f"{where}: want {len(self.compute)} rows of {len(self.memory)} slowdowns")
+                raise ValueError(
+                    f"{where}: expected {len(self.compute)} rows of {len(self.memory)} slowdowns"
+                )
             wrong = [value for row in grid for value in row if not 0 < value < math.inf]
             if wrong:
                 raise ValueError(f"{where}: a slowdown must be a number above 0, got {wrong[0]}")
 
     def slowdown(self, kind: SubStageKind, beside: SubStageKind | None, share: Share) -> float | None:
-        """Bilinear between the four nearest points; outside of the grid the nearest one. Never below 1."""
+        """Interpolates between the four nearest points; outside of the grid the nearest one counts. Never
+        below 1."""
         if beside is None:
             return 1.0 if share == WHOLE else None
         grid = self.entries.get((kind, beside))

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 
 STABLE_STEPS = 10
-"""A sub-stage changes after so many steps in another bucket (JigsawRL §4.1, L_w)."""
+"""A sub-stage changes after this many steps in another bucket (JigsawRL §4.1, L_w)."""
 MIN_IDLE_S = 2.0
 """vLLM's log has whole seconds: a shorter pause between two steps can't be told from none."""
 
@@ -72,7 +72,7 @@ class DecodeCost:
     prefill_token_s: float
 
     def seconds(self, left: Sequence[int]) -> float:
-        """Returns how long samples decode that have so many tokens left each, in ascending order."""
+        """Returns how long samples decode that have this many tokens left each, in ascending order."""
         total, reached = 0.0, 0
         for index, tokens in enumerate(left):
             total += (tokens - reached) * (self.step_s + (len(left) - index) * self.sample_s)
@@ -80,7 +80,7 @@ class DecodeCost:
         return total
 
     def reached(self, left: Sequence[int], seconds: float) -> int:
-        """Returns how many tokens each sample that still runs has decoded after so many seconds."""
+        """Returns how many tokens each sample that still runs has decoded after this many seconds."""
         reached = 0
         for index, tokens in enumerate(left):
             step_s = self.step_s + (len(left) - index) * self.sample_s
@@ -148,7 +148,7 @@ class Iteration:
         return sum(phase.seconds for phase in self.phases)
 
     def tails(self) -> list[int]:
-        """The tokens of all samples in the rollout's last decoding, ascending."""
+        """Returns the tokens of all samples in the rollout's last decoding, ascending."""
         chains = [chain for phase in self.phases for chain in phase.chains if chain]
         return sorted(tokens for chain in chains for tokens in chain[-1].left)
 
@@ -173,7 +173,7 @@ def iteration(
 
 
 def spread(graph: Iteration, num_workers: int) -> Iteration:
-    """Returns the graph of a pipeline of one process on so many workers, which share all of its batches."""
+    """Returns the graph of a pipeline of one process on this many workers, which share all of its batches."""
     phases = tuple(PhaseChains(chains=phase.chains * num_workers, is_elastic=True) for phase in graph.phases)
     return replace(graph, phases=phases, num_samples=graph.num_samples * num_workers)
 

@@ -8,8 +8,8 @@ The proof: steps that follow one another, on a resource or in a job, give start[
 passes * cycle; a job's longest iteration gives start[u] >= start[v] - limit. Such a system has a solution for
 a cycle time exactly if no loop of constraints is positive (max-plus algebra; maxplus.py finds the shortest
 cycle). Because every start is a maximum of earlier starts plus durations, phases that are shorter than
-assumed can only make later ones earlier: the timetable remains an upper bound (pace.py says what follows for
-one iteration).
+assumed can only make later ones earlier. So the timetable remains an upper bound (pace.py says what follows
+for one iteration).
 """
 
 import math
@@ -91,10 +91,10 @@ class Certificate:
 
 
 def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | None = None) -> Certificate:
-    """The shortest timetable of this order in which every member meets its SLO.
+    """Returns the shortest timetable of this order in which every member meets its SLO.
 
-    limits_s: what is left of the SLO of jobs that have used some of it; the others' is whole. Infinite:
-    no SLO.
+    limits_s: what is left of the SLOs of jobs that have used some; the other jobs have all of theirs.
+    Infinite: no SLO.
 
     Raises: CertificateError; ValueError for an order of other jobs.
     """
@@ -136,7 +136,7 @@ def certify(group: Group, order: CyclicOrder, limits_s: Mapping[str, float] | No
 
 
 def shortest_s(group: Group, order: CyclicOrder) -> float:
-    """The shortest pass through this order, whatever SLOs its members have."""
+    """Returns the shortest pass through this order, whatever SLOs its members have."""
     jobs = {member.job.name: member.job for member in group.members}
     durations_s = [_duration_s(group, jobs[step.job], step.kind) for step in order.steps]
     gaps_s = [jobs[step.job].after_s(step.kind) for step in order.steps]
@@ -144,7 +144,7 @@ def shortest_s(group: Group, order: CyclicOrder) -> float:
 
 
 def limit_s(job: Job) -> float:
-    """The longest iteration that the SLO of a job allows that has used none of it."""
+    """Returns the longest iteration that a job's SLO allows before any of it is used."""
     return job.slo * job.solo_s
 
 

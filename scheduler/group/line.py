@@ -141,7 +141,8 @@ class Line:
         return place if place.position == position else None
 
     def is_first(self, place: LinePlace) -> bool:
-        """Whether the job requests its next step and is first in line on all resources of the step."""
+        """Returns whether the job requests its next step and is first in line on all resources of the
+        step."""
         step = self.step_of(place)
         if place.wants is not step.kind:
             return False

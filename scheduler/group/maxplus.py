@@ -1,4 +1,4 @@
-"""Timetables under "starts at least so much later than": the shortest cycle, in whole ticks.
+"""Timetables under "starts at least this much later than": the shortest cycle, in whole ticks.
 
 Owns the constraints of a periodic timetable and their solution: the smallest whole cycle time for which a
 timetable exists, with every start as early as possible, or the proof that there is none. It knows no jobs.
@@ -25,7 +25,7 @@ class NoTimetable(Exception):
 def shortest_cycle(
     num_steps: int, constraints: Sequence[Precedence], at_least: int = 0
 ) -> tuple[int, list[int]]:
-    """The least cycle time, not below `at_least`, that has a timetable, and its earliest starts.
+    """Returns the least cycle time, not below `at_least`, that has a timetable, and its earliest starts.
 
     Newton's method from below: a loop that is positive at one cycle time needs a longer one, which it names.
     Raises: NoTimetable.

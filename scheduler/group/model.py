@@ -71,7 +71,8 @@ class Job:
         return self.rollout_s + self.train_s + self.outside_s
 
     def train_s_on(self, num_train_nodes: int) -> float:
-        """A training phase on another number of nodes, in proportion. Source: WEAVE §4.2, footnote 3."""
+        """Returns the time of a training phase on another number of nodes, in proportion. Source: WEAVE §4.2,
+        footnote 3."""
         return self.train_s * self.num_train_nodes / num_train_nodes
 
 
@@ -110,7 +111,7 @@ class Group:
         return replace(self, members=members, iterations=iterations)
 
     def solo_s(self, job: Job) -> float:
-        """An iteration of a member alone on this group's nodes."""
+        """Returns the time of a member's iteration alone on this group's nodes."""
         return job.rollout_s + job.train_s_on(self.num_train_nodes) + job.outside_s
 
     @property

@@ -4,7 +4,7 @@ The values never change, and know no times. An order that could not run (a job w
 in a row) is refused.
 
 One *hyper-cycle* is one pass through the order. In a round-robin order every job has one iteration in it; in
-a multi-rate order a short job may have several. WEAVE §4.3 calls that worse, which is wrong as soon as jobs
+a multi-rate order a short job may have several. WEAVE §4.3 says that this is worse, which is wrong when jobs
 are pinned to different rollout nodes.
 """
 
@@ -96,7 +96,7 @@ def order_by_name(group: Group, iterations: Sequence[str]) -> CyclicOrder:
 
 
 def own_order(group: Group) -> CyclicOrder:
-    """The order that the group itself says: its iterations, or every member once."""
+    """Returns the order that the group itself says: its iterations, or every member once."""
     return order_by_name(group, group.iterations) if group.iterations else round_robin(group)
 
 
@@ -110,7 +110,7 @@ def in_order_of(group: Group, certified: Group) -> Group:
 
 
 def round_robin(group: Group) -> CyclicOrder:
-    """Every member once, in the group's own order."""
+    """Returns the order with every member once, in the group's own order."""
     return order_of(group, range(len(group.members)))
 
 

@@ -1,23 +1,23 @@
 """How far a group is against its certified timetable, and how far ahead of it one job may run.
 
 Owns the timetable's anchor: the earliest time from which the group is sure to keep the timetable. As long as
-no phase exceeds its worst case, the anchor never moves to a later time, every phase starts no later than
-anchor + timetable, and two iterations of a job start no further apart than its SLO allows. Pure; all of its
+no phase exceeds its worst case, the anchor never moves to a later time, and every phase starts no later than
+anchor + timetable. Two iterations of a job then start no further apart than its SLO allows. Pure; all of its
 state is in `PaceState`.
 
-Why jobs are held back at all: phases are mostly shorter than their worst case. A job that starts iteration n
-very early, and n + 1 at its certified time because the others then take theirs, would see one iteration
-longer than the certificate says (two jobs of 50 s + 50 s on two rollout nodes: 150 s instead of 100). So a
-job may be ahead of the timetable by what its SLO leaves over its certified longest iteration, and no more;
-the timetable itself moves up with the slowest job of the group, so nobody waits for worst cases that did not
-happen.
+Jobs are held back because phases are mostly shorter than their worst case. If a job started iteration n very
+early, and n + 1 only at its certified time, the first would be longer than the certificate says (two jobs of
+50 s + 50 s on two rollout nodes: 150 s instead of 100). So a job may be ahead of the timetable by at most
+what its SLO leaves over its certified longest iteration. The timetable itself moves up with the slowest job
+of the group, so no job waits for worst cases that did not happen.
 
-A job that joins, or returns, would move the anchor to a later time if its number came while the others are
-ahead: it takes the first pass in which none of them is late for its own next iteration. With a job that joins
-the timetable is a new one, and the group may be late in it from the start: then the new job is not let in
-before each of the others has begun an iteration in it. What this cannot mend: an iteration in progress while
-the timetable changes was begun for the old one, and may be longer than its SLO allows, once, where SLOs leave
-no slack and no place in the new timetable suits all: its successor's can be later than in the old (`late_s`).
+A job that joins or returns would move the anchor to a later time if its turn came while the others are ahead.
+So it takes the first pass in which none of the others is late for its own next iteration. When a job joins,
+the timetable is a new one, and the group may be late in it from the start. Then the new job is let in only
+when each of the others has begun an iteration in it. One case remains. An iteration that is in progress while
+the timetable changes was begun for the old one, and its successor's place in the new timetable can be later
+than in the old (`late_s`). If SLOs leave no slack and no place suits all jobs, this iteration may be longer
+than its SLO allows, once.
 """
 
 import math
@@ -100,7 +100,7 @@ class Pace:
             self._began_s[job] = old._began_s[job]
 
     def anchor_s(self, now: float) -> float:
-        """When the timetable's first pass begins, such that every later step can keep it."""
+        """Returns when the timetable's first pass begins, such that every later step can keep it."""
         anchors = [
             max(last.time_s, now) - self._planned_s(self._following(self._order.steps_on[key], last.number))
             for key, last in self._on.items()
@@ -115,12 +115,13 @@ class Pace:
         return max(anchors, default=float("-inf"))
 
     def delay_s(self, now: float) -> float:
-        """How much later than certified the group is: some phase, or a job between two, exceeded its worst
-        case. Above zero, the certificate no longer holds: profile again, certify again or move a job."""
+        """Returns how much later than certified the group is: some phase, or a job between two, exceeded its
+        worst case. Above zero, the certificate no longer holds: profile again, certify again or move a
+        job."""
         return max(0.0, self.anchor_s(now) - self._lowest_anchor_s)
 
     def not_before_s(self, number: int, now: float) -> float:
-        """When a step may start. Only rollouts, which begin an iteration, ever wait.
+        """Returns when a step may start. Only rollouts, which begin an iteration, ever wait.
 
         No rollout waits so long that its job's present iteration becomes too long.
         """

@@ -2,8 +2,8 @@
 
 Owns every job's permit or waiting request, their leases and their epochs; `Line` owns the places in the
 order. No node has two holders, except for a tail that its own job moved aside. Permits follow the order,
-whatever order requests come in. A job that dies holds nobody up for longer than a lease. Every permit has a
-larger epoch than all before. Pure; `Pace` knows how long phases take.
+whatever order requests come in. A job that dies holds nobody up for longer than a lease. Epochs of permits
+only grow. Pure; `Pace` knows how long phases take.
 
     book = PermitBook(certificate.order, lease_s=2.0)
     book.request("a", Phase.ROLLOUT, now)      # repeat it to renew it
@@ -12,11 +12,10 @@ larger epoch than all before. Pure; `Pace` knows how long phases take.
     book.release("a", permit.epoch, now)           # offloaded: the next one in order gets the nodes
     granted = book.advance(now)                    # after every call above, and at book.next_wake_s(now)
 
-`advance` is the only method that grants and expires. A holder that comes back late finds its epoch void:
-`heartbeat` and `release` raise `StalePermit`, and a node that remembers the largest epoch it served must
-refuse to load anything for a smaller one. Between two phases (weights' transfer, its own code) a job has
-`between_s` to ask for the next. After that its step is passed over, and it gets its next step when it asks
-again.
+`advance` is the only method that grants and expires. For a holder that comes back late, `heartbeat` and
+`release` raise `StalePermit`, and a node must refuse to load anything for an epoch smaller than the largest
+that it served. Between two phases a job has `between_s` to ask for the next. After that its step is passed
+over, and it gets its next step when it asks again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -142,11 +141,11 @@ class PermitBook:
         return self._line.place(job).freed
 
     def is_waiting(self, job: str) -> bool:
-        """Whether the job's request has a place in the order."""
+        """Returns whether the job's request has a place in the order."""
         return self._line.place(job).wants is not None
 
     def is_present(self, job: str) -> bool:
-        """Whether the order waits for this job."""
+        """Returns whether the order waits for this job."""
         return self._line.place(job).until_s is not None
 
     def request(self, job: str, kind: Phase, now: float) -> None:
@@ -228,7 +227,7 @@ class PermitBook:
         return tuple(granted)
 
     def next_wake_s(self, now: float) -> float | None:
-        """When `advance` may have something to do without another call; None: never."""
+        """Returns when `advance` may have something to do without another call; None: never."""
         times = [place.until_s for place in self._line.places.values() if place.until_s is not None]
         if self._pace is not None:
             times += [

@@ -1,10 +1,10 @@
 """The order of a group in which some members may run more often than others: how often, and when.
 
-Gives members periods that are whole multiples of a common one, and packs their phases into a timetable: two
-jobs meet again after the greatest common divisor of their periods, and it is enough to keep them apart over
-that. The order in which the timetable trains is what is returned. The timetable proves that the order can be
-certified (certificate.py): no two phases meet on a node, every job's training follows its rollout, and no
-period exceeds the job's limit. Not finding an order proves nothing.
+Gives members periods that are whole multiples of a common one, and packs their phases into a timetable. It is
+enough to keep two jobs apart over the greatest common divisor of their periods, after which they meet again.
+Returns the order in which the timetable trains. The timetable proves that the order can be certified
+(certificate.py): no two phases meet on a node, every job's training follows its rollout, and no period
+exceeds the job's limit. Not finding an order proves nothing.
 
 WEAVE holds that repeating a job's phases in a cycle never pays. With several rollout nodes it does: a short
 job need not wait for a long one's cycle.

@@ -5,12 +5,12 @@ the test whether moving is safe. No tail moves where the prediction shows no gai
 end later than its certificate assumes. Lengths of running responses are unknown: predictions use past
 iterations.
 
-At run time, when a job reports that the chosen share of its responses is done: `workers_kept` says on how
-many workers the rest may go, `has_room` whether the next job may start on the others, and
+At run time a job reports that the chosen share of its responses is done. Then `workers_kept` says on how many
+workers the rest may go, `has_room` says whether the next job may start on the others, and
 `PermitBook.begin_tail` lets it in.
 
 Source: WEAVE §4.3, which moves at a fixed 80%. That loses 7-9% where training takes about as long as
-rollouts: the tail runs longer on few GPUs and delays its own job's training, while nobody waits for the
+rollouts: the tail runs longer on few GPUs and delays its own job's training, while no job waits for the
 nodes.
 """
 
@@ -43,11 +43,12 @@ class RolloutSpeed:
     pause_s: float = 1.0
 
     def decode_step_s(self, num_running: float) -> float:
-        """One token for every running response of a worker."""
+        """Returns the time of one token for every running response of a worker."""
         return self.step_s + num_running * self.request_s
 
     def worst_s(self, num_requests: int, num_workers: int | None = None) -> float:
-        """Every response as long as it may be. The profile's time if all workers take part."""
+        """Returns the time if every response is as long as it may be: the profile's if all workers take
+        part."""
         workers = num_workers if num_workers is not None else self.num_workers
         return self.max_tokens * self.decode_step_s(num_requests / workers)
 
@@ -69,7 +70,7 @@ class MovedTail:
 def play_rollout(
     lengths: Sequence[int], speed: RolloutSpeed, threshold: float | None, num_workers: int | None = None
 ) -> MovedTail:
-    """A rollout with these response lengths on so many of its workers, the requests spread evenly.
+    """Returns a rollout with these response lengths on this many of its workers, the requests spread evenly.
 
     `threshold`: the share of finished responses at which the rest moves, if that is safe; None: never.
     """
@@ -96,7 +97,8 @@ def play_rollout(
 def workers_kept(
     speed: RolloutSpeed, *, num_left: int, reached_tokens: int, left_s: float, num_workers: int
 ) -> int | None:
-    """The fewest of a rollout's workers that end its tail within `left_s` even if all of it is longest.
+    """Returns the fewest of a rollout's workers that end its tail within `left_s` even if all of it is
+    longest.
 
     `left_s`: until the worst case that the certificate assumes. None: it can't be moved, or there is none.
     """
@@ -110,7 +112,8 @@ def workers_kept(
 
 
 def has_room(next_speed: RolloutSpeed, num_requests: int, tail: MovedTail) -> bool:
-    """Whether the next rollout, on what the tail leaves, at worst ends no later than without the move.
+    """Returns whether the next rollout, on what the tail leaves, at worst ends no later than without the
+    move.
 
     It takes longer on fewer workers, but starts earlier by what the tail's phase had left.
     """
@@ -148,7 +151,7 @@ class TailJob:
 
 
 def predicted_cycle_s(jobs: Sequence[TailJob], thresholds: Sequence[float | None]) -> float:
-    """The mean round-robin cycle of jobs that share all their rollout nodes, in this order.
+    """Returns the mean round-robin cycle of jobs that share all their rollout nodes, in this order.
 
     Their past iterations once more, several times and against one another: means would hide that a cycle is
     as long as its slowest part.

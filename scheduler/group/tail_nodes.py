@@ -3,10 +3,9 @@
 Owns the prediction for one job of a running group: a replay of its past iterations with and without the move,
 through the production permit book and pace. A move needs a predicted gain of at least `MIN_PREDICTED_GAIN`
 for the whole group, must leave room for another job, and must not be able to break the certificate. Pure.
-
-Here a worker of tail.py is a whole rollout node: what is freed is free, and the next job needs no room
-beside a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job
-whose tail may move.
+Here a worker of tail.py is a whole rollout node. A freed node is empty, so the next job needs no room beside
+a guest. A choice takes about 0.06 s with two jobs and 0.13 s with five, once per rollout of a job whose tail
+may move.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ class NodeTail:
 
 
 def kept_nodes(group: Group, job: str, num_kept: int) -> tuple[int, ...] | None:
-    """The nodes that the fewest others use. None: no other job fits on those that would be freed."""
+    """Returns the nodes that the fewest others use. None: no other job fits on those that would be freed."""
     own = next(member.rollout_nodes for member in group.members if member.job.name == job)
     others = [set(member.rollout_nodes) for member in group.members if member.job.name != job]
     by_use = sorted(own, key=lambda node: (sum(node in each for each in others), node))
@@ -47,7 +46,7 @@ def choose_threshold(
     tails: Mapping[str, NodeTail],
     thresholds: Mapping[str, float | None],
 ) -> float | None:
-    """The share of finished responses at which the job's tail should move; None: leave it.
+    """Returns the share of finished responses at which the job's tail should move; None: leave it.
 
     `group`: its members that are there. `tails`: of all those of which something is known; the others' phases
     count as longest. `thresholds`: what the other members do.
@@ -68,7 +67,8 @@ def choose_threshold(
 def kept_now(
     group: Group, job: str, speed: RolloutSpeed, *, num_left: int, reached_tokens: int, left_s: float
 ) -> tuple[int, ...] | None:
-    """The nodes onto which the tail may move now and still end within `left_s` at worst; None: it may not."""
+    """Returns the nodes onto which the tail may move now and still end within `left_s` at worst; None: it may
+    not."""
     num_kept = workers_kept(
         speed,
         num_left=num_left,

@@ -1,7 +1,7 @@
 """Which waiting requests join a node's next pass.
 
-Source: LeMix §V-D, Algorithm 3, corrected: the request that ends the batch stays in the queue, where the
-printed loop has already taken it out. Sequences that are being decoded are in every pass.
+Source: LeMix §V-D, Algorithm 3, corrected: the request that ends the batch stays in the queue; the printed
+loop takes it out. Sequences that are being decoded are in every pass.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ class BatchLimits:
             raise ValueError(f"a batch needs room for a request and a token, got {self}")
 
     def take(self, prompt_tokens: Iterable[int]) -> int:
-        """How many requests, from the head of a queue with these prompts; at least one if there is one."""
+        """Returns how many requests from the head of a queue with these prompts join; at least one, if
+        any."""
         count, tokens = 0, 0
         for length in prompt_tokens:
             tokens += length

@@ -1,8 +1,7 @@
 """Whether a pass has the memory it needs: run it, wait, or first move something to the host.
 
-Owns the rule. Promises that a task which waited long enough is tried again once memory was moved, where the
-printed algorithm skips its stage. Never moves anything itself.
-Source: LeMix §IV-D, Algorithm 2.
+Owns the rule. Promises that a task which waited long enough is tried again once memory was moved; the printed
+algorithm skips its stage instead. Never moves anything itself. Source: LeMix §IV-D, Algorithm 2.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,8 @@ class WaitOrDrop:
             raise ValueError(f"threshold in (0, 1] and max_wait_s of at least 0, got {self}")
 
     def decide(self, *, need_bytes: int, used_bytes: int, total_bytes: int, waited_s: float) -> MemoryVerdict:
-        """`need_bytes`: what the task adds on the stage; `waited_s`: since it was first ready."""
+        """Returns what to do with a task. `need_bytes`: what it adds on the stage; `waited_s`: since it was
+        ready."""
         allowed = self.threshold * total_bytes
         if need_bytes > allowed:
             return MemoryVerdict.REFUSE

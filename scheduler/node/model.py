@@ -1,8 +1,9 @@
 """What the node level decides about: tasks, and what they cost on the stages of a node.
 
 Owns the nouns and the cost of a pass. Promises that costs are a pure function of token counts. Never decides.
-Source: LeMix §II-A (Table I), §IV-A. The text of §IV-A is lost, and its printed cost, coefficient x batch x
-length^2, misses what a pass costs whatever its length: a stage's cost here is quadratic with all three terms.
+Source: LeMix §II-A (Table I), §IV-A. Our copy lacks the text of §IV-A, and its printed cost, coefficient x
+batch x length^2, leaves out the cost of a pass at length 0. Here a stage's cost is quadratic with all three
+terms.
 """
 
 import math
@@ -44,7 +45,8 @@ class PassCost:
             )
 
     def seconds(self, tokens: float, pairs: float) -> float:
-        """`tokens`: of all sequences in the pass; `pairs`: what these add to the squares of lengths."""
+        """Returns a pass's time. `tokens`: of all its sequences; `pairs`: what these add to the squares of
+        lengths."""
         return self.constant_s + self.per_token_s * tokens + self.per_pair_s * pairs
 
     def scaled(self, factor: float) -> "PassCost":
@@ -85,21 +87,21 @@ class NodeProfile:
             raise ValueError(f"profile of {self.model}: it needs at least one stage")
 
     def forward_s(self, tokens: float) -> float:
-        """An idle node's time for one forward pass of a sequence, through all stages."""
+        """Returns an idle node's time for one forward pass of a sequence, through all stages."""
         return sum(stage.forward.seconds(tokens, tokens * tokens) for stage in self.stages)
 
     def backward_s(self, tokens: float) -> float:
         return sum(stage.backward.seconds(tokens, tokens * tokens) for stage in self.stages)
 
     def forwards(self, tokens: float) -> list[float]:
-        """A forward pass's seconds on each stage."""
+        """Returns a forward pass's seconds on each stage."""
         return [stage.forward.seconds(tokens, tokens * tokens) for stage in self.stages]
 
     def backwards(self, tokens: float) -> list[float]:
         return [stage.backward.seconds(tokens, tokens * tokens) for stage in self.stages]
 
     def scaled(self, factor: float) -> "NodeProfile":
-        """The same model on hardware that takes `factor` times as long."""
+        """Returns the same model on hardware that takes `factor` times as long."""
         stages = tuple(
             replace(stage, forward=stage.forward.scaled(factor), backward=stage.backward.scaled(factor))
             for stage in self.stages
@@ -177,7 +179,7 @@ class Lengths:
         self._squares += delta * (length - self.mean)
 
     def consistency(self, length: float) -> float:
-        """How well a length fits the earlier ones, from 0 to 1; 0 before there are two.
+        """Returns how well a length fits the earlier ones, from 0 to 1; 0 before there are two.
 
         Source: LeMix eq. 2. Its factor 1 / (sigma sqrt(2 pi)) is left out: it has the unit 1/token, and it
         is infinite for equal lengths. The deviation is at least a token.

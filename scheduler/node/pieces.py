@@ -2,9 +2,9 @@
 serving.
 
 Owns the measured seconds of each piece and their fit. Promises that a piece which was never measured counts
-as endless. Never reads a clock, never runs anything.
-Source: LeMix §IV-A (the profile of a stage) and §IV-B (backward planning); a piece is one layer's part of a
-pass, forward and backward apart, because a whole backward pass seldom fits a gap.
+as endless. Never reads a clock, never runs anything. Source: LeMix §IV-A (the profile of a stage) and §IV-B
+(backward planning); a piece is one layer's part of a forward or a backward pass, because a whole backward
+pass seldom fits a gap.
 """
 
 import math
@@ -23,12 +23,12 @@ _LEAST = 3
 _REFIT_EVERY = 8
 _COEFFICIENTS = 3
 _OUTLIERS_FROM = 20
-"""With so many measurements the slowest is left out, because something else had the processor then."""
+"""With this many measurements the slowest is left out, because something else had the processor then."""
 _STALLED = 8.0
-"""A measurement of so many times the expected seconds says nothing about its piece: the machine stood still.
+"""A measurement of this many times the expected seconds says nothing of its piece: the machine stood still.
 If it counted, a busy engine might have no gap long enough, and the piece would not be measured again."""
 _FEW_STALLS = 0.2
-"""Where more of the measurements are so long, the machine has become slower, and they count."""
+"""Where more of the measurements are this long, the machine has become slower, and they count."""
 _ENOUGH = 8
 """The measurements from which it may be said that a piece never takes less."""
 _MARGIN_S = 2e-4

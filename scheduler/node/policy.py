@@ -80,7 +80,8 @@ class NodePolicy:
         self._last_arrival_s = 0.0
 
     def place(self, task: Task, now: float) -> Assignment | None:
-        """The node for a task; None if it waits in the queue of training tasks until a node pulls it."""
+        """Returns the node for a task; None if it waits in the queue of training tasks until a node pulls
+        it."""
         gap_s, self._last_arrival_s = now - self._last_arrival_s, now
         if task.is_training:
             self.training.append(task)
@@ -92,7 +93,7 @@ class NodePolicy:
         return Assignment(where=node, finish_s=self.plans[node].add(task.number, now, forwards))
 
     def scores(self, task: Task, now: float) -> list[NodeScore]:
-        """Every node's score for a task that would arrive now. Nothing is planned."""
+        """Returns every node's score for a task that would arrive now. Nothing is planned."""
         gap_s, forwards = now - self._last_arrival_s, self.profile.forwards(task.prompt_tokens)
         return [
             NodeScore(
@@ -108,7 +109,7 @@ class NodePolicy:
         ]
 
     def ask_order(self, now: float) -> list[int]:
-        """The nodes to offer waiting training tasks to, the best first."""
+        """Returns the nodes to offer waiting training tasks to, the best first."""
         if not self.training:
             return []
         task = self.training[0]
@@ -116,7 +117,7 @@ class NodePolicy:
         return sorted(range(len(self.plans)), key=lambda node: (-scores[node].score_s, node))
 
     def pull(self, node: int, now: float) -> Task | None:
-        """The training task that an idle node may start now, if any.
+        """Returns the training task that an idle node may start now, if any.
 
         Source: LeMix equation 4, for the next request of mean length; each stage's time counts, not one's.
         """
@@ -131,7 +132,8 @@ class NodePolicy:
         return task
 
     def delays_requests(self, now: float) -> bool:
-        """Whether a request of mean length would miss its SLO on every node, for what is planned there.
+        """Returns whether a request of mean length would miss its SLO on every node, for what is planned
+        there.
 
         An SLO that even idle nodes miss holds nothing back.
         """
@@ -154,7 +156,7 @@ class NodePolicy:
         self.plans[node].observe(self.profile.stages[stage].forward.seconds(tokens, pairs), seconds)
 
     def decoding(self, node: int, num_sequences: int, context_tokens: int) -> None:
-        """The node now decodes so many sequences: each pass takes longer, and waits for the one before."""
+        """The node now decodes this many sequences: each pass takes longer, and waits for the one before."""
         plan = self.plans[node]
         for index, stage in enumerate(self.profile.stages):
             cost, pairs = stage.forward, 2 * context_tokens + num_sequences
@@ -184,6 +186,7 @@ class NodePolicy:
         return best
 
     def within_s(self, least_s: float) -> float:
-        """The response time up to which scores decide, if the fastest node answers after `least_s`."""
+        """Returns the response time up to which scores decide, if the fastest node answers after
+        `least_s`."""
         rules = self.rules
         return max(rules.fill_share * rules.slo_s, least_s + _AS_FAST * rules.slo_s)

@@ -18,7 +18,7 @@ _FILE = TypeAdapter(NodeProfile)
 
 
 def fit_cost(tokens: Sequence[int], seconds: Sequence[float], pairs: Sequence[int] | None = None) -> PassCost:
-    """The pass cost with the least relative squared error and no negative coefficient.
+    """Returns the pass cost with the least relative squared error and no negative coefficient.
 
     `tokens`: those of each measured pass, `seconds`: what it took. `pairs`: the sum of the squares of its
     sequences' lengths; None for passes of one sequence.

@@ -200,7 +200,7 @@ class RouterConfig(_Settings):
     )
 
     heartbeat_s: float = Field(
-        default=0.5, gt=0, description="time between two questions for a worker's status"
+        default=0.5, gt=0, description="time between two requests for a worker's status"
     )
     lost_after_s: float = Field(
         default=2.5, gt=0, description="a worker without a sign of life for this long is dead"
@@ -234,7 +234,7 @@ class RouterConfig(_Settings):
     tls_key: Path | None = Field(default=None, description="the certificate's key, in PEM")
     tls_ca: Path | None = Field(
         default=None,
-        description="certificates in PEM; workers and peers must show one of them, or else of the system's",
+        description="certificates in PEM that workers and peers may show; by default the system's",
     )
 
     api_key: str | None = Field(default=None, min_length=1, description="key that clients must send")

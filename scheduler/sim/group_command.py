@@ -39,9 +39,9 @@ def simulate_groups(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(list(argv))
     if arguments.passes < 2:
-        parser.error(f"--passes {arguments.passes}: an iteration's length needs two starts; want at least 2")
+        parser.error(f"--passes {arguments.passes}: an iteration's length needs two starts; use at least 2")
     if not 0 < arguments.least <= 1:
-        parser.error(f"--least {arguments.least:g}: want more than 0, at most 1")
+        parser.error(f"--least {arguments.least:g}: expected more than 0 and at most 1")
     reports: list[dict[str, Any]] = []
     for group in _groups(arguments):
         found, chance = timetable_of(group), random.Random(arguments.seed)

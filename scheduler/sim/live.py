@@ -2,8 +2,8 @@
 
 Owns simulated time, the jobs' side of the channel, the bill, and how long each iteration took. The scheduler
 that decides is the one that `rose sched serve` runs, call by call: submit, request, release, completed,
-exited. Phases take their worst-case times, so nothing is faster than its certificate; heartbeats are left out
-(the lease never ends), and all nodes are on one host. The same input gives the same result.
+exited. Phases take their worst-case times, so no phase is faster than certified. Heartbeats are left out (the
+lease never ends), and all nodes are on one host. The same input gives the same result.
 """
 
 import functools
@@ -70,7 +70,7 @@ class _Run:
     waited_s: float = 0.0
 
     def is_attained(self, end_s: float) -> bool:
-        """Whether each iteration kept the SLO, or their mean with all pauses; False if none began."""
+        """Returns whether each iteration kept the SLO, or their mean with all pauses; False if none began."""
         job, limit_s = self.job, self.job.slo * self.job.solo_s
         if self.attempt == 0:
             return False

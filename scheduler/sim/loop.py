@@ -4,8 +4,8 @@ Owns simulated time, the bill, and the verdicts on SLOs. The production policy d
 what the scheduler would see. The same input gives the same result.
 
 Jobs take the worst-case time that their group promises. With `keeps_ends` they leave after the trace's
-duration whatever their slowdown, as in the paper. Without it slow jobs stay longer, which only total dollars
-show.
+duration whatever their slowdown, as in the paper. Without it slow jobs stay longer, which shows only in the
+total dollars.
 """
 
 import heapq
@@ -300,7 +300,7 @@ class Simulation:
             self.cluster.refresh(self._now_s)
 
     def _change(self, change: Drift) -> None:
-        """A job's times change. If its group then exceeds a limit, the job is placed anew."""
+        """A job's times change. If its group then exceeds a limit, the job is placed again."""
         if change.name not in self.cluster.residents:
             return
         given = self._runs[change.name].submission.job

@@ -33,7 +33,8 @@ def generated_tasks(num_tasks: int, rate_rps: float, training_share: float, seed
 def trace_tasks(
     trace: Sequence[TraceRow], num_tasks: int, rate_rps: float, training_share: float, seed: int
 ) -> list[Task]:
-    """A random stretch of a trace at another rate. Training tasks are requests of it that are not generated.
+    """Returns a random stretch of a trace at another rate. Training tasks are requests of it that are not
+    generated.
 
     Raises: ValueError if the trace is shorter than that.
     """

@@ -3,8 +3,8 @@
 Owns simulated time, and the nodes' queues and memory. The policy decides, and sees what a node would report.
 The same input gives the same result.
 
-A stage runs one pass at a time. Where training gives way, it is stopped for requests; elsewhere a stage takes
-what was ready first, as LeMix's threads do. Memory counts as on the node's tightest stage.
+A stage runs one pass at a time. If training gives way, it is stopped for requests; otherwise a stage takes
+what was ready first, as LeMix's threads do. The node's tightest stage decides whether memory suffices.
 """
 
 import heapq

@@ -17,7 +17,7 @@ class ProgressLines:
         self._begin_s = self._said_s = time.monotonic()
 
     def __call__(self, num_done: int, num: int) -> None:
-        """So many of so many jobs have ended."""
+        """Notes how many of how many jobs have ended."""
         now_s = time.monotonic()
         if now_s - self._said_s < self._every_s:
             return

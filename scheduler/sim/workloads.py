@@ -111,8 +111,8 @@ def submissions(
     slo_kind: SloKind = SloKind.ITERATION,
     nodes_by_size: tuple[int, int, int] = (1, 1, 1),
 ) -> list[Submission]:
-    """A job of the workload for each line of a trace. `slo`: uniform between. `nodes_by_size`: of either
-    pool, for small, medium and large jobs."""
+    """Returns a job of the workload for each line of a trace. `slo`: uniform between. `nodes_by_size`: of
+    either pool, for small, medium and large jobs."""
     chance = random.Random(seed)
     found = []
     for number, arrival in enumerate(trace):

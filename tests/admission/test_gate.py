@@ -197,7 +197,7 @@ def test_a_mode_without_its_objective_is_refused(
 def test_without_a_profile_one_small_step_runs_and_only_when_serving_is_idle() -> None:
     gate = policy()
     on_idle = gate.decide(NOW, IDLE, MIXED, UNPROFILED)
-    assert (on_idle.max_tokens, on_idle.max_seqs) == (10, 10)
+    assert (on_idle.max_tokens, on_idle.max_seqs) == (MIN_STEP_TOKENS // 2, 10)
     prefill = RolloutCandidate(prefill_tokens_waiting=2000, num_decodes=0, context_tokens=0)
     assert gate.decide(NOW, IDLE, prefill, UNPROFILED).max_tokens == MIN_STEP_TOKENS
     assert gate.decide(NOW, busy(0.5), MIXED, UNPROFILED).reason is NO_SLACK

@@ -4,8 +4,11 @@ import random
 
 import pytest
 
+from rose.admission.gate import MIN_STEP_TOKENS, GatePolicy, GateSettings, RolloutCandidate, ServingView
 from rose.admission.online import REFIT_STEPS, REFRESH_STEPS, UNPLANNED_RATIO, OnlineStepTime
+from rose.admission.slack import NEVER
 from rose.admission.step_time import MIN_OBSERVATIONS, UNPROFILED, StepObservation, StepShape, StepTimeModel
+from rose.types import SLO
 
 CPU = StepTimeModel(
     base_s=0.0115, per_prefill_token_s=0.00069, per_decode_s=0.00056, ratio_q99=1.16, margin_s=0.001
@@ -112,6 +115,46 @@ def test_steps_of_one_shape_teach_nothing_about_others() -> None:
     for _ in range(200):
         online.observe(shape(0, 4).observed(0.01))
     assert online.model == UNPROFILED
+
+
+def full_steps(num: int) -> list[StepShape]:
+    rng = random.Random(0)
+    return [shape(512 - decodes, decodes) for decodes in (rng.randrange(16) for _ in range(num))]
+
+
+def test_steps_that_are_all_full_do_not_tell_a_steps_base() -> None:
+    online = OnlineStepTime(None)
+    for step in full_steps(200):
+        online.observe(step.observed(CPU.predict_step(step)))
+    assert online.model == UNPROFILED
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_small_step_after_full_ones_is_not_taken_as_free(seed: int) -> None:
+    online, rng = OnlineStepTime(None), random.Random(seed)
+    for step in [shape(500, 4), *full_steps(63), *[shape(0, 1)] * 40]:
+        online.observe(step.observed(CPU.predict_step(step) * rng.uniform(0.9, 1.3)))
+    assert online.is_profiled
+    assert online.model.predict_safe(0, 1) >= CPU.predict(0, 1)
+
+
+def test_without_a_profile_the_steps_that_the_gate_allows_teach_what_steps_take() -> None:
+    """A rollout engine computes ten prompts of 350 tokens beside an idle serving engine, each with an answer
+    that does not end meanwhile."""
+    gate, online = GatePolicy(GateSettings(slo=SLO(ttft_s=0.5, tpot_s=0.15))), OnlineStepTime(None)
+    idle = ServingView(has_work=False, has_pending_prefill=False, latest_start_s=NEVER, max_step_s=0.125)
+    prefilled, num_steps = 0, 0
+    while not online.is_profiled and num_steps < 200:
+        decodes = prefilled // 350
+        candidate = RolloutCandidate(
+            prefill_tokens_waiting=3500 - prefilled, num_decodes=decodes, context_tokens=350 * decodes
+        )
+        decision = gate.decide(0.0, idle, candidate, online.model)
+        assert 0 < decision.max_tokens <= MIN_STEP_TOKENS
+        step = shape(decision.max_tokens - decision.max_seqs, decision.max_seqs)
+        online.observe(step.observed(CPU.predict_step(step)))
+        prefilled, num_steps = prefilled + step.prefill_tokens, num_steps + 1
+    assert online.is_profiled
 
 
 def test_an_empty_step_is_no_observation() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from engine_runs import WINDOW_S, Prompts, tenant_of
 from forked_engines import Driver, Reply, make_engine
+from late_device import LateDevice, use_late_device
 
 from rose.engine.memory.tenant import Tenant
+from rose.engine.stock import CHUNK_TOKENS
 from rose.memory.ledger.ledger import EngineSlot
 from rose.memory.policy.budget import BudgetPolicy
 from rose.types import Deployment, Role
@@ -76,10 +78,10 @@ def _want_everything(tenant: Tenant) -> None:
 
 
 def answer_again_from_the_host(
-    model: Path, pool: str, rounds: list[Prompts], max_tokens: int
+    model: Path, pool: str, rounds: list[Prompts], max_tokens: int, *, is_async: bool
 ) -> list[list[Reply]]:
-    """An engine that offloads. In the last round it does not hold the slabs of pending copies. Returns the
-    second answers of each round."""
+    """An engine that offloads; with ``is_async`` it has two steps in flight on a late device. In the last
+    round it does not hold the slabs of pending copies. Returns the second answers of each round."""
     from vllm.config import KVTransferConfig
 
     connector = KVTransferConfig(
@@ -91,6 +93,8 @@ def answer_again_from_the_host(
             "cpu_bytes_to_use": 64 << 20,
         },
     )
+    if is_async:
+        use_late_device()
     driver = lending_engine(model, pool, connector, lend_idle_s=WINDOW_S)
     _want_everything(tenant_of(driver))
     answers = []
@@ -99,6 +103,7 @@ def answer_again_from_the_host(
             tenant_of(driver).holds = None
         answers.append(_answer_twice(driver, prompts, max_tokens))
     tenant_of(driver).pool.check_integrity()
+    assert LateDevice.most_in_flight == (2 if is_async else 0)
     return answers
 
 
@@ -123,7 +128,14 @@ def answer_from_a_store(model: Path, prompts: Prompts, max_tokens: int, store: P
     ).answer(prompts, max_tokens)
 
 
-def lending_engine(model: Path, pool: str, connector: Any, engine_id: str = "serving", **more: Any) -> Driver:
+def lending_engine(
+    model: Path,
+    pool: str,
+    connector: Any,
+    engine_id: str = "serving",
+    step_tokens: int = CHUNK_TOKENS,
+    **more: Any,
+) -> Driver:
     """A serving engine that keeps no slab which nobody holds once a window without requests has passed.
     ``more``: further settings of ROSE."""
     settings = {
@@ -134,7 +146,9 @@ def lending_engine(model: Path, pool: str, connector: Any, engine_id: str = "ser
         "floor_slabs": 0,
         **more,
     }
-    return Driver(make_engine(model, settings, kv_transfer_config=connector))
+    return Driver(
+        make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=step_tokens)
+    )
 
 
 def _answer_twice(driver: Driver, prompts: Prompts, max_tokens: int) -> list[Reply]:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +22,12 @@ from real_engine import MAX_SEQS, runtime_dir
 from tiny_models import MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.amx import ask_for_amx, portable_attention
+from rose.engine.hooks.parent import end_with_parent
 from rose.engine.stock import CHUNK_TOKENS, STOCK_ENV
 from rose.memory.daemon.daemon import start_daemon
 
 RESULT_S = 1200.0
+POLL_S = 0.0002
 KV_BYTES = 128 << 20
 """An engine without a pool fills its KV memory with zeros when it starts. No test needs more than this."""
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -99,12 +102,14 @@ def forks_in_pool(
 def _run(
     sink: Connection, folder: Path, log: Path, function: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
+    end_with_parent()
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(STOCK_ENV)
     del os.environ[KV_SPACE]
     os.environ.update(ROSE_RUNTIME_DIR=str(runtime_dir(folder)), ROSE_CACHE_DIR=str(folder / "cache"))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(runtime_dir(folder))  # for its sockets
     ask_for_amx()
     try:
         sink.send((True, function(**arguments)))
@@ -112,17 +117,32 @@ def _run(
         sink.send((False, traceback.format_exc()))
 
 
+def _fork_ranks() -> None:
+    """Has ranks forked off this process, which has computed nothing yet. vLLM would spawn them, and each
+    would import all of vLLM.
+
+    Each rank has one thread that computes, and nothing that waits for a message keeps a CPU busy: ranks that
+    compute a sum do while they wait for each other, and more busy threads than CPUs make each sum take
+    milliseconds.
+    """
+    import torch
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.executor import multiproc_executor
+
+    from rose.engine.hooks import priority
+
+    shm_broadcast.sched_yield = partial(time.sleep, POLL_S)
+    priority.GUEST_NICE = 0
+    torch.set_num_threads(1)
+    multiproc_executor.get_mp_context = lambda: get_context("fork")
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
 def make_engine(model: Path, rose: dict[str, Any] | None, **args: Any) -> Any:
     """A vLLM ``LLM``, stock or under ROSE with these settings; prompts longer than 512 tokens in chunks.
-
-    Several ranks are processes that are forked off this one, which has computed nothing yet. vLLM would spawn
-    them, and each would import all of vLLM.
-    """
+    Several ranks are forked processes."""
     if args.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}:
-        from vllm.v1.executor import multiproc_executor
-
-        multiproc_executor.get_mp_context = lambda: get_context("fork")
-        current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        _fork_ranks()
     if rose is not None:
         os.environ["VLLM_PLUGINS"] = "rose"
         args["additional_config"] = {"rose": {"gate": "off", "poison_slabs": True, **rose}}

@@ -18,14 +18,16 @@ from rose.types import Role
 class LiveRollouts:
     """Rollouts round after round. ``stop`` ends them, and the other engines that are given it."""
 
-    def __init__(self, fork: Callable[..., Fork], model: Path, pool: str, stock: StockAnswers) -> None:
+    def __init__(
+        self, fork: Callable[..., Fork], model: Path, pool: str, stock: StockAnswers, gate: str | None
+    ) -> None:
         self.fork = fork
         """Forks another engine beside them."""
         self.stop = FORKS.Event()
         self._stock = stock
         self._prompts = wave_prompts(Role.ROLLOUT, 0)
         given = {"prompts": self._prompts, "max_tokens": ROLLOUT_TOKENS, "stop": self.stop}
-        self._engine = fork(prefill_decode_runs.roll_out, model=model, pool=pool, **given)
+        self._engine = fork(prefill_decode_runs.roll_out, model=model, pool=pool, gate=gate, **given)
 
     def end(self) -> int:
         """Returns how often slabs moved. Asserts that all answers are stock vLLM's, as far as they came."""
@@ -44,6 +46,8 @@ def live_rollouts(
     pool: str,
     models: ModelDirs,
     stock: StockAnswers,
+    gate: str | None = "off",
+    /,
     *,
     num_slabs: int,
     headroom_slabs: int,
@@ -52,4 +56,4 @@ def live_rollouts(
     """Starts a pool and the rollout engine in it. Everything that was forked there is stopped at the end."""
     size = {"num_slabs": num_slabs, "headroom_slabs": headroom_slabs, "slab_bytes": slab_bytes}
     with forks_in_pool(folder, pool, **size) as fork:
-        yield LiveRollouts(fork, models.untied[0], pool, stock)
+        yield LiveRollouts(fork, models.untied[0], pool, stock, gate)

@@ -1,7 +1,7 @@
-"""A prefiller and a decoder in one pool, with vLLM's MooncakeConnector over TCP. Each function runs in a
-process of its own.
+"""A prefiller and a decoder in one pool, and a stock decoder, with vLLM's MooncakeConnector over TCP. Each
+function runs in a process of its own.
 
-The prefiller's Mooncake writes the blocks of a prompt into the decoder's memory.
+The prefiller's Mooncake writes the blocks of a prompt into a decoder's memory.
 """
 
 import os
@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from connector_runs import lending_engine
 from engine_runs import Prompts, tenant_of
-from forked_engines import Driver, Reply
+from forked_engines import Driver, Reply, make_engine
 from prefill_decode_runs import _pauses, _transfer
+
+from rose.ports import free_port
 
 Asked = tuple[str, list[int]]
 """The name of a transfer, and a prompt."""
@@ -35,27 +37,35 @@ def prefill(model: Path, pool: str, asked: "Queue[Asked]", stop: Event, ready: E
 
 
 def decode(
-    model: Path, pool: str, prompts: Prompts, max_tokens: int, asked: "Queue[Asked]", ready: Event, port: int
+    model: Path,
+    pool: str | None,
+    prompts: Prompts,
+    max_tokens: int,
+    asked: "Queue[Asked]",
+    ready: Event,
+    port: int,
 ) -> list[Reply]:
-    """Has each prompt prefilled by the other engine and decodes it."""
-    driver = _mooncake_engine(model, pool, "kv_consumer", port + 1)
+    """Has each prompt prefilled by the other engine and decodes it, without ROSE if there is no pool."""
+    driver = _mooncake_engine(model, pool, "kv_consumer", free_port())
     ready.wait()
     names: list[str] = []
     for index, prompt in enumerate(prompts):
-        asked.put((f"transfer-{index}", list(prompt)))
+        transfer = f"{pool}-{index}"
+        asked.put((transfer, list(prompt)))
         params = {
             "do_remote_prefill": True,
             "remote_engine_id": "kv_producer",
             "remote_bootstrap_addr": f"http://127.0.0.1:{port}",
-            "transfer_id": f"transfer-{index}",
+            "transfer_id": transfer,
         }
         names += driver.ask([prompt], max_tokens, extra_args=_transfer(params))
     replies = driver.wait(names)
-    tenant_of(driver).pool.check_integrity()
+    if pool is not None:
+        tenant_of(driver).pool.check_integrity()
     return replies
 
 
-def _mooncake_engine(model: Path, pool: str, role: str, port: int) -> Driver:
+def _mooncake_engine(model: Path, pool: str | None, role: str, port: int) -> Driver:
     from vllm.config import KVTransferConfig
 
     # The only thing that it asks an accelerator for.
@@ -64,7 +74,9 @@ def _mooncake_engine(model: Path, pool: str, role: str, port: int) -> Driver:
     connector = KVTransferConfig(
         kv_connector="MooncakeConnector",
         kv_role=role,
-        engine_id=role,
+        engine_id=role if pool is not None else f"stock-{role}",
         kv_connector_extra_config={"mooncake_protocol": "tcp"},
     )
+    if pool is None:
+        return Driver(make_engine(model, None, kv_transfer_config=connector))
     return lending_engine(model, pool, connector, engine_id=role)

@@ -29,7 +29,7 @@ MODULES = (
     *("vllm.v1.core.sched.async_scheduler", "async_on_cpu", "inspecting", "compressed_tensors.quantization"),
     *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"),
     # What the engines of tests do, and ROSE's parts of an engine, which vLLM would have them import.
-    *("async_pair", "cache_runs", "mooncake_runs", "prefill_decode_runs", "speculative_runs"),
+    *("async_pair", "cache_runs", "mooncake_runs", "phase_runs", "speculative_runs"),
     *("rose.engine.hooks.executor", "rose.engine.hooks.patches", "rose.engine.hooks.worker"),
     *("rose.engine.scheduling.rollout_scheduler", "rose.engine.scheduling.serving_scheduler"),
     "rose.engine.http.endpoint",

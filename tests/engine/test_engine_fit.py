@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rose.admission.board import MAGIC, BoardWord
 from rose.engine.hooks import patches
+from rose.engine.hooks.compatibility import check_parallelism
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.engine.settings import EngineSettings
 from rose.errors import BoardError, ConfigError
@@ -46,26 +47,26 @@ def test_ranks_in_a_pool_are_those_of_tensor_and_pipeline_parallelism_and_other_
     tmp_path: Path,
 ) -> None:
     model = str(tmp_path)  # else vLLM looks for one
-    assert patches._check_parallelism(EngineArgs(model, tensor_parallel_size=4), has_pool=True) == 4
+    assert check_parallelism(EngineArgs(model, tensor_parallel_size=4), has_pool=True) == 4
     stages = EngineArgs(model, tensor_parallel_size=2, pipeline_parallel_size=3)
-    assert patches._check_parallelism(stages, has_pool=True) == 6
+    assert check_parallelism(stages, has_pool=True) == 6
     for kind in ("prefill", "decode"):
         arguments = EngineArgs(model, **{f"{kind}_context_parallel_size": 2})
         with pytest.raises(
             ConfigError, match=f"--{kind}-context-parallel-size 2: .* use --tensor-parallel-size"
         ):
-            patches._check_parallelism(arguments, has_pool=True)
+            check_parallelism(arguments, has_pool=True)
     with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
-        patches._check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2), has_pool=True)
+        check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2), has_pool=True)
 
 
 def test_a_dedicated_engine_may_have_ranks_of_other_kinds_on_one_host(tmp_path: Path) -> None:
     arguments = EngineArgs(str(tmp_path), tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert patches._check_parallelism(arguments, has_pool=False) == 4
+    assert check_parallelism(arguments, has_pool=False) == 4
     with pytest.raises(
         ConfigError, match="--nnodes 2: the copy of new weights that all ranks read is on one"
     ):
-        patches._check_parallelism(EngineArgs(str(tmp_path), nnodes=2), has_pool=False)
+        check_parallelism(EngineArgs(str(tmp_path), nnodes=2), has_pool=False)
 
 
 @pytest.mark.parametrize(

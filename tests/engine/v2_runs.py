@@ -51,7 +51,7 @@ def over_cuts(given: dict[str, Any]) -> dict[str, Any]:
 
     from engine_runs import answer_over_cuts
 
-    return asdict(answer_over_cuts(**given, num_rounds=1, num_at_once=len(given["prompts"])))
+    return asdict(answer_over_cuts(**given, num_at_once=len(given["prompts"])))
 
 
 def staged(given: dict[str, Any]) -> dict[str, Any]:

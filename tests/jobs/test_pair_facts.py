@@ -158,7 +158,7 @@ def test_a_merge_gives_the_freed_cores_to_the_other_job_and_is_told(tmp_path: Pa
         kept = [[4, 5], [6, 7]][keep[0]]
         assert calls.shared == {tailed: kept, other: [each for each in (4, 5, 6, 7) if each not in kept]}
         said = PairFacts(run.sides, pairing, run.meter).events(1)[0]["runs"]
-        assert said.startswith(f"the tail of {tailed} goes on on worker {keep[0]} alone: saves ")
+        assert said.startswith(f"the tail of {tailed} continues on worker {keep[0]} alone: saves ")
         jobs = PairFacts(run.sides, pairing, run.meter).overview(99.0)["jobs"]
         assert {job["name"]: job["num_rollout_nodes"] for job in jobs} == nodes
         assert {job["name"]: len(job["rollout_nodes"]) for job in jobs} == nodes

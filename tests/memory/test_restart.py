@@ -347,7 +347,7 @@ def test_an_engine_of_a_pool_that_was_made_anew_goes_on_alone(
         daemons.kill()
         (runtime_dir / "pool-p.state").unlink()
         daemons.start()
-        wait_until(client.ledger, lambda: "the pool was made anew; restart the engine" in caplog.text)
+        wait_until(client.ledger, lambda: "the pool is a new one; restart the engine" in caplog.text)
         assert client.ledger.owned(client.slot) == taken
         with observe(runtime_dir) as watcher:
             assert watcher.ledger.num_free == NUM_SLABS

@@ -76,9 +76,9 @@ def test_engines_that_follow_the_same_adapters_share_a_subscriber_of_these_alone
     ]
     both = launch.subscriber_processes([engine(run="r", **lora)], settings, tmp_path)
     assert [each.argv[2].split(".")[2] for each in both] == ["follow", "adapters"]
-    with pytest.raises(ValueError, match="adapter math: vLLM holds adapters with --enable-lora alone"):
+    with pytest.raises(ValueError, match="adapter math: vLLM holds adapters only with --enable-lora"):
         engine(**{**lora, "vllm_args": ()})
-    with pytest.raises(ValueError, match="adapter math needs a relay to come over"):
+    with pytest.raises(ValueError, match="adapter math needs a relay that brings it"):
         engine(**{**lora, "relay": None})
 
 

@@ -178,6 +178,21 @@ def test_environment_is_added_to_the_inherited_one(tmp_path: Path) -> None:
     assert server.log_tail() == "1 True"
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_servers_own_folder_goes_with_it(tmp_path: Path, is_killed: bool) -> None:
+    program = (
+        "import os, time; open(os.environ['OWN'] + '/file', 'w'); print(os.environ['OWN'], flush=True); "
+    )
+    argv = [sys.executable, "-c", program + "time.sleep(600)"]
+    with ServerProcess(argv, "own", tmp_path / "log", scratch="OWN") as server:
+        own = Path(first_line(tmp_path / "log"))
+        assert (own / "file").exists()
+        if is_killed:
+            os.kill(server.pid, signal.SIGKILL)
+            wait_until(lambda: not own.exists())
+    assert not own.exists()
+
+
 def test_group_reports_the_dead_and_stops_all(tmp_path: Path) -> None:
     with ProcessGroup() as group:
         first = group.start(ServerProcess(SLEEPER, "first", tmp_path / "1"))

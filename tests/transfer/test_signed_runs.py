@@ -284,7 +284,7 @@ def test_a_signed_run_never_goes_back_to_an_older_snapshot(
 
 
 def test_a_public_key_needs_the_name_of_the_run(embedded: Relay) -> None:
-    with pytest.raises(ConfigError, match=r"ROSE_PUBLIC_KEY needs the name of the run: .*`--run`, or `run:`"):
+    with pytest.raises(ConfigError, match=r"ROSE_PUBLIC_KEY needs the name of the run, .*`--run`, or `run:`"):
         follower_of(embedded, AUTO_RUN)
 
 

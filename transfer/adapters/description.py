@@ -136,7 +136,7 @@ def targets(adapter: AdapterBody) -> list[str]:
 
 
 def is_target(module: str, name: str) -> bool:
-    """Whether PEFT takes a module for one that this name means."""
+    """Returns whether PEFT takes a module for one that this name means."""
     return module == name or module.endswith(f".{name}")
 
 

@@ -1,6 +1,6 @@
 """The versions of an adapter as folders on an engine's host, as PEFT saves them.
 
-Owns the folder `RUN@VERSION` of the newest version, and those that an engine is still taking. A folder never
+Owns the folder `RUN@VERSION` of the newest version, and those that an engine is still loading. A folder never
 changes once it has its name; an engine that loads one makes a copy of its own.
 """
 

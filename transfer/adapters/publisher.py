@@ -22,10 +22,10 @@ class AdapterPublisher(WeightPublisher):
     """Publishes a trainer's LoRA adapter as a run of versions 0, 1, 2, ...
 
     model: a PEFT model, or a mapping or pairs of (name, tensor) as PEFT saves or names them. They are read
-    anew at each publish(). config: PEFT's adapter_config.json; None: the model's own. base: the base model's
-    name as engines serve it; None: the one in the configuration. peft_name: which of the model's adapters.
-    options: those of WeightPublisher. Turns name the run as their model.
-    Raises: ValueError naming the key or the tensor; what WeightPublisher raises.
+    again at each publish(). config: PEFT's adapter_config.json; None: the model's own. base: the base model's
+    name as engines serve it; None: the one in the configuration. peft_name: the adapter's name in the model.
+    options: those of WeightPublisher. Turns name the run as their model. Raises: ValueError naming the key or
+    the tensor; what WeightPublisher raises.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class AdapterPublisher(WeightPublisher):
 def _own_config(model: Any, peft_name: str) -> Mapping[str, Any]:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping):
-        raise ValueError("config is needed: the model is no PEFT model, which would bring its own")
+        raise ValueError(
+            "config is missing: the model is no PEFT model, so pass adapter_config.json's content"
+        )
     if peft_name not in configs:
         raise ValueError(f"the model has no adapter {peft_name!r}; it has {', '.join(sorted(configs))}")
     own: Mapping[str, Any] = configs[peft_name].to_dict()
@@ -77,7 +79,7 @@ def _adapter_tensors(model: Any, peft_name: str) -> list[tuple[str, Any]]:
         found = [(published_name(name), tensor) for name, tensor in given]
         for (name, _), (known, _) in zip(given, found, strict=True):
             if known is None:
-                raise ValueError(f"{name} is no lora_A or lora_B tensor: an adapter alone can be published")
+                raise ValueError(f"{name} is no lora_A or lora_B tensor: only an adapter can be published")
         tensors = [(name, tensor) for name, tensor in found if name is not None]
     if not tensors:
         raise ValueError(f"no lora_A or lora_B tensor of adapter {peft_name!r} in the model")

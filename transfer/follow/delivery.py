@@ -85,10 +85,9 @@ class WorkerClient:
             raise WorkerError(f"worker has no status: {error!r}") from error
 
     def loaned_run(self, knows: str | None, problem: str | None, wait_s: float) -> str | None:
-        """Returns the run that the worker is to follow, because its GPU is lent to a job of that run.
-
-        Waits up to wait_s for another one than it `knows`. problem: why the worker can't get the weights of
-        that one. Raises: WorkerError.
+        """Returns the run that the worker has to follow, because its GPU is lent to a job of that run. Waits
+        up to wait_s for a run other than the one it `knows`. problem: why the worker can't get the known
+        run's weights. Raises: WorkerError.
         """
         problem = problem[:_MOST_SAID] if problem is not None else None
         asked = {"knows": knows, "problem": problem, "wait_s": wait_s}
@@ -137,8 +136,9 @@ class Delivery:
         self._reads_until_s = 0.0
 
     def reads_mirror(self, now_s: float) -> bool:
-        """Whether the worker is taking weights from the mirror, which then has to stay at one version: an
-        engine also loads layers from it that take no single elements, and all weights if writing fails.
+        """Returns whether the worker is taking weights from the mirror, which then has to stay at one
+        version. From it an engine loads layers that take no single elements, and all weights if writing
+        fails.
         """
         return self.is_busy and now_s < self._reads_until_s
 

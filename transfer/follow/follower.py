@@ -1,10 +1,10 @@
 """The follower: brings a mirror to the newest published version.
 
-Owns the choice of the path there (deltas from its own version, or the latest snapshot and its deltas), and
-what is fetched ahead: frames of a version that the trainer is still writing, so that fetching and decoding
-keep pace with the link. The mirror is always at a whole version; when advance() raises, it stays at the last
-good one. It never goes back, neither within a run nor to a run that it has left, so a relay copy that missed
-writes does no harm. Never talks to a worker, never sleeps except in wait().
+Owns the choice of the path there: deltas from the mirror's own version, or the latest snapshot and its
+deltas. Also fetches frames ahead, of a version that the trainer is still writing, so that fetching and
+decoding keep pace with the link. The mirror is always at a whole version; when advance() raises, it stays at
+the last good one. It never goes back, neither within a run nor to a run that it has left, so a relay copy
+that missed writes does no harm. Never talks to a worker, never sleeps except in wait().
 """
 
 import logging
@@ -47,10 +47,10 @@ class Follower:
     """Follows one run, or with "auto" the only one whose trainer is alive (run_choice.py).
 
     base_checkpoint: the checkpoint that the trainer started from. When its bits are the snapshot's, the
-    snapshot need not cross the link. public_key: the trainer's; what it did not sign is refused, and the run,
-    which has to be named, never goes back. takes_adapter: whether the run has to be a LoRA adapter's instead
-    of whole weights. accept: raises RelayError for a layout that the mirror can't hold. Raises: ConfigError
-    on a bad public key or one for "auto", ValueError on a bad run id.
+    snapshot need not cross the link. public_key: the trainer's. With it, the run has to be named, objects
+    that the trainer did not sign are refused, and the run never goes back. takes_adapter: whether the run has
+    to be a LoRA adapter's instead of whole weights. accept: raises RelayError for a layout that the mirror
+    can't hold. Raises: ConfigError on a bad public key or one for "auto", ValueError on a bad run id.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Follower:
     ) -> None:
         if public_key is not None and run_id == AUTO_RUN:
             raise ConfigError(
-                "ROSE_PUBLIC_KEY needs the name of the run: what tells which run is live is not signed; "
+                "ROSE_PUBLIC_KEY needs the name of the run, because the signs of live runs are not signed; "
                 f"{NAME_IT}"
             )
         self._relay = relay

@@ -88,11 +88,11 @@ class Subscriber:
         return self._of(name).problem
 
     def has_delivered(self, name: str) -> bool:
-        """Whether a worker runs these weights."""
+        """Returns whether a worker runs these weights."""
         return self._of(name).delivered is not None
 
     def taken_at_s(self, name: str) -> float:
-        """When a worker last took these weights, whether or not it runs them still."""
+        """Returns when a worker last took these weights, whether or not it runs them still."""
         return self._of(name).taken_at_s
 
     def restarted(self, name: str) -> None:

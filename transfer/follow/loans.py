@@ -1,10 +1,11 @@
 """The runs that loans of a host's GPUs name: each is followed on demand, into a mirror of its own.
 
-Owns a thread for each worker, which asks it for the run that it is to follow, and a thread, a mirror and a
-connection to the relay for each run besides the one that the subscriber was started for. A worker gets the
-weights of one run at a time. Promises that mirrors take no more memory than the host has to spare, that a
-mirror which no worker uses goes, and that weights of another architecture are refused before they are
-fetched. What can't be followed is reported to the worker, whose routers then lend its GPU to another job.
+Owns a thread for each worker, which asks the worker for the run that it has to follow. Owns a thread, a
+mirror and a connection to the relay for each run besides the one that the subscriber was started for. A
+worker gets the weights of one run at a time. Promises that mirrors take no more memory than the host has to
+spare, that a mirror which no worker uses is removed, and that weights of another architecture are refused
+before they are fetched. What can't be followed is reported to the worker, whose routers then lend its GPU to
+another job.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """The mirror: an engine's copy of the published weights, on the host.
 
 Owns the bits of the version that the engine is to run next, and that version's identity. Updates are
-transactional. Every frame's checksums, base, place and payload are checked before the first write, and what
-is written is hashed at once: one bucket with a wrong hash undoes all of them. When load_snapshot() or
-apply_delta() raise, version, hash and bits are as before. Frames that are read ahead are written too, so that
-little is left to do when their manifest arrives last; a caller that reads the bits meanwhile first calls
+transactional. Every frame's checksums, base, place and payload are checked before the first write. What is
+written is hashed at once, and one bucket with a wrong hash undoes all of them. If load_snapshot() or
+apply_delta() raises, version, hash and bits are as before. Frames that are read ahead are written too, so
+that little is left to do when their manifest arrives last; a caller that reads the bits meanwhile first calls
 take_back_ahead(). Where other processes read the bits (MirrorStore), such frames are checked and decoded
 ahead, and written with the rest of their version. Pure: no relay, no files, no clock. One thread at a time.
 """
@@ -51,7 +51,8 @@ class MirrorStore(Protocol):
         """Returns new planes of all buckets. Raises: OSError when there is no room."""
 
     def has_room(self) -> bool:
-        """Whether one more version may arrive without that the changes of those since the last look go."""
+        """Returns whether one more version may arrive before the kept changes, since the last look, are
+        dropped."""
 
     def changing(
         self, planes: WeightPlanes, counts: Sequence[tuple[Bucket, int]]

@@ -1,8 +1,8 @@
 """Which run a follower of "auto" follows: the only one whose trainer is alive.
 
 Owns the signs of life of all runs in a relay. A follower leaves its run only when that run's trainer said
-that it ended, or was silent for ten minutes, because it never goes back to a run that it left. Where no
-trainer is alive, the run that was opened last is followed.
+that it ended, or was silent for ten minutes, because it never goes back to a run that it left. If no trainer
+is alive, the run that was opened last is followed.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The mirror of a host's engines: its bits in a file that they map, and what each version changed.
 
-Owns a folder, preferably in memory: the file of the planes (shared_planes.py), from which an engine loads the
-weights whole, and a changes file for each of the last versions (changes.py), from which it takes what changed
-alone. No weight is written twice. Where no changes file can help an engine, the update says why.
+Owns a folder, preferably in memory. It has the file of the planes (shared_planes.py), from which an engine
+loads the weights whole, and a changes file for each of the last versions (changes.py), from which it takes
+only what changed. No weight is written twice. If an engine can use no changes file, the update says why.
 """
 
 import fcntl
@@ -108,9 +108,7 @@ class SharedMirror:
                     self._writer = None
 
     def has_room(self) -> bool:
-        """Whether engines that follow can take what changed, after one more version, too, or can't in any
-        case.
-        """
+        """Returns whether one more version leaves engines the changes that they need, if they use any."""
         is_whole = not self._is_followed or any(step.reason is not None for step in self._steps)
         return is_whole or not self._is_too_much(self._steps)
 

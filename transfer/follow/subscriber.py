@@ -3,8 +3,8 @@
 `python -m rose.transfer.follow.subscriber --relay URL --run RUN|auto --worker http://host:port --staging DIR
  [--worker URL ...] [--base CHECKPOINT_DIR] [--name NAME]`
 
-Owns the mirror, of which a host has one for all engines that it names (shared_mirror.py), and further ones of
-the runs that loans of the engines' GPUs name (loans.py).
+Owns the mirror of the run, one for all engines that the command names (shared_mirror.py), and one more for
+each run that loans of the engines' GPUs name (loans.py).
 """
 
 import argparse
@@ -80,7 +80,7 @@ def follow(args: argparse.Namespace, settings: Settings) -> None:
 def worker_names(name: str | None, urls: Sequence[str]) -> list[str]:
     """Returns the names under which the workers acknowledge. Raises: ValueError."""
     if name is not None and len(urls) > 1:
-        raise ValueError(f"--name {name} can't stand for {len(urls)} workers; leave it away")
+        raise ValueError(f"--name {name} can't stand for {len(urls)} workers; leave it out")
     names = (
         [keys.worker_name(url) for url in urls] if name is None else [keys.check_name(name, "worker name")]
     )

@@ -1,8 +1,8 @@
 """The architecture of a model, as far as tensors and a few fields of config.json tell it.
 
-Weights of one model must not go into an engine of another: vLLM's loader leaves layers alone for which a
-checkpoint has no tensors, and computes with whatever number of heads its own config says. Never imports torch
-or transformers.
+Weights of one model must not go into an engine of another. vLLM's loader would not notice: it skips layers
+for which a checkpoint has no tensors, and computes with the number of heads that its own config says. Never
+imports torch or transformers.
 """
 
 import json

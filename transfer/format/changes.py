@@ -6,8 +6,8 @@
 
 An engine finds the elements of its parameters by the places, compares them with the old bits, and writes the
 new ones. Owns that format. A file appears under its name only when it is complete, and a bucket whose bytes
-do not have their checksum is refused. A writer may take over the memory of an earlier file, which is most of
-its work otherwise; locks keep it from a file that a process still reads.
+do not have their checksum is refused. A writer may take over the memory of an earlier file, because getting
+new memory would be most of its work. Locks keep it from a file that a process still reads.
 """
 
 import fcntl

@@ -169,7 +169,7 @@ def _index_of_target(view: StridedView, in_view: Index) -> Index:
 
 
 def is_contiguous(view: StridedView) -> bool:
-    """Whether the view's elements follow each other in its order."""
+    """Returns whether the view's elements follow each other in its order."""
     step = 1
     for size, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if size > 1 and stride != step:

@@ -17,8 +17,8 @@ from typing import Any
 
 BUCKET_BYTES = 64 << 20
 _FIRST_SHARES = (8, 2)
-"""A long group's first buckets are an eighth and a half of the usual size: the link has something to carry as
-soon as an eighth is encoded, and from then on each bucket is encoded while the one before it is sent.
+"""A long group's first buckets are an eighth and a half of the usual size, so that sending starts when an
+eighth is encoded. From then on each bucket is encoded while the one before it is sent.
 """
 _CUT_RULE = 2
 """Part of the digest, so that two releases that cut differently never mistake each other's buckets for their

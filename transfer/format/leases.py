@@ -10,9 +10,9 @@ from dataclasses import dataclass
 BEAT_S = 3.0
 """How often a trainer renews its run's sign."""
 RUN_LEASE_S = 15.0
-"""A run whose sign did not change for so long has no trainer any more."""
+"""A run whose sign did not change for this long has no trainer any more."""
 RUN_GONE_S = 600.0
-"""A follower of "auto" leaves its run when the sign did not change for so long. A trainer that hangs for
+"""A follower of "auto" leaves its run when the sign did not change for this long. A trainer that hangs for
 less keeps its followers: they never go back to a run that they left.
 """
 ACK_EVERY_S = 30.0

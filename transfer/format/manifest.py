@@ -269,7 +269,7 @@ def fold_of(key: str) -> tuple[str, int] | None:
 
 
 def is_version_key(key: str) -> bool:
-    """Whether the key's object belongs to a version of a run: rose/{run}/{new}-{base}/..."""
+    """Returns whether the key's object belongs to a version of a run: rose/{run}/{new}-{base}/..."""
     parts = key.split("/")
     return len(parts) == 4 and re.fullmatch(r"\d+-(\d+|none)", parts[2]) is not None
 
@@ -301,7 +301,7 @@ def ack_prefix(run_id: str) -> str:
 
 
 def is_ack_key(key: str) -> bool:
-    """Whether the key's object is a worker's acknowledgement."""
+    """Returns whether the key's object is a worker's acknowledgement."""
     return re.fullmatch(rf"rose/{_NAME.pattern}/ack/{_NAME.pattern}", key) is not None
 
 

@@ -1,9 +1,9 @@
 """Cuts a layout at the edges of the trainer ranks' shards, so that every rank publishes just its share.
 
-Owns where tensors are cut so that every rank holds each part wholly or not at all, the groups of parts that
-the same ranks hold, and which rank publishes which bucket. Pure. Source: ROSE §4.2.
-Where we differ: parts are grouped by the ranks that hold them, so pipeline stages, replicated heads, padding
-and mixed parallelism all give whole buckets, without a rule for each.
+Owns the cuts, after which every rank holds each part wholly or not at all; the groups of parts that the same
+ranks hold; and which rank publishes which bucket. Pure. Source: ROSE §4.2. Where we differ: parts are grouped
+by the ranks that hold them, so pipeline stages, replicated heads, padding and mixed parallelism all give
+whole buckets, without a rule for each.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,11 +1,11 @@
 """Which elements of the checkpoint a serving rank holds, and where each of them goes.
 
 Owns one rank's plan as data, its regions of each tensor, and applying the plan to plain arrays. A plan is
-exact: where a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks
-at a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
+exact: if a loader did more than strided copies, the plan names the tensor and holds all of it. Never looks at
+a model: rose/engine/weights/shard_recorder.py makes plans from vLLM's own loaders. Source: ROSE §4.2
 (shard-aware transfer). Where we differ: plans record what the loader does instead of inferring it from module
 types and shapes, so merged, replicated, padded and fused tensors need no rules. An engine's ranks are on one
-host and need all shards together, so they are cut behind the host's mirror and not in the relay.
+host and need all shards together, so shards are cut on the host, after the mirror, and not in the relay.
 """
 
 import math
@@ -63,13 +63,13 @@ class Box:
         return math.prod(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def meets(self, other: "Box") -> bool:
-        """Whether the two boxes share an element."""
+        """Returns whether the two boxes share an element."""
         starts = map(max, self.start, other.start)
         stops = map(min, self.stop, other.stop)
         return all(start < stop for start, stop in zip(starts, stops, strict=True))
 
     def lies_in(self, other: "Box") -> bool:
-        """Whether all of this box is inside the other."""
+        """Returns whether all of this box is inside the other."""
         starts = zip(self.start, other.start, strict=True)
         stops = zip(self.stop, other.stop, strict=True)
         return all(mine >= its for mine, its in starts) and all(mine <= its for mine, its in stops)

@@ -6,8 +6,8 @@
     planes                      one vector of bits per dtype, the widest elements first
 
 A file of uncut tensors is a safetensors file. Owns that format, and the lock between the process that changes
-the bits and those that read them: whoever reads under the lock sees one whole version, or FrameError if the
-writer died while it changed the bits. The file stays readable for who holds it open when its name is gone.
+the bits and those that read them. A reader under the lock sees one whole version, or gets FrameError if the
+writer died while it changed the bits. An open file stays readable when its name is gone.
 """
 
 import fcntl
@@ -156,7 +156,7 @@ class PlanesFile:
         if flag != _WHOLE or len(words) != 2:
             raise FrameError(
                 f"{self.path}: its writer ended while it changed the weights; "
-                "the subscriber that comes next delivers them anew"
+                "the subscriber that comes next delivers them again"
             )
         return words[0], words[1]
 
@@ -190,7 +190,7 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_planes_file(path: Path) -> bool:
-    """Whether a checkpoint is a file of shared planes. Raises: FrameError, OSError."""
+    """Returns whether a checkpoint is a file of shared planes. Raises: FrameError, OSError."""
     with path.open("rb") as file:
         return LAYOUT_KEY in _read_head(file.fileno(), path)[1]
 

@@ -3,8 +3,8 @@
     u32 pairs (raw size, stored size), one per stream; equal sizes mean that the stream is not compressed
     the streams, in order
 
-Owns that container. unpack_streams() refuses anything but the exact bytes of pack_streams(), and never
-allocates more memory than an honest payload of this bucket could need. Never knows what a stream means.
+Owns that container. unpack_streams() accepts only the exact bytes of pack_streams(), and never allocates more
+memory than a valid payload of this bucket could need. Never knows what a stream means.
 """
 
 import struct

@@ -1,10 +1,10 @@
-"""Announcing a version to the routers whose turns it is for, as soon as the relay has all of it.
+"""Announces a version to the run's routers, as soon as the relay has all of it.
 
-Routers hear from engines which weights they have, and engines from the relay what there is, so without the
-trainer's own word a turn could begin on older weights for a moment. The key is the job's, which the router
-takes for the job's own run alone. Never raises: a router that can't be told is named in the log. It gives
-turns older weights until it is told of the next version, or until 10 minutes after the last one of which it
-was told; a router that was never told follows its engines. A router that can't be told is asked for at most
+Routers learn from engines which weights they have, and engines learn from the relay which versions there are.
+So without an announcement a turn could begin on older weights for a moment. The router accepts the job's key
+only for the job's own run. Never raises: a router that can't be told is named in the log. Such a router gives
+turns older weights until it is told of the next version, or until 10 minutes after the last version of which
+it was told; a router that was never told follows its engines. A router that does not answer is tried for
 about 5 s, and with the next version once, for about 1 s. One thread at a time.
 """
 
@@ -90,7 +90,7 @@ def _checked(text: str) -> tuple[str, ...]:
         urls = urls_of(text)
         for url in map(httpx.URL, urls):
             if url.scheme not in ("http", "https") or not url.host:
-                raise ValueError(f"{str(url)!r}: want http://HOST:PORT, or https://HOST:PORT")
+                raise ValueError(f"{str(url)!r}: expected http://HOST:PORT or https://HOST:PORT")
     except (ValueError, httpx.InvalidURL) as error:
         raise ConfigError(f"ROSE_ROUTER_URL={text}: {error}") from error
     return urls

@@ -1,4 +1,4 @@
-"""Lets a publish run on behind the trainer's next step, once it has read the weights.
+"""Lets a publish go on during the trainer's next step, once it has read the weights.
 
 Owns the thread and the order: one publish at a time. Never retries; the publisher's next publish does.
 """

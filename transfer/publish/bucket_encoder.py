@@ -2,8 +2,8 @@
 
 Owns the threads that encode, and the record of what the kept copy already has of a version that is not
 committed yet. Buckets come out in the order in which they were asked for, and only a few are encoded ahead of
-the caller; take_back() leaves the kept copy as it was at the last settle(). Comparing and packing release the
-GIL, so each thread may use a core. Never talks to a relay. One caller at a time.
+the caller. take_back() restores the kept copy as it was at the last settle(). Comparing and packing release
+the GIL, so each thread may use a core. Never talks to a relay. One caller at a time.
 """
 
 from collections import deque
@@ -70,7 +70,7 @@ class BucketEncoder:
         """Yields the buckets as they are now. The caller closes the generator before it uses the encoder
         again.
 
-        has_read: called as soon as all weights were read, which is ahead of any packing: the weights are free
+        has_read: called as soon as all weights were read, before anything is packed, so the weights are free
         in about half of the time. None: a bucket is packed when it was read, so the first ones come sooner.
         """
         steps: Iterable[Callable[[], EncodedBucket]]

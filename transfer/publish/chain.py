@@ -1,10 +1,10 @@
 """One run's objects in the relay: the chain of deltas, its snapshots, and what may be removed.
 
-Owns which objects exist, HEAD and the oldest version from which followers may still start, when the relay
-folds deltas into a snapshot, the run's announcement, the removal of what nobody needs, and the repair of
-relay copies that missed writes. HEAD never names an object that is missing, and is moved before anything that
-it named is removed. Never encodes weights. The publisher's thread calls it; the threads that put call
-make_room() and announce_coming().
+Owns which objects exist, HEAD, the oldest version from which followers may still start, the time at which the
+relay folds deltas into a snapshot, and the run's announcement. Also removes objects that are no longer
+needed, and repairs relay copies that missed writes. HEAD never names an object that is missing, and is moved
+before anything that it named is removed. Never encodes weights. The publisher's thread calls it; the threads
+that put call make_room() and announce_coming().
 """
 
 import logging

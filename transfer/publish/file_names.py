@@ -1,8 +1,9 @@
 """The names and tensors of a transformers model as its files have them, which engines read.
 
-Since version 5, transformers' modules may keep a layer's experts in one tensor, and call modules otherwise
-than the files do; it converts both when it loads and saves. Names are transformers' own, and tensors are
-views: nothing is copied. What transformers converts in another way stays as the module has it.
+Since version 5, transformers' modules may keep a layer's experts in one tensor, and may have other names than
+the files. transformers converts both when it loads and saves. The names here are transformers' own, and
+tensors are views, so nothing is copied. Tensors that transformers converts in another way stay as the module
+has them.
 """
 
 import re
@@ -19,10 +20,9 @@ _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 
 
 def as_in_files(weights: Any, tensors: Mapping[str, Any] | None = None) -> Any:
-    """Returns pairs of a transformers model's names and tensors as its files have them; anything else as it
-    is.
-
-    tensors: what to take instead of the model's own tensors, by the names in its state_dict().
+    """Returns pairs of names and tensors, as a transformers model's files have them. Other models are
+    returned as they are. tensors: what to take instead of the model's own tensors, by the names in its
+    state_dict().
     """
     conversions = _conversions(weights)
     if not conversions:

@@ -1,6 +1,6 @@
 """The floating-point types in which a trainer's weights are published.
 
-An engine holds each tensor as its checkpoint has it: most in two bytes, and a few, such as a router's
+An engine holds each tensor in the checkpoint's type: most in two bytes, and a few, such as a router's
 correction bias or a state space's decay, in float32. A trainer may hold all of them in float32. Reads headers
 of files, and never a weight.
 """
@@ -87,7 +87,7 @@ class PublishedDtypes:
         return cls(kept=frozenset(name for name in wide if any(part in name for part in parts)))
 
     def keeps(self, name: str, tensor: Any) -> bool:
-        """Whether a trainer's tensor is published in float32."""
+        """Returns whether a trainer's tensor is published in float32."""
         return name in self.kept and str(tensor.dtype) == "torch.float32"
 
 
@@ -105,11 +105,10 @@ def require_checkpoint(checkpoint: str | Path) -> None:
 def as_published(
     weights: Any, dtype: str | PublishedDtypes | None, checkpoint: str | Path | None
 ) -> tuple[Any, str | None]:
-    """Returns a trainer's weights under the names that its files have, and the dtype their floats are cast
-    to.
+    """Returns a trainer's weights under the names of its files, and the dtype to which their floats are cast.
 
-    dtype: the one that is asked for; "auto" and PublishedDtypes mark the tensors that stay float32.
-    checkpoint: the one that engines began with; None: that of a transformers model, if it can be read.
+    dtype: the wanted one; with "auto" and PublishedDtypes, the tensors that stay float32 are marked.
+    checkpoint: the one with which engines began; None: that of a transformers model, if it can be read.
     Raises: FrameError on a damaged file of a checkpoint that is given, OSError.
     """
     in_files = as_in_files(weights)

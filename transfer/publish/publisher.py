@@ -2,12 +2,11 @@
 
 Owns the copy of what was published last, and the run's version numbers. A version is announced only when all
 its objects are in the relay; the routers of ROSE_ROUTER_URL hear of it before publish() returns. The kept
-copy is updated in the same pass that compares it with the weights; if that publish fails, the next one takes
+copy is updated in the same pass that compares it with the weights. If that publish fails, the next one takes
 the copy back to the last committed version and starts from there. Deltas are exact. Never waits for engines,
 except in wait_acked(). One thread at a time, which may go on with its training while publish_async() sends.
-Source: ROSE §4.2.
-Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not exact), and
-snapshots, which the relay folds, bound the chain that a late joiner walks.
+Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not
+exact), and the relay folds snapshots, which bound the chain of deltas that a late joiner has to apply.
 """
 
 import logging
@@ -100,30 +99,29 @@ class WeightPublisher:
     """Publishes a trainer's weights as a run of versions 0, 1, 2, ...
 
     weights: a torch module, or a mapping or pairs of (Hugging Face name, tensor), read at each publish(). A
-    transformers model's are published under the names that its files have.
-    dtype: what floats of two bytes or more are cast to; None: nothing is cast. "auto" publishes each tensor
-    as the checkpoint has it: what is float32 there beside narrower floats stays float32.
-    checkpoint: its folder, or a name on Hugging Face's hub; None: the one a transformers model was read from,
-    if that can be read. If the hub's model is not on this machine, the trainer's own floats decide, and a
-    trainer that has only float32 publishes bfloat16.
-    codec: one for all buckets; None chooses for each bucket by its density and by link_gbps, the link to the
+    transformers model's tensors are published under the names of its files.
+    dtype: the type to which floats of two bytes or more are cast; None: they are not cast. "auto": each
+    tensor gets the checkpoint's type, so tensors that are float32 there beside narrower floats stay float32.
+    checkpoint: the checkpoint's folder, or its name on Hugging Face's hub; None: the one from which a
+    transformers model was read, if it can be read. If the hub's model is not on this machine, the trainer's
+    own floats decide, and a trainer that has only float32 publishes bfloat16.
+    codec: one for all buckets; None: one for each bucket, by its density and by link_gbps, the link to the
     relay.
-    full_wait_s: how long to wait for a full relay, while acknowledgements free what it holds of old versions.
+    full_wait_s: how long to wait for a full relay, while acknowledgements free its old versions.
     snapshot_every, snapshot_share: the relay folds its deltas into a new snapshot for late joiners after this
     many versions, or when they exceed this share of the snapshot's size.
-    rank, num_ranks: for a trainer that is spread over processes. Each publishes its own TensorShards, or its
-    share of what several hold, under one run id, and calls publish() as often as the others; they wait
+    rank, num_ranks: for a trainer of several processes. Each publishes its own TensorShards, or its share of
+    what several hold, under one run id, and calls publish() as often as the others; they wait
     ranks_timeout_s for each other.
     encode_threads: the number of buckets that are compared and packed at the same time; None: this rank's
     share of the cores that the process may use, 4 at most.
-    quantized_like: the folder of a checkpoint in fp8 like that of the engines. What is quantized there is
-    quantized here, before it is published.
-    adapter: what the tensors are if they are a LoRA adapter's (rose.transfer.adapters.publisher).
-    key, signing_key, routers: instead of the environment's ROSE_KEY and ROSE_SIGNING_KEY, and of the routers
-    of its ROSE_ROUTER_URL. With a signing key the run is signed, and the trainer sends its snapshots itself.
-    Raises: RelayError when the relay does not answer or already holds a run with this id; ConfigError on a
-    bad signing key or ROSE_ROUTER_URL; FrameError or OSError on a checkpoint that is given and can't be read;
-    ValueError.
+    quantized_like: the folder of a checkpoint in fp8 like that of the engines. Tensors that are quantized
+    there are quantized before they are published.
+    adapter: the LoRA adapter to which the tensors belong, if any (rose.transfer.adapters.publisher).
+    key, signing_key, routers: used instead of the environment's ROSE_KEY, ROSE_SIGNING_KEY and
+    ROSE_ROUTER_URL. With a signing key the run is signed, and the trainer sends its snapshots itself.
+    Raises: RelayError if the relay does not answer or already holds a run with this id; ConfigError on a bad
+    signing key or ROSE_ROUTER_URL; FrameError or OSError if a given checkpoint can't be read; ValueError.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class QuantizedSource(TorchSource):
 
     def load(self, planes: WeightPlanes) -> None:
         """Raises: ValueError always, because what was published is less exact than the trainer's weights."""
-        raise ValueError("what was published is quantized: load the trainer's own checkpoint instead")
+        raise ValueError("the published weights are quantized: load the trainer's own checkpoint instead")
 
 
 def source_of(
@@ -109,8 +109,8 @@ def source_of(
     checkpoint: str | Path | None = None,
     rank: int = 0,
 ) -> TorchSource:
-    """Returns what a trainer publishes, quantized if there is a checkpoint that says how. checkpoint: says in
-    which dtypes; one that is quantized says that, too.
+    """Returns what a trainer publishes, quantized if there is a checkpoint that says how. checkpoint: the one
+    that decides the dtypes, unless a quantized one does.
 
     Raises: ValueError as require_checkpoint() does; for ``checkpoint`` on rank 0 alone. On another rank it
     then counts as unknown: the ranks compare their dtypes, and all of them are told.

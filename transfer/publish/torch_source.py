@@ -1,10 +1,10 @@
 """Live torch tensors as raw bits: a trainer's, which are read, and a rollout rank's, which are written.
 
-Owns what a trainer hands over. Imports torch only when a source is made or bits are loaded. A tensor that
-several names share is published once, under its first name. Integers of eight bytes, such as position ids,
-are left out: training does not change them, and engines keep their own. Torch casts wider floats (round to
-nearest even) on their device, before they are copied to the host. Never keeps a copy of the weights, and
-writes to a trainer's only in load().
+Owns the weights that a trainer hands over. Imports torch only when a source is made or bits are loaded. A
+tensor that several names share is published once, under its first name. Integers of eight bytes, such as
+position ids, are left out: training does not change them, and engines keep their own. Torch casts wider
+floats (round to nearest even) on their device, before they are copied to the host. Never keeps a copy of the
+weights, and writes to a trainer's only in load().
 """
 
 import logging
@@ -58,7 +58,7 @@ class TensorShard:
 
     @property
     def part(self) -> Any:
-        """The part itself. It is cut anew each time, because a module that goes to another device gives its
+        """The part itself. It is cut again each time, because a module that goes to another device gives its
         parameters other memory."""
         held = self.tensor.detach().to_local() if _is_distributed(self.tensor) else self.tensor
         return held if self.index is None else held.detach()[self.index]
@@ -78,9 +78,9 @@ class TorchSource:
     """Tensors by their Hugging Face names, from a module or from (name, tensor) pairs.
 
     weights: anything with state_dict(), a mapping, or pairs; its values are tensors, DTensors (FSDP2) or
-    TensorShards. Pairs may name a tensor several times, for several shards. The tensors are read anew at each
-    publish, so an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more
-    are cast to it; None publishes them unchanged.
+    TensorShards. Pairs may name a tensor several times, for several shards. They are read at each publish, so
+    an optimizer that updates them in place needs nothing else. dtype: floats of 2 bytes or more are cast to
+    it; None publishes them unchanged.
     """
 
     def __init__(self, weights: Any, dtype: str | None) -> None:
@@ -239,7 +239,7 @@ def load_planes(planes: WeightPlanes, tensors: Mapping[str, Any]) -> None:
         tensor = tensors[spec.name].detach()
         dtype = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
         if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, published was {spec}")
+            raise ValueError(f"tensor {spec.name} is {dtype} {tuple(tensor.shape)}, the published is {spec}")
         copies[spec.name] = tensor.cpu().contiguous()  # the same tensor if it is contiguous in host memory
     planes.read_into(
         {name: copy.view(views[copy.element_size()]).numpy() for name, copy in copies.items() if copy.numel()}

@@ -2,9 +2,9 @@
 
 Owns the exchange of what each rank holds, each rank's exclusive share of the buckets, and putting a version
 together from the ranks' parts. Rank 0 commits: it alone writes manifests and HEAD. All ranks derive the same
-layout and shares. A version is committed by all ranks or by none, and a rank that did not learn of a commit
-in time learns of it at its next publish. Every rank calls publish() equally often, once for each training
-step. Source: ROSE §4.2 (mutually exclusive shards).
+layout and shares. A version is committed by all ranks or by none. A rank that did not learn of a commit in
+time learns of it at its next publish. Every rank calls publish() once for each training step. Source: ROSE
+§4.2 (mutually exclusive shards).
 """
 
 import time
@@ -34,10 +34,8 @@ Found = TypeVar("Found")
 
 
 class TrainerRanks:
-    """This rank among `num_ranks`, which wait up to timeout_s for each other.
-
-    signer: the same for all ranks, which take nothing from each other that it did not sign; None: a run that
-    is not signed.
+    """This rank among `num_ranks`, which wait up to timeout_s for each other. signer: the same for all ranks;
+    each takes from the others only what it signed. None: the run is not signed.
     """
 
     def __init__(

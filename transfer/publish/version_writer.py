@@ -204,7 +204,7 @@ class VersionWriter:
             time.sleep(_FULL_POLL_S)
 
     def _wait_for_puts(self, max_bytes: int) -> None:
-        """Returns when so much is left to send; with 0, when nothing runs any more."""
+        """Returns when this much is left to send; with 0, when nothing runs any more."""
         started = time.perf_counter()
         while self._pending_bytes > max_bytes or (self._pending and max_bytes == 0):
             future, num_bytes = self._pending.popleft()

@@ -1,4 +1,4 @@
-"""Work that a relay's own process does in a thread beside it, again whenever objects were written.
+"""Work that a relay's own process does in a thread, whenever objects were written.
 
 Owns the thread, and when it looks. A failure is logged once and tried again; none ends the thread. Never
 reads or writes an object itself.
@@ -23,7 +23,7 @@ _RETRY_S = 0.5
 class BesideRelay(ABC):
     """A context in which a thread runs step() again and again. watched: the relay whose changes matter.
 
-    what: the work, as a log names it. look_every_s: the pause between two looks at a store that can't tell
+    what: the name of the work in logs. look_every_s: the pause between two looks at a store that can't report
     what was written.
     """
 

@@ -1,6 +1,6 @@
 """One of several relays that hold the same objects.
 
-Owns when the copy is opened, and for how long it is left alone after it failed to answer, so that it does not
+Owns when the copy is opened, and for how long it is not called after it failed to answer, so that it does not
 slow down every call. Never decides what is written to it; ReplicatedRelay does.
 """
 

@@ -1,10 +1,11 @@
 """The embedded relay: objects in the memory of one process, served over HTTP.
 
 Owns the server (aiohttp, one event loop) and its blocking client. An object becomes visible only when its
-last byte has arrived. A full relay refuses with the numbers. With ROSE_KEY set, every call needs that key as
-a bearer token; with ROSE_READ_KEY set too, that one reads everything and writes acknowledgements alone. It
-serves TLS where it was given a certificate (tls.py). A thread of the process folds snapshots (folding.py).
-Never writes to disk and never evicts: what the trainer put stays until the trainer removes it.
+last byte has arrived. A full relay refuses with the numbers. If ROSE_KEY is set, every call needs that key as
+a bearer token. If ROSE_READ_KEY is set too, a caller with it may read everything and write only
+acknowledgements. The relay serves TLS if it was given a certificate (tls.py). A thread of the process folds
+snapshots (folding.py). Never writes to disk and never evicts: what the trainer put stays until the trainer
+removes it.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ def make_app(
     Raises: ConfigError on a read key without another key.
     """
     if read_key is not None and (key is None or read_key == key):
-        raise ConfigError("ROSE_READ_KEY: needs ROSE_KEY beside it, and a different one, which writes")
+        raise ConfigError("ROSE_READ_KEY: needs a ROSE_KEY too, which differs from it and allows writing")
     app = web.Application(client_max_size=1 << 40, middlewares=[_require_key(key, read_key)])
     _Routes(store, _Peers(key, tls)).add_to(app)
     return app

@@ -1,12 +1,13 @@
-"""Makes snapshots from deltas in the relay's own process: only the first one crosses the trainer's link.
+"""Makes snapshots from deltas in the relay's own process, so that only the first one crosses the trainer's
+link.
 
-Owns what a Fold asks for: the frames of the snapshot, bucket by bucket, and then its manifest. A bucket's
-deltas are checked and applied as a follower would do it, so the snapshot has the published bits or is not
-made. A wrong chain is given up and logged, and the trainer sends a snapshot instead. What fails otherwise,
-because the store is full or an object has not arrived yet, is tried again after growing pauses, and holds up
-no other snapshot. Needs memory for one bucket beside the objects. The bytes depend on the deltas alone:
-copies of a relay make the same ones, and a process that was killed in between goes on. Never moves HEAD,
-never removes what a trainer put.
+Owns the snapshot that a Fold asks for: its frames, bucket by bucket, and then its manifest. A bucket's deltas
+are checked and applied as a follower would do it, so the snapshot has the published bits or is not made. A
+wrong chain is given up and logged, and the trainer sends a snapshot instead. Other failures, such as a full
+store or an object that has not arrived yet, are tried again after growing pauses, and hold up no other
+snapshot. Needs memory for one bucket beside the objects. The bytes depend on the deltas alone, so copies of a
+relay make the same ones, and after a process was killed the next one goes on. Never moves HEAD, never removes
+what a trainer put.
 """
 
 import logging

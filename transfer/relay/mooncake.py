@@ -3,8 +3,8 @@
 Owns the only import of mooncake, its client, the start of a master process, and the probe of its libraries.
 Keeps the Relay protocol where Mooncake behaves differently: put() on an existing key raises (the store would
 answer 0 without writing), remove() overrides read leases, and every object is pinned against eviction. New
-objects are sent from where they lie, and several objects are read into the client's buffer together, from
-which the caller takes them. Never decides what to store or when to remove it.
+objects are sent from where they lie. Several objects are read together into the client's buffer, from which
+the caller takes them. Never decides what to store or when to remove it.
 """
 
 import ctypes

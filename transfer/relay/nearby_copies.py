@@ -1,9 +1,9 @@
 """Copies frames from one relay to a second one nearby, so that a trainer far away sends them once.
 
 Runs beside the second relay, for stores that can't hand objects on themselves (Mooncake). Owns the set of
-frames that this process has seen to. It copies frames alone, because they never change: the trainer writes
-manifests, which follow their frames, and all objects that are replaced to every copy itself. A frame that is
-removed while it is being copied is left over until the trainer's next repair. Never removes anything.
+frames that this process has handled. It copies only frames, because they never change. The trainer itself
+writes to every copy the manifests, which follow their frames, and all objects that are replaced. A frame that
+is removed while it is being copied stays until the trainer's next repair. Never removes anything.
 """
 
 from collections.abc import Sequence

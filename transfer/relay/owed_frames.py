@@ -1,10 +1,10 @@
 """Frames that one relay copy holds and another one is still fetching from it (nearby_copies.py).
 
-Owns the list of those frames, their bytes until they have arrived, and the times at which to look. A look
-asks for all of them at once, at growing intervals, because each look crosses the slow link. Frames that do
-not arrive in time are written to the copy directly, and so are the next ones for a while. After settle(0) the
-copy holds every frame, or it does not answer and stays behind until the next publish repairs it. Never
-fetches anything itself.
+Owns the list of those frames, their bytes until they have arrived, and the times at which to look. One
+question covers all of them, and questions come at growing intervals, because each crosses the slow link.
+Frames that do not arrive in time are written to the copy directly, and so are the next ones for a while.
+After settle(0) the copy holds every frame, or it does not answer and stays behind until the next publish
+repairs it. Never fetches anything itself.
 """
 
 import logging

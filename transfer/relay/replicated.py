@@ -1,12 +1,11 @@
-"""Several relays that hold the same objects: one of them may die, and nothing is lost.
+"""Several relays that hold the same objects, so that nothing is lost when one of them dies.
 
 Owns the choice of the copy to talk to, writing to all copies, and repairing a copy that missed writes. An
 object counts as written when every copy that answers has it, and at least one does. Any copy can be read. An
 embedded relay hands objects on to its peers, so that they cross the trainer's link once. A Mooncake store
-that stands beside another one copies that store's frames (nearby_copies.py), and their arrival is checked
-before their version counts (owed_frames.py). All other copies are written one by one. A copy that does not
-answer rests for a while, so that it does not slow down every call. Never decides which objects are needed:
-the publisher passes them to repair().
+beside another one copies its frames (nearby_copies.py), and their arrival is checked before their version
+counts (owed_frames.py). All other copies are written one by one. A copy that does not answer is not called
+for a while. Never decides which objects are needed: the publisher passes them to repair().
 
 A copy that comes back may still hold an older HEAD. Followers never go back within a run (follower.py), and
 the next publish repairs the copy.

@@ -1,4 +1,4 @@
-"""What to do about an embedded relay that does not answer because of TLS."""
+"""The advice for an embedded relay that does not answer because of TLS."""
 
 import ssl
 from http.client import RemoteDisconnected

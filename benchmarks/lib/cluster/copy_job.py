@@ -1,9 +1,9 @@
 """A trainer's process whose state goes to host memory and back, beside plain copies of as many bytes.
 
-``copy_job.py NUM_PARAMETERS NUM_ROUNDS CACHE``. Prints one line of JSON: the bytes of the state, the seconds
-of the first offload, and for each later round the seconds of one memmove between buffers whose pages are
-there, of offload, of load, and of load's copies alone, done again into the memory that load has just taken.
-Uses CUDA device 0 if there is one.
+``copy_job.py NUM_PARAMETERS NUM_ROUNDS CACHE``. Prints one line of JSON: the bytes of the state, and the
+seconds of the first offload. For each later round it has the seconds of one memmove between buffers whose
+pages are there, of offload, of load, and of load's copies alone, done again into the memory that load has
+just taken. Uses CUDA device 0 if there is one.
 """
 
 import ctypes

@@ -2,9 +2,10 @@
 
     python -m lib.cluster.length_job LOG PLAN.json
 
-A rollout sleeps for what decoding these lengths would take on its nodes (RolloutSpeed), a training phase for
-its seconds: a device's work, which costs this host no CPU. All else is the runtime's: reports, permits,
-moves. Within a rollout, how late a sleep or an answer comes does not add up: a device goes on meanwhile.
+A rollout sleeps for the time that decoding these lengths would take on its nodes (RolloutSpeed), and a
+training phase for its seconds. The sleeps stand for a device's work, which costs this host no CPU. All else
+is the runtime's: reports, permits, moves. Within a rollout the delays of sleeps and answers do not add up,
+because a device goes on meanwhile.
 """
 
 import bisect
@@ -57,7 +58,7 @@ class Decoding:
         progress.report("rollout", total, total, lengths=self._lengths)
 
     def move(self, num_nodes: int) -> None:
-        """Sends what still runs to so many nodes, where it is prefilled again."""
+        """Sends what still runs to this many nodes, where it is prefilled again."""
         num_left = len(self._lengths) - bisect.bisect_right(self._lengths, self._reached)
         prefill_tokens = num_left * (self._speed.prompt_tokens + self._reached) / num_nodes
         self._num_nodes = num_nodes

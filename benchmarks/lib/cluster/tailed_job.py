@@ -2,7 +2,7 @@
 
     python -m lib.cluster.tailed_job LOG ROUTER MODEL ENGINE... --lengths 400 16 16
 
-A rollout's responses are greedy turns at ROUTER, so many of these lengths for each engine. Its training is a
+A rollout's responses are greedy turns at ROUTER, of these lengths for each engine. Its training is a
 fixed number of matrix products in this process. Appends a line to LOG for each iteration: every response's
 tokens, and when the rollout began, moved its tail, and ended, by the machine's monotonic clock.
 """

@@ -46,5 +46,5 @@ TABLE_2_STATIC_TPOT_MS = {"8B": 1488.2, "32B": 7021.1}
 TABLE_3 = {"turnwise": {"8B": 1.11, "32B": 1.08}, "paper": {"8B": 1.16, "32B": 1.48}}
 FIGURE_14 = {4: 1.26, 8: 1.45, 16: 1.69}
 SECTION_6_3_S = {("8B", 200.0): 7.0, ("8B", 1.0): 39.0, ("32B", 200.0): 21.0, ("32B", 1.0): 89.0}
-"""Sparse transfer over a link of so many Gbps; Figure 15 has 32B's timeline."""
+"""Sparse transfer over a link of this many Gbps; Figure 15 has 32B's timeline."""
 FIGURE_15_DENSE_S = 96.0

@@ -35,7 +35,7 @@ class TokenStream:
         self._executor.shutdown()
 
     def wait_for(self, count: int) -> None:
-        """Waits until so many tokens are there. Raises: WorkerError when the request ended before."""
+        """Waits until this many tokens are there. Raises: WorkerError when the request ended before."""
         while len(self.times_s) < count:
             if self._reading.done():
                 self._reading.result()

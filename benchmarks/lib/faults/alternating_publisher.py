@@ -1,8 +1,8 @@
 """Run as a program: a trainer that publishes two checkpoints in turn, for bench_soak.py.
 
-Versions 0, 2, 4, ... are the first one's weights, and 1, 3, 5, ... the second one's: so a version's number
-tells what its tokens must be. One JSON line per version. A relay that is away is asked again. It ends at
-SIGTERM.
+Versions 0, 2, 4, ... are the first one's weights, and 1, 3, 5, ... the second one's, so a version's number
+tells what its tokens must be. It prints one JSON line per version, asks again if the relay is away, and ends
+at SIGTERM.
 """
 
 import argparse

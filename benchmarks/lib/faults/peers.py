@@ -20,7 +20,7 @@ from lib.router.rig import other_router, peer_name
 GIVE_UP_S = 20.0
 """So long after a SIGSTOP turns are waited for."""
 HUNG_S = 10.0
-"""A turn that had no token for so long hung."""
+"""A turn that had no token for this long hung."""
 
 
 @dataclass(slots=True)

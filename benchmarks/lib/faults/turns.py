@@ -17,7 +17,7 @@ LONG_TOKENS, SHORT_TOKENS = 900, 16
 NUM_TURNS = 6
 """The turns at a time, on two engines."""
 RUNNING_TOKENS = 20
-"""A turn that has so many is under way."""
+"""A turn that has this many is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ MEAN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 32, 64
 MIN_TOOL_TOKENS, MAX_TOOL_TOKENS = 8, 24
 MEAN_TOOL_S = 0.3
 LEASES_S = 1.5
-"""After so long the engines no longer keep turns for the router of the phase before."""
+"""After this long the engines no longer keep turns for the router of the phase before."""
 
 
 @dataclass(slots=True)

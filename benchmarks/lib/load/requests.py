@@ -70,7 +70,7 @@ async def _read_answer(reader: asyncio.StreamReader) -> None:
 
 
 async def closed_loop(target: Target, requests: Sequence[bytes], concurrency: int) -> list[float]:
-    """All requests, so many at a time."""
+    """All requests, this many at a time."""
     left = iter(requests)
     latencies: list[float] = []
 

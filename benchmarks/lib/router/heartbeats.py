@@ -21,7 +21,7 @@ START_S = 60.0
 
 
 def heartbeats(cpu: int, is_quick: bool) -> list[Figure]:
-    """The router's CPU while it asks all of so many workers, and how often it reaches each of them."""
+    """The router's CPU while it asks all of this many workers, and how often it reaches each of them."""
     return [_figure(num_workers, cpu, 3.0 if is_quick else 10.0) for num_workers in NUM_WORKERS]
 
 

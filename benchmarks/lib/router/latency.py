@@ -1,21 +1,20 @@
 """Measures what the router adds to a request's latency, beside what a bare pass-through adds.
 
-Owns: one figure per body of bench_router.py, and its account of the slowest requests.
-Promises: the same requests, 50 a second each, go through the router, through the pass-through and straight to
-the stub, one way after the other in every 20 ms: what the machine does meanwhile, it does to all three. The
-figure is the difference of two P99s; nothing is left out but the first requests, which open connections.
-A latency is from the first byte sent to the last byte read, both in the client, so it has its and the stub's
-delays in it: the direct way has them as well. How late the client sent is no part of it and is told apart.
-Never: measures CPU per request (at this rate caches are cold), or many requests at a time.
+Owns: one figure per body of bench_router.py, and its account of the slowest requests. Promises: the same
+requests, 50 a second each, go through the router, through the pass-through and straight to the stub, one
+after the other in every 20 ms, so that disturbances of the machine meet all three. The figure is the
+difference of two P99s; only the first requests, which open connections, are left out. A latency is from the
+first byte sent to the last byte read, both in the client, so it contains delays of client and stub, as the
+direct way does. How late the client sent is reported separately. Never: measures CPU per request (at this
+rate caches are cold), or many requests at a time.
 
-The slowest 2% are compared with the median request: by how much were the router, and client and stub, longer
-on their cores (the same work takes longer where the host takes a core away, or caches are cold), and by how
-much did any of them wait for a core. What is left is time in which none of them ran or wanted to: a packet on
-its way to a core that sleeps.
+The slowest 2% are compared with the median request: how much longer router, client and stub were on their
+cores (because the host took a core away, or caches were cold), and how long any of them waited for a core.
+The rest is time in which none of them wanted to run, such as a packet's way to a core that sleeps.
 
-Where other programs use the machine, waiting for a core is most of the tail, also of the pass-through's. So
-beside the figure stands the same difference without the requests during which these processes waited for
-more than half a millisecond in all, and how many of the router's those were.
+If other programs use the machine, waiting for a core is most of the tail, also of the pass-through's. So
+beside the figure stands the difference without the requests during which these processes waited for more than
+half a millisecond, and the number of the router's such requests.
 """
 
 import os

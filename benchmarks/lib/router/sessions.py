@@ -25,7 +25,7 @@ _INF = float("inf")
 
 
 def sessions(count: int) -> list[Figure]:
-    """Looks up and notes turns of so many sessions: by keys, and by prompts that all begin alike."""
+    """Looks up and notes turns of this many sessions: by keys, and by prompts that all begin alike."""
     return [
         *(_figure(f"session_us[{live}]", _keyed(live, count)) for live in NUM_LIVE),
         *(_figure(f"session_us[{live},one prefix]", _by_prefix(live, count)) for live in NUM_LIVE[:2]),

@@ -2,10 +2,10 @@
 
 Owns the workloads and their windows. Rollouts have long prompts and steps longer than serving's. Each round
 of a workload runs every policy on one sample of the trace, in a random order, between two windows of rollouts
-alone, which harvest is relative to: a shared host changes its speed within minutes. Serving's objectives are
-what an operator may promise who has measured serving alone: they come from windows of it on the same samples,
-ahead of all policies. Serving alone runs again among the policies, which tells whether it keeps them. A
-window in which others took the machine runs again, and the least disturbed counts.
+alone, which harvest is relative to: a shared host changes its speed within minutes. Serving's objectives come
+from windows of serving alone on the same samples, before all policies, as an operator would measure them.
+Serving alone runs again among the policies, which shows whether it keeps them. A window in which others took
+the machine runs again, and the least disturbed counts.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Updates of a live engine: a trainer, a relay, a subscriber and an engine that streams tokens all the time.
 
-Owns the processes and the times of each update, from the trainer's publish() to the first token under the
-new weights. The parts are told by the publisher's report, the subscriber's log and the engine's, and add up
-to the whole. Promises that an update that was not written in place is an error.
+Owns the processes and the times of each update, from the trainer's publish() to the first token under the new
+weights. The parts come from the publisher's report, the subscriber's log and the engine's log, and add up to
+the whole. Promises that an update that was not written in place is an error.
 """
 
 import re

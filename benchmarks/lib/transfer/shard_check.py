@@ -1,8 +1,8 @@
 """Proof of a shard plan: what it copies is, bit for bit, what vLLM's loader loads.
 
 Owns the comparison over random bits, of one rank at a time. Promises that every parameter is compared whole,
-also where the plan writes nothing. Run it for an architecture that nobody has checked yet: ``bench_plan.py``
-and the tests do for dense, tied and mixture-of-experts models.
+also where the plan writes nothing. Run it for an architecture that has not been checked: ``bench_plan.py``
+and the tests check dense, tied and mixture-of-experts models.
 """
 
 from __future__ import annotations

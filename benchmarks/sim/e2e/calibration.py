@@ -1,8 +1,8 @@
-"""What the simulation of whole RL jobs is calibrated with: every number put in, and its source.
+"""Calibrates the simulation of whole RL jobs: every number that is put in, and its source.
 
 Owns the workloads of ROSE §2.2 and §6 and the constants of its baselines. Both overheads of Figure 8b are
-inputs; no other number in this file comes from a result of ROSE §6. What no paper states says "assumed", and
-errs in a baseline's favour.
+inputs; no other number in this file comes from a result of ROSE §6. Numbers that no paper states are marked
+"assumed", and err in a baseline's favour.
 
 Step times, tokens per turn and environment times of the rollout engines are those of sim/rollout/scenario.py,
 which were fitted to Table 3 and Figure 14 with other trajectories. The number of turns is fitted here, to
@@ -111,7 +111,7 @@ class PaperWorkload:
         return self.pool_tokens - int(reserved / (HEAD_BYTES * self.model.layers * self.model.kv_heads))
 
     def train_s(self, lengths: Sequence[int]) -> float:
-        """One training phase over sequences of so many tokens, with causal attention."""
+        """One training phase over sequences of this many tokens, with causal attention."""
         model = self.model
         tokens, pairs = sum(lengths), sum(length * length for length in lengths) / 2
         flops = 2 * model.parameters * tokens + 4 * HEAD_SIZE * model.layers * model.heads * pairs

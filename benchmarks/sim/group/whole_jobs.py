@@ -4,12 +4,12 @@ Owns: solo disaggregation, veRL and Gavel+ for one group, and what their results
 baseline pays for restarts, copies or synchronization, so each gets at least what a real one would. Never: is
 shipped.
 
-Source: WEAVE §6.1 and §6.2. Prices, compute and bandwidth are those of its Table 1: training takes as many
-times longer on H20 as its compute is less, and a rollout on H800 as its memory's bandwidth is less. Gavel+ is
-told in two sentences there: it chooses optimal fractions of GPUs for whole jobs. Ours solves Gavel's linear
-program (OSDI '20, max-min fairness over shares of time): in each share of its time a job has both kinds of
-nodes, or runs both phases on nodes of one kind. The slowest job gets as much as it can have, and among such
-shares those are taken that are worth most.
+Source: WEAVE §6.1 and §6.2. Prices, compute and bandwidth are those of its Table 1. Training is slower on H20
+in proportion to compute, and a rollout is slower on H800 in proportion to memory bandwidth. The paper only
+says that Gavel+ chooses optimal fractions of GPUs for whole jobs. Ours solves Gavel's linear program (OSDI
+'20, max-min fairness over shares of time): in each share of its time a job has both kinds of nodes, or runs
+both phases on nodes of one kind. The slowest job gets as much as it can have, and among such shares those are
+taken that are worth most.
 """
 
 from collections.abc import Mapping, Sequence

@@ -117,7 +117,7 @@ class RankedJobs:
         self._add(BEAT_S, "beat", None)
 
     def run(self, *, num_phases: int, kill_every_s: float | None = None) -> Seen:
-        """Goes on until so many phases have ended."""
+        """Goes on until this many phases have ended."""
         if kill_every_s is not None:
             self._add(self._rng.expovariate(1 / kill_every_s), "kill", kill_every_s)
         while self.seen.num_phases < num_phases:

@@ -174,7 +174,7 @@ class TwinGpu:
         return True
 
     def _go_on(self, step: "_Running", seconds: float) -> None:
-        """A rollout step has the GPU for so long, to its end or to a pause."""
+        """A rollout step has the GPU for this long, to its end or to a pause."""
         rollout = self._rollout
         assert rollout is not None
         self._switch(to_rollout=True)

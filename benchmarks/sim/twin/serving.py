@@ -161,7 +161,7 @@ class TwinServing:
         return self._deadlines.prefill_room(now, self.online.model, self._context())
 
     def start_step(self, max_prefill: int | None = None) -> StepShape:
-        """Fills the next step, with at most so many prompt tokens."""
+        """Fills the next step, with at most this many prompt tokens."""
         decodes = [r for r in self._running if not r.prompt_left]
         room = self.model.max_batched_tokens - len(decodes)
         if max_prefill is not None:

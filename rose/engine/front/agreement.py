@@ -1,8 +1,8 @@
-"""What a front and the workers behind its router must agree on, found out before the front serves.
+"""Checks what a front and the workers behind its router must agree on, before the front serves.
 
-Owns the questions to the router. Promises that a front whose model, context or tokenizer is not that of the
-workers ends with what differs, as every token of its chats would be wrong. It waits for the first worker of
-its model, and through what passes, but not for a router.
+Owns the questions to the router. A front whose model, context or tokenizer differs from the workers' ends and
+names the difference, because its tokens would be wrong. It waits for the first worker of its model and
+through temporary faults, but not for a router.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class RouterQuestions:
                 return served_card(cards, names, model_dir)
 
     def is_open(self, url: str) -> bool:
-        """Whether the router at ``url`` takes requests without a key. Another one than the client's own that
-        has gone counts as one that did not listen when the front started.
+        """Returns whether the router at ``url`` takes requests without a key. If a router other than the
+        client's own has gone, the answer is False, as for a router that did not listen when the front
+        started.
 
-        Raises: ConfigError if the client's own has gone.
+        Raises: ConfigError if the client's own router has gone.
         """
         request = httpx.Request("GET", f"{url}/v1/models")  # without the client's own headers
         began = time.monotonic()
@@ -121,9 +122,9 @@ class RouterQuestions:
         if theirs != own:
             answer = theirs if theirs is not None else f"{response.status_code} {response.text}"
             raise ConfigError(
-                f"--model: its tokenizer is not that of the workers behind {self._url}: for {given!r:.60}"
-                f" they give {what} {answer!r:.120}, this one {own!r:.120}; give the workers' own model, or"
-                f" its --tokenizer"
+                f"--model: its tokenizer differs from that of the workers behind {self._url}: for"
+                f" {given!r:.60} theirs gives {what} {answer!r:.120}, this one {own!r:.120}; give the"
+                f" workers' own model, or its --tokenizer"
             )
 
 

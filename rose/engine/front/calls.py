@@ -76,8 +76,8 @@ def wants_stream(params: SamplingParams) -> bool:
 
 
 def streams_single_tokens(params: SamplingParams) -> bool:
-    """Whether a client gets a delta for each token, as parsers of vLLM expect them: some misread a delta in
-    which a mark and text come together."""
+    """Returns whether a client gets a delta for each token, as parsers of vLLM expect them: some misread a
+    delta in which a mark and text come together."""
     return params.output_kind is RequestOutputKind.DELTA and _interval(params) == 1
 
 
@@ -86,7 +86,7 @@ def _interval(params: SamplingParams) -> int:
 
 
 def begins_anew(body: Json) -> bool:
-    """Returns whether the call's parameters begin anew where its tokens are made elsewhere."""
+    """Returns whether the call's parameters start again when its tokens are made elsewhere."""
     params = body["sampling_params"]
     return must_restart({**params, "vllm_xargs": params.get("extra_args")})
 
@@ -135,7 +135,7 @@ class Outputs:
         self.is_finished = False
 
     def drop_held(self) -> None:
-        """Drops what was held back, as another router makes it anew."""
+        """Drops what was held back, as another router makes it again."""
         self._tokens, self._rows = [], []
 
     def take(self, part: Json) -> Iterator[EngineCoreOutput]:

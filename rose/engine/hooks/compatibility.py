@@ -27,6 +27,32 @@ DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECO
 collocated engine, or belongs to a prefiller or a decoder."""
 
 
+def check_parallelism(engine_args: Any, *, has_pool: bool) -> int:
+    """Returns the number of ranks, which are on one host. In a pool, a rank keeps all tokens of its layers.
+
+    Raises: ConfigError.
+    """
+    sizes = {
+        kind: getattr(engine_args, f"{kind}_parallel_size", 1)
+        for kind in ("prefill_context", "decode_context")
+    }
+    for kind, size in sizes.items():
+        if has_pool and size > 1:
+            raise ConfigError(
+                f"--{kind.replace('_', '-')}-parallel-size {size}: ranks that keep different tokens of a "
+                f"request have not been tested in a slab pool: use --tensor-parallel-size or "
+                f"--pipeline-parallel-size, or leave --pool out"
+            )
+    if engine_args.nnodes > 1:
+        what = "a slab pool is" if has_pool else "the copy of new weights that all ranks read is"
+        raise ConfigError(
+            f"--nnodes {engine_args.nnodes}: {what} on one host, and so are the ranks: use one host"
+        )
+    num_ranks: int = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
+    num_ranks *= sizes["prefill_context"]  # those of decode_context are tensor-parallel ones
+    return num_ranks
+
+
 def check_data_parallelism(engine_args: Any) -> None:
     """Refuses data-parallel ranks that are not behind one API server on one host. Raises: ConfigError."""
     size = engine_args.data_parallel_size
@@ -56,8 +82,8 @@ def check_api_servers(settings: EngineSettings, engine_args: Any) -> None:
     if count > 1 and (settings.is_updated or engine_args.data_parallel_size > 1):
         raise ConfigError(
             f"--api-server-count {count}: an engine that takes new weights or has data-parallel ranks needs "
-            f"one API server, because none knows what the others were told (vllm serve starts one for each "
-            f"data-parallel rank by default): add --api-server-count 1"
+            f"one API server, because each knows only the updates and loans that it received itself (vllm "
+            f"serve starts one for each data-parallel rank by default): add --api-server-count 1"
         )
 
 

@@ -20,8 +20,10 @@ from rose.engine.hooks.compatibility import (
     check_api_servers,
     check_config,
     check_data_parallelism,
+    check_parallelism,
     resolve_deployment,
 )
+from rose.engine.hooks.parent import end_with_parent
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.host_memory import available_bytes
@@ -30,7 +32,6 @@ from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
 _MARK = "_rose_patched"
-CONTEXT_KINDS = ("prefill_context", "decode_context")
 _HOST_KV_PART = 4
 """A dedicated engine on a CPU takes this part of the free memory for its KV, as a pool does: vLLM would want
 92% of the host's memory, and would not start beside anything that uses 8%."""
@@ -63,7 +64,7 @@ def configure_from_additional_config() -> None:
 
 
 def give_scheduler_its_core() -> None:
-    """Hands the ``EngineCoreProc`` to a ROSE scheduler.
+    """Hands the ``EngineCoreProc`` to a ROSE scheduler, and has it end with its API server (parent.py).
 
     Why: an idle engine core blocks on its input queue, so it would never notice that serving wants memory
     back or that a lease ran out. The scheduler's watcher thread puts a WAKEUP there. And the scheduler alone
@@ -75,6 +76,7 @@ def give_scheduler_its_core() -> None:
     def before(core: Any) -> None:
         bind = getattr(core.scheduler, "bind_core", None)
         if bind is not None:
+            end_with_parent()
             bind(core)
 
     _wrap(EngineCoreProc, "run_busy_loop", before=before)
@@ -287,7 +289,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 
     from rose.engine.hooks.executor import RanksExecutor
 
-    num_ranks = _check_parallelism(engine_args, has_pool=settings.pool is not None)
+    num_ranks = check_parallelism(engine_args, has_pool=settings.pool is not None)
     check_data_parallelism(engine_args)
     check_api_servers(settings, engine_args)
     settings = resolve_deployment(settings, engine_args.kv_transfer_config)
@@ -327,29 +329,6 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
 def _is_kv_size_open(engine_args: Any) -> bool:
     share = engine_args.gpu_memory_utilization
     return engine_args.kv_cache_memory_bytes is None and share == type(engine_args).gpu_memory_utilization
-
-
-def _check_parallelism(engine_args: Any, *, has_pool: bool) -> int:
-    """Returns the number of ranks, which are on one host. In a pool, a rank keeps all tokens of its layers.
-
-    Raises: ConfigError.
-    """
-    sizes = {kind: getattr(engine_args, f"{kind}_parallel_size", 1) for kind in CONTEXT_KINDS}
-    for kind, size in sizes.items():
-        if has_pool and size > 1:
-            raise ConfigError(
-                f"--{kind.replace('_', '-')}-parallel-size {size}: ranks that keep different tokens of a "
-                f"request have not been tested in a slab pool: use --tensor-parallel-size or "
-                f"--pipeline-parallel-size, or leave --pool out"
-            )
-    if engine_args.nnodes > 1:
-        what = "a slab pool is" if has_pool else "the copy of new weights that all ranks read is"
-        raise ConfigError(
-            f"--nnodes {engine_args.nnodes}: {what} on one host, and so are the ranks: use one host"
-        )
-    num_ranks: int = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
-    num_ranks *= sizes["prefill_context"]  # those of decode_context are tensor-parallel ones
-    return num_ranks
 
 
 def _scheduler(role: Role, *, is_async: bool) -> str:

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from rose.engine.hooks.connectors import preferred_layout
+from rose.engine.hooks.parent import end_with_parent
 from rose.engine.hooks.patches import continue_from_generated_tokens, write_cpu_latents_between_layers
 from rose.engine.memory.kv_layout import block_layouts, compare_layers_alone
 from rose.engine.memory.kv_range import KVRange, SlabOps
@@ -146,6 +147,8 @@ class EngineRank:
     """ROSE's state of one worker. It is an object of its own, as vLLM's worker may use any attribute name."""
 
     def __init__(self, worker: Worker) -> None:
+        if worker.parallel_config.world_size > 1:  # else it may be a thread of the caller's program
+            end_with_parent()
         additional_config = worker.vllm_config.additional_config
         check_versions(additional_config, f"rank {worker.rank}")
         settings = EngineSettings.parse(additional_config)

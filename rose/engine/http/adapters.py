@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Pause between two looks whether old versions are still in use."""
 IDLE_S = 2.0
-"""An old version stays for so long without a request: a router may just have sent one that names it."""
+"""An old version stays for this long without a request: a router may just have sent one that names it."""
 FILES_S = 60.0
 """Its files stay for so long after that: longer than a prompt is tokenized."""
 
@@ -54,7 +54,7 @@ class AdapterNames(dict[str, LoRARequest]):
         return self.has_version(name) or self.has_version(self.newest.get(str(name)))
 
     def has_version(self, name: object) -> bool:
-        """Whether turns may name a version. vLLM's own route may have dropped its name."""
+        """Returns whether turns may name a version. vLLM's own route may have dropped its name."""
         return super().__contains__(name)
 
     def __missing__(self, name: str) -> LoRARequest:

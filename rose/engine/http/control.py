@@ -118,7 +118,7 @@ class ServedEngine:
         return self._settings.is_updated
 
     def harm(self) -> HarmHistory | None:
-        """What rollouts cost serving; None on a rollout engine and without a pool."""
+        """Returns what rollouts cost serving; None on a rollout engine and without a pool."""
         return self.cores.harm()
 
     def status(self) -> WorkerStatus:

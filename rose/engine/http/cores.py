@@ -69,11 +69,11 @@ class EngineCore:
         return self.page.get(Field.BOARD_SLOT)
 
     def gate_mode(self) -> GateMode:
-        """The gate's mode now; the profiling run and the operator change it."""
+        """Returns the gate's mode now; the profiling run and the operator change it."""
         return GATE_MODES[self.page.get(Field.GATE_MODE)]
 
     def harm(self) -> HarmHistory | None:
-        """What rollouts cost serving; None on a rollout engine and without a pool."""
+        """Returns what rollouts cost serving; None on a rollout engine and without a pool."""
         return self.watch.history() if self.watch is not None else None
 
     def _floors_s(self) -> tuple[float, float]:
@@ -188,8 +188,8 @@ class EngineCores:
                 absorb_arrival(core.board, arrival_s, core.board_slot)
 
     def harm(self) -> HarmHistory | None:
-        """What rollouts cost serving, on the rank that shuts them out most; None on a rollout engine and
-        without a pool."""
+        """Returns what rollouts cost serving, on the rank that shuts them out most; None on a rollout engine
+        and without a pool."""
         known = [found for core in self._all if (found := core.harm()) is not None]
         return max(known, key=lambda each: each.closed_share, default=None)
 

@@ -123,11 +123,11 @@ async def get_status(
     gone: str | None = None,
 ) -> WorkerStatus:
     """Returns the engine's status. A router names itself as ``follower``, with the versions of weights and
-    adapters that it ``knows`` and the interval of its questions: no token of new weights leaves before it
-    knows their version, and no new version of an adapter is acknowledged. With a ``cap``, the answer has its
-    lease: the turns that it may have of what it ``wants``, and the job that the GPU is lent to, which is the
-    one that it ``lends`` to, or another router's. ``priority`` is that job's, and ``run`` names the run whose
-    weights its turns get."""
+    adapters that it ``knows`` and the interval of its requests. Until it knows a version of weights, no token
+    of that version leaves the engine, and a new version of an adapter is not acknowledged. With a ``cap``,
+    the answer has the router's lease: how many of the turns that it ``wants`` it may have, and the job to
+    which the GPU is lent (its own ``lends``, or another router's). ``priority`` is that job's, and ``run``
+    names the run whose weights its turns get."""
     control = _control(request)
     status = control.status()
     if follower is None:
@@ -157,9 +157,9 @@ async def get_loan(
     problem: Annotated[str | None, Query(max_length=1000)] = None,
     wait_s: Annotated[float, Query(ge=0, le=10)] = 0.0,
 ) -> RunToFollow:
-    """Returns the run that the engine is to follow, because its GPU is lent to a job of that run. Waits up to
-    ``wait_s`` for another run than the one that the subscriber ``knows``. ``problem``: why the engine can't
-    get the weights of that one."""
+    """Returns the run that the engine has to follow, because its GPU is lent to a job of that run. Waits up
+    to ``wait_s`` for a run other than the one that the subscriber ``knows``. ``problem``: why the engine
+    can't get the weights of the known run."""
     control = _control(request)
     control.note_loan()
     return RunToFollow(run=await control.loan.asked(knows, problem, wait_s))
@@ -207,9 +207,7 @@ async def post_weights(body: WeightUpdate, request: Request) -> WeightUpdated:
     """Loads a staged checkpoint; an error leaves the old weights in place."""
     control = _control(request)
     if not control.is_updated:
-        raise HTTPException(
-            409, "weights of a serving engine are not updated through rose unless it has --takes-weights true"
-        )
+        raise HTTPException(409, "this serving engine takes no weights: start it with --takes-weights true")
     if not Path(body.path).is_file():
         raise HTTPException(422, f"no staged checkpoint at {body.path}: {SHARE_FILES}")
     try:
@@ -223,9 +221,7 @@ async def post_adapters(body: AdapterUpdate, request: Request) -> WeightUpdated:
     """Loads a version of a LoRA adapter beside the old one, which stays in use after an error."""
     control = _control(request)
     if not control.is_updated:
-        raise HTTPException(
-            409, "a serving engine takes no adapters through rose unless it has --takes-weights true"
-        )
+        raise HTTPException(409, "this serving engine takes no adapters: start it with --takes-weights true")
     try:
         return await control.load_adapter(body)
     except WorkerError as error:  # no room yet: the subscriber tries again

@@ -1,7 +1,7 @@
 """What ROSE does with each generation request before vLLM's API server sees it, and with the answer.
 
-Owns the ASGI middleware of one engine. Promises that a request which ROSE has nothing to say about passes
-unchanged. Never tokenizes or queues a request, and delays one only where a place is about to come free.
+Owns the ASGI middleware of one engine. Promises that a request which does not concern ROSE passes unchanged.
+Never tokenizes or queues a request, and delays one only if a place is about to become free.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class HarmWatch:
             logger.warning("%s", text)
 
     def status(self) -> HarmStatus:
-        """What is known now, in short: routers ask for it twice a second."""
+        """Returns what is known now, in short: routers ask for it twice a second."""
         closed_share = closed_slices(self._board).share
         kept_ms = {
             name: slo_ms if is_kept(name, self._deployment) else None
@@ -220,7 +220,7 @@ class HarmWatch:
         )
 
     def history(self) -> HarmHistory:
-        """All that is known."""
+        """Returns all that is known."""
         return HarmHistory(**dict(self.status()), hours=[self._hour, *self._earlier])
 
     @property

@@ -1,17 +1,17 @@
 """What each router may have of an engine: turns at a time, and the loan of its GPU to a job.
 
 The engine is the lock between routers, so routers need no common store. Promises that the turns of all
-routers together are at most the cap that they name, whichever router dies or stops, and that a loan changes
+routers together never exceed the cap that they name, even if a router dies or stops, and that a loan changes
 hands only when none of its turns is left. Time is an argument. Runs on the API server's event loop.
 
 A router asks with each heartbeat, and its lease of turns is then renewed, shrunk or grown. A lease grows only
-by what no other router holds. A smaller lease counts when the router asks again, which shows that it knows of
-it. A lease that is not renewed lasts until another router needs its turns; turns that still run go on
-counting. While the GPU is lent to a job, only routers that lend it to that job have turns. A job of higher
-priority that needs the GPU gets it when the turns that run there have ended; one of equal or lower priority
-waits until the loan's job needs it no longer. The loan ends once none of its routers has asked for a minute,
-even if no other router ever asks. The fence grows when a loan begins to change hands, which ends all leases.
-A turn under an older fence is refused, and so is every turn until the change is done.
+by what no other router holds. A smaller lease counts when the router asks again, which shows that it knows
+it. A lease that is not renewed lasts until another router needs its turns; running turns still count. While
+the GPU is lent to a job, only routers that lend it to that job have turns. A job of higher priority that
+needs the GPU gets it when the turns that run there have ended; one of equal or lower priority waits until the
+loan's job needs it no longer. The loan ends when none of its routers has asked for a minute, even if no other
+router ever asks. The fence grows when a loan begins to change hands, which ends all leases. A turn under an
+older fence is refused, and so is every turn until the change is done.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the metric names. Values are read from the status page and the board when Prometheus asks, so the step
 loop pays nothing. They are registered in the API server's process. With several API servers, vLLM shows only
-what processes report by files, and these values are then on /rose/v1/status alone.
+what processes report through files, so these values are then only in /rose/v1/status.
 """
 
 import time

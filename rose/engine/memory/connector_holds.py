@@ -1,8 +1,8 @@
 """Slabs that must stay with a serving engine although no request holds a block in them, because a KV
 connector may still read or write there.
 
-A connector that keeps a request's blocks until it has sent or received them needs nothing of this. The cases
-here are transfers that outlive their request's hold on its blocks:
+A connector that keeps a request's blocks until it has sent or received them does not need this module. Its
+cases are transfers that outlive their request's hold on its blocks:
 
 - An offloading connector holds no blocks. It waits for a copy only where vLLM gives the block to another
   request, and it plans the copies of an ended request in the scheduling pass after the end.

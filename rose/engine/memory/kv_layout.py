@@ -110,7 +110,7 @@ def place_on_slabs(
     layout = SlabLayout.plan(
         block_bytes=block.num_bytes,
         slab_bytes=slab_bytes,
-        # A padded block is so many layers, as if it had some more: kernels that see rows count on it.
+        # A padded block is this many layers, as if it had some more: kernels that see rows count on it.
         alignment=block.alignment,
     )
     for tensor in config.kv_cache_tensors:

@@ -110,10 +110,10 @@ class KVRange:
         """Unmaps and releases batch by batch, so that others can take the first slabs early; then maps.
 
         The steps that may have used the slabs have ended (step_fence.py), and the device goes on. So each
-        batch is guarded at once: between the two calls a stray read of a later step would fault.
-        The zeroing takes its place in the order of the model's stream, and the host does not wait for it.
-        With a transfer window it is done before this returns: a load into a new slab runs in no order with
-        that stream, and zeros that come after it would wipe out what it wrote.
+        batch is guarded at once: between the two calls a stray read of a later step would fault. The zeroing
+        takes its place in the order of the model's stream, and the host does not wait for it. With a transfer
+        window it is done before this returns, because a load into a new slab is not ordered with that stream,
+        and later zeros would overwrite what the load wrote.
         """
         if ops.unmap and ops.waits:
             self._range.fence()

@@ -1,9 +1,9 @@
 """A rollout engine's side of the memory policy (ROSE §4.1): it stays within its budget and keeps prefix
 cache on leases.
 
-Owns when a rollout engine acts; rose.memory.policy owns the rules. Promises that the slabs of a cut start
-their way back within one scheduling pass, in the order idle, expired lease, least recently used cache, abort;
-and that slabs without used or cached blocks go back before their lease ends.
+Owns when a rollout engine acts; rose.memory.policy owns the rules. Promises that an engine begins to give the
+slabs of a cut back within one scheduling pass, in the order idle, expired lease, least recently used cache,
+abort. Slabs without used or cached blocks go back before their lease ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A serving engine's side of the memory policy (ROSE §4.1): it takes the slabs it needs, cuts rollout's
-budget under pressure, gives rollouts the least valuable of its prefix cache when they want memory, and lends
-its headroom while it is out of service.
+"""A serving engine's side of the memory policy (ROSE §4.1): it takes the slabs it needs, and cuts the rollout
+budget under pressure. When rollouts want memory, it gives them its least valuable prefix cache, and while it
+is out of service, it lends them its headroom.
 
 Owns when a serving engine acts; rose.memory.policy.budget owns the rules. Never touches a rollout request: it
 changes the budget in the ledger, and the rollout engine obeys at its next step boundary.

@@ -1,8 +1,8 @@
 """How many blocks vLLM takes for the states of state-space, linear-attention and convolution layers.
 
-A state stands for all tokens so far, so a request needs few of them however long it is. With prefix caching
-vLLM keeps a state at the end of each block (its cache mode "align"): the request's list of blocks then has a
-place for every block of tokens, most of them empty. Owns this arithmetic; never takes a block.
+A state stands for all tokens so far, so even a long request needs few of them. With prefix caching vLLM keeps
+a state at the end of each block (its cache mode "align"). The request's list of blocks then has a place for
+every block of tokens, and most places are empty. Owns this arithmetic; never takes a block.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def speculative_states(group: SingleTypeKVCacheManager) -> int:
 
 
 def is_about_to_copy(group: SingleTypeKVCacheManager, request: Request) -> bool:
-    """Whether the request's next step copies a block that it shares with the prefix cache, which takes one
-    more. vLLM 0.30-0.33 keep these requests by their id."""
+    """Returns whether the request's next step copies a block that it shares with the prefix cache, which
+    takes one more. vLLM 0.30-0.33 keep these requests by their id."""
     return request.request_id in group._partial_hit_reqs

@@ -165,7 +165,8 @@ class Tenant:
         return math.ceil((wanted + self._watermark * num_used) / (1 - self._watermark))
 
     def fits_alone(self, request: Request) -> bool:
-        """Whether the engine's slabs hold a waiting request as soon as other requests have left them."""
+        """Returns whether the engine's slabs hold a waiting request as soon as other requests have left
+        them."""
         return self.blocks_wanted((), [request]) < self.pool.num_gpu_blocks  # one of them is the null block
 
     def slabs_of_longest(self, requests: Sequence[Request]) -> int:

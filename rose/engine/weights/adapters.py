@@ -1,7 +1,7 @@
 """Whether a LoRA adapter fits the engine's base model: its modules, their shapes, its rank.
 
-Owns the check, which one rank makes by the names and shapes of its own layers. vLLM makes none of these: it
-skips modules that the model does not have, and copies a matrix that is too small into a part of its room.
+Owns the check, which one rank makes by the names and shapes of its own layers. vLLM checks none of this: it
+skips modules that the model does not have, and copies a matrix that is too small into a part of its place.
 Never loads an adapter.
 """
 

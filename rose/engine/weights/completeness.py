@@ -1,9 +1,9 @@
 """Whether a run has tensors for all that an engine's own checkpoint fills.
 
-Why: vLLM's loader says nothing of a parameter for which no tensor comes. Its layerwise reload keeps the old
-weights of a layer that gets nothing, and computes with memory that nobody wrote where a layer gets its
-numbers without their scales. Names may differ between the two, so what counts is which parts of which
-parameters are written. Reads headers of files alone.
+Why: vLLM's loader does not report a parameter for which no tensor comes. Its layerwise reload keeps the old
+weights of a layer that gets nothing, and computes with uninitialized memory if a layer gets its numbers
+without their scales. Names may differ between the two, so what counts is which parts of which parameters are
+written. Reads only the headers of files.
 """
 
 import logging

@@ -2,9 +2,10 @@
 
 Owns finding the changed elements in one rank's parameters, and writing them. The checksum of each changed
 bucket is checked, and the elements' places are found, beside the engine's steps. In the pause, one pass
-compares each element with its old bits and writes the new ones; the changes files have both, so what was
-written is taken back where a parameter holds others. Layers that take no single elements (routes.py) are then
-loaded from the mirror. Never guesses where a tensor goes: that is recorded from the model's own loader.
+compares each element with its old bits and writes the new ones. If a parameter holds other bits, everything
+that was written is taken back from the changes files, which have old and new bits. Layers that take no single
+elements (routes.py) are then loaded from the mirror. Never guesses where a tensor goes: that is recorded from
+the model's own loader.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class PreparedChanges:
         return None
 
     def finish(self, planes: PlanesFile | None) -> None:
-        """Loads the layers that take no single elements, and renews what others have made of the written.
+        """Loads the layers that take no single elements, and renews what other layers have computed from the
+        written ones.
 
         planes: the mirror at the version of the changes, under its lock; needed where num_loaded is not 0.
         Raises: whatever loading raises, with some layers loaded.

@@ -46,6 +46,6 @@ def _int8_kernel(module: torch.nn.Module) -> Any:
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    """Whether a layer computes with a packed copy, which may be freed while the weights are off the
+    """Returns whether a layer computes with a packed copy, which may be freed while the weights are off the
     device."""
     return bool(packed_copy(module)) or vars(module).get("cpu_linear", module) is None

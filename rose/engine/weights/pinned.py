@@ -1,8 +1,8 @@
 """vLLM's sleep-mode backend for GPUs: how a rollout engine's weights leave a GPU and come back.
 
-Owns when the bits that left are the ones to come back. vLLM's allocator copies them into pinned host memory,
-frees the GPU's memory and keeps its addresses, so that captured graphs stay valid. Only if the host's mirror
-has other weights by then are these loaded over them. Not run on a GPU.
+Owns the choice of the weights that come back. vLLM's allocator copies the bits into pinned host memory, frees
+the GPU's memory and keeps its addresses, so that captured graphs stay valid. When the weights come back, the
+host's mirror is loaded over them if it has others by then. Not run on a GPU.
 """
 
 from __future__ import annotations

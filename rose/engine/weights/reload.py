@@ -1,7 +1,7 @@
 """Loads layers of a live model from tensors of a checkpoint, through vLLM's layerwise reload.
 
-Owns what that reload leaves out: layers that were half loaded, and layers that compute with something made of
-the weights of another. Layers that are not named keep what they have.
+Owns what that reload leaves out: layers that were half loaded, and layers that compute with something made
+from another layer's weights. Layers that are not named keep their weights.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
@@ -32,7 +32,7 @@ class LiveModel:
     is_drafter: bool = False
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor of this name in a run is one of the model's checkpoint."""
+        """Returns whether a tensor of this name in a run is one of the model's checkpoint."""
         return name.startswith(DRAFTER_PREFIX) == self.is_drafter
 
     def own(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -109,8 +109,8 @@ def keep_onednn_scales() -> None:
     """Lets a kernel of oneDNN for int8 keep the scales that it was made with. Calling it twice is harmless.
 
     Why: the kernel has their address alone. The layerwise reload makes a kernel for the new scales, copies
-    them to where the old ones lie and frees them, so the kernel would read memory of something else: the
-    engine answers token 0 for ever. vLLM 0.32.
+    them to where the old ones lie and frees them. The kernel would then read freed memory, and the engine
+    would only answer token 0. Seen with vLLM 0.32.
     """
     from vllm import _custom_ops as ops
 

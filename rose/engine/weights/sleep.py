@@ -5,9 +5,9 @@ copy is never written back from the device, because rollout weights change only 
 own files until the first update, then the staged file of the last one (weights.py).
 
 On a CPU the worker's anonymous memory stands for device memory: the parameters, and the copies that oneDNN
-packs of them where the processor allows it, which no tensor shows. So packed copies are not moved but packed
-again, by the same layerwise reload as in a weight update. Pages of files (the host's copy) and the slab pool
-don't count.
+packs of them where the processor allows it, which no tensor shows. So packed copies are packed again instead
+of moved, by the same layerwise reload as in a weight update. Pages of files (the host's copy) and the slab
+pool don't count.
 """
 
 from __future__ import annotations

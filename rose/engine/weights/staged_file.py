@@ -1,8 +1,8 @@
 """A checkpoint in a file of this host, as an engine holds it: the mirror's planes, or a safetensors file.
 
 Owns the open file, which stays readable when its name is gone, and the check of its content. Nobody changes a
-staged safetensors file. The mirror's planes move on from version to version: they are read under their lock,
-and whoever needs a certain version is told if they hold another one.
+staged safetensors file. The mirror's planes move on from version to version. They are read under their lock,
+and a reader that needs a certain version gets an error if they hold another one.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
 Owns the publisher, and a copy on the host of what the source yields, because a source makes each tensor only
 for a moment. send_weights() returns when the version is in the relay and the named workers run it. Workers
-change by themselves, between two steps (subscriber.py), so the client's calls, which would delay them, are
-not made.
+take new weights by themselves, between two steps (subscriber.py), so the client's calls, which would delay
+them, are not made.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 Owns the step from a host's files to live weights, in place (in_place.py) or whole, and where the weights come
 from when they are needed again (sleep.py). Fetching and decoding happen in the subscriber's process. Bad
-input leaves the old weights in use: files are checked ahead of the engine's pause, and the changes that were
-written are taken back where a parameter does not hold the bits that they start from.
+input leaves the old weights in use: files are checked before the engine's pause, and the changes that were
+written are taken back if a parameter does not hold the bits that they start from.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
     def receive_weights(self, update_info: StagedUpdate) -> None:
         """Brings the live weights to the update; an inactive engine loads it later.
 
-        Raises: FrameError when some rank found another state hash than the announced one, with nothing
-        changed; whatever loading raises, for example for a good file of another model, with the old weights
-        loaded again, or the mirror's if it is where they came from: `version` then tells which.
+        Raises: FrameError if a rank found another state hash than the announced one; nothing is changed then.
+        Whatever loading raises, for example for a good file of another model. The old weights are then loaded
+        again, or the mirror's if the old ones came from it; `version` tells which.
         """
         self.version = self.why_whole = None
         prepared = self._in_place.take() if self._in_place is not None else None
@@ -156,7 +156,7 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._staged, self.state_hash = staged, update.state_hash
 
     def _follow(self, path: str) -> None:
-        """Opens the mirror anew where a later subscriber has made another file of it."""
+        """Opens the mirror again where a later subscriber has made another file of it."""
         assert self._staged is not None
         try:
             staged = StagedFile(path)
@@ -219,8 +219,8 @@ class StagedWeightEngine(WeightTransferEngine[StagedInit, StagedUpdate]):
             on_all_ranks(load)  # the mirror has moved on: the old weights are nowhere any more
 
     def is_behind(self, state_hash: str | None) -> bool:
-        """Whether load() would load other weights than those of this hash on any rank. None is the hash of
-        the model's own files. All ranks call it at the same time.
+        """Returns whether load() would load other weights than those of this hash on any rank. None is the
+        hash of the model's own files. All ranks call it at the same time.
 
         Raises: FrameError where the mirror holds half a version.
         """

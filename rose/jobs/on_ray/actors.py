@@ -224,7 +224,7 @@ class Part:
         )
 
     def poll(self, kept: int | None) -> Polled:
-        """Returns how the processes have ended, if they have, and what they have written behind ``kept``.
+        """Returns how the processes have ended, if they have, and what they have written after ``kept``.
 
         kept: `Polled.end` of what the caller has kept. None, for a new caller: what the one before it has
         not said to have kept comes again.

@@ -34,11 +34,11 @@ OTHER_S = 5.0
 LOOK_S = 1.0
 CONNECT_S = 10.0
 HEAD_LATE_S = 5.0
-"""People are told that the head is away when it has not answered for so long."""
+"""People are told that the head is away when it has not answered for this long."""
 LIMIT_SETTING, LIMIT_S = "gcs_rpc_server_reconnect_timeout_s", 60.0
 """How long Ray's processes, this one included, do without the head before they end, and its default."""
 STILL_S = 5.0
-"""A process that looks at the clock again only after so long stood still meanwhile."""
+"""A process that looks at the clock again only after this long stood still meanwhile."""
 
 
 class Silence:
@@ -113,11 +113,11 @@ class RayNodes:
             raise WorkerError(
                 f"the Ray head at {self._head} has not answered for {silent_s:.0f} s, and Ray's nodes end "
                 f"after {self._limit_s:.0f} s ({LIMIT_SETTING}) without it; start Ray and then this command "
-                "again: jobs go on, or start again behind their last iterations if their nodes have ended"
+                "again: jobs go on, or start again after their last iterations if their nodes have ended"
             )
 
     def is_there(self) -> bool:
-        """Whether the head may still come back, as far as is known."""
+        """Returns whether the head may still come back, as far as is known."""
         return self._silence.seconds(time.monotonic()) <= self._limit_s / 2
 
     def late(self) -> str | None:
@@ -131,7 +131,7 @@ class RayNodes:
         return sorted({str(node["NodeManagerAddress"]) for node in self._alive.values()})
 
     def is_alive(self, ray_node: str) -> bool:
-        """Whether Ray holds the node for alive, as of this call."""
+        """Returns whether Ray holds the node for alive, as of this call."""
         return any(node["NodeID"] == ray_node and node["Alive"] for node in ray.nodes())
 
     @property

@@ -1,7 +1,7 @@
 """An attempt's thread on Ray: it ends the attempt's parts at last, and holds the group's nodes until then.
 
-An attempt has ended when all its parts are known to have ended. Nothing that goes wrong in the thread keeps
-the attempt from ending, or frees its nodes earlier.
+An attempt has ended when all its parts are known to have ended. No error in the thread keeps the attempt from
+ending, or frees its nodes earlier.
 """
 
 import logging

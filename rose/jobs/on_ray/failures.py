@@ -1,8 +1,8 @@
 """Why an attempt on Ray could not start: a wrong job, which fails for good, or a fault that may pass.
 
 Ray reports an environment (`runtime_env`) that it can't prepare with the output of the program that prepared
-it. pip says "no matching distribution" also where it reaches no package index, so signs of a bad network come
-before signs of a wrong package. What has neither sign is tried again, up to the job's limit.
+it. pip says "no matching distribution" also when it reaches no package index, so signs of a bad network are
+looked for before signs of a wrong package. A failure with neither sign is tried again, up to the job's limit.
 """
 
 import math
@@ -56,7 +56,7 @@ def failure(command: Sequence[str], error: Exception) -> Ended:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether an environment that could not be prepared may be prepared later without a change."""
+    """Returns whether an environment that could not be prepared may be prepared later without a change."""
     if not isinstance(error, ray.exceptions.RuntimeEnvSetupError):
         return False
     text = str(error)

@@ -31,7 +31,7 @@ POLL_S = 0.1
 FRESH_S = 10.0
 """What a keeper has said longer ago, because others took long, is asked for again."""
 KEEPER_S = 300.0
-"""A keeper that has not answered for so long has hung, and another one takes its place."""
+"""A keeper that has not answered for this long has hung, and another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +306,7 @@ class GroupNodes:
             where: Where = ray.get(asked)
         except ray.exceptions.ActorUnavailableError:
             return None
-        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle anew
+        except ray.exceptions.RayError:  # it has ended with its Ray node, and Ray places the bundle again
             placed.keepers.pop(node, None)
             placed.ray_nodes.pop(node, None)
             return None

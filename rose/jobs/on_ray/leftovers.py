@@ -1,7 +1,7 @@
 """Ends what a dead actor has left on this host.
 
-Every process of a job has in its environment which actor started it. Where that actor has ended, so must the
-process, before its devices go to anybody else. Standard library and /proc alone.
+Every process of a job has in its environment which actor started it. When that actor has ended, the process
+must end before its devices go to another job. The module needs only the standard library and /proc.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ def identity(pid: int) -> str:
 
 
 def is_alive(name: str) -> bool:
-    """Whether the process of this `identity` runs."""
+    """Returns whether the process of this `identity` runs."""
     pid = name.partition(":")[0]
     return pid.isdecimal() and identity(int(pid)) == name
 
 
 def end_leftovers(dead: tuple[str, ...] = ()) -> list[int]:
-    """Kills what actors that have ended have left; returns the pids that still run after `KILL_S`.
+    """Kills the processes that ended actors have left; returns the pids that still run after `KILL_S`.
 
     dead: the identities of actors that count as dead; they are killed as well.
     """

@@ -1,4 +1,4 @@
-"""The actors of one attempt: asked with a bound, and ended for certain.
+"""The actors of one attempt: questions to them have a time limit, and their end is made certain.
 
 A part has ended when its actor says so, or what it has left was killed on its host, or Ray has declared its
 node dead, whose devices then go to nobody.

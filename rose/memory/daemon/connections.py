@@ -1,7 +1,7 @@
 """The clients of a pool's daemon: their sockets, and the processes behind them.
 
 A line that is handed on comes from a process of this user that is being watched, and a client that is turned
-away is told why. What a line means and what a client holds is known to the pool's owner alone
+away is told why. Only the pool's owner knows what a line means and what a client holds
 (rose/memory/daemon/owner.py).
 """
 
@@ -91,15 +91,15 @@ class Connections:
         return self._connections[number]
 
     def members(self) -> list[Connection]:
-        """The connections that have a slot."""
+        """Returns the connections that have a slot."""
         return [connection for connection in self._connections.values() if connection.slot]
 
     def slots(self) -> set[int]:
-        """The slots of :meth:`members`."""
+        """Returns the slots of :meth:`members`."""
         return {connection.slot for connection in self.members()}
 
     def member_pids(self) -> str:
-        """The processes of :meth:`members`, for a message."""
+        """Returns the processes of :meth:`members`, for a message."""
         return ", ".join(map(str, sorted({connection.pid for connection in self.members()})))
 
     def add(self, client: socket.socket | None, pid: int, started: int, pidfd: int) -> Connection:

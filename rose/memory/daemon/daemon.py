@@ -42,7 +42,7 @@ class DaemonHandle:
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Whether the process is alive."""
+        """Returns whether the process is alive."""
         return self._process.poll() is None
 
     def stop(self) -> int:

@@ -212,7 +212,7 @@ class PoolOwner:
         fds: tuple[int, ...] = ()
         if hello.pid != connection.pid:
             raise AttachRefused(
-                f"you are process {hello.pid} to yourself and {connection.pid} to the daemon of pool "
+                f"this process has pid {hello.pid} for itself and {connection.pid} for the daemon of pool "
                 f"{self._name}: {SHARE_PIDS}"
             )
         if not hello.slot and (former := self._roster.find_lost(hello, connection.pid)) is not None:

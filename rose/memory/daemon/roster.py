@@ -3,9 +3,9 @@
 This module has the rules of attaching, coming back and leaving. A slot is vacated only once every process of
 its engine is known to hold no slab. The rules are pure: there are no sockets and there is no clock.
 
-A connection is *present*; it may be *lost* (its socket is closed, but its process may still have slabs
-mapped) and then present again; and at last it is *gone* (it said bye, or its process ended). No process joins
-an engine that has a lost connection, and an engine with one gone is leaving for good.
+A connection is *present*, *lost* (its socket is closed, but its process may still have slabs mapped and come
+back) or *gone* (it said bye, or its process ended). No process joins an engine that has a lost connection,
+and an engine of which one connection is gone will leave.
 """
 
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ class Roster:
                     return connection
         raise AttachRefused(
             f"pool {self._pool} has no {hello.kind} of rank {hello.rank} of {hello.role} engine "
-            f"{hello.engine_id!r} with pid {pid} in slot {hello.slot}: the pool was made anew; "
+            f"{hello.engine_id!r} with pid {pid} in slot {hello.slot}: the pool is a new one; "
             f"restart the engine"
         )
 
@@ -167,7 +167,7 @@ class Roster:
                 )
 
     def broken_slots(self) -> list[int]:
-        """The slots of engines that have lost some of their processes for good."""
+        """Returns the slots of engines that have lost some of their processes for good."""
         return [slot for slot, engine in self._engines.items() if engine.is_broken]
 
     def check_integrity(self) -> None:
@@ -188,8 +188,8 @@ class Roster:
             # The newcomer may be its successor, which finds its slabs free only then.
             if engine.is_leaving:
                 raise AttachRefused(
-                    f"pool {self._pool}: the {engine.describe()} is leaving, its slabs come free when its "
-                    f"processes have ended",
+                    f"pool {self._pool}: the {engine.describe()} is leaving; wait until its processes have "
+                    f"ended, which frees its slabs",
                     is_transient=True,
                 )
         if len(same_role) == MAX_ENGINES[hello.role]:

@@ -101,8 +101,8 @@ class Ledger(SlabTable):
     def swap_policy(self, seen: PolicyState, new: PolicyState) -> bool:
         """Replaces the state that was read; returns False if it has changed meanwhile.
 
-        The caller then has to decide again: a cut that was computed from the last RL step's budget must not
-        undo this step's. A change notifies.
+        The caller then has to decide again, because a cut that was computed from the last RL step's budget
+        must not undo this step's. A change notifies.
         """
         if not self._words.cas(LedgerWord.POLICY, seen.encode(), new.encode()):
             return False
@@ -148,7 +148,7 @@ class Ledger(SlabTable):
         return self._lacking(self.slots_of(Role.ROLLOUT))
 
     def others_lack(self, slot: int) -> int:
-        """How many of the slabs that they want the engines in other slots don't own."""
+        """Returns how many of the slabs that they want the engines in other slots don't own."""
         return self._lacking(other for other in _SLOTS if other != slot)
 
     def _lacking(self, slots: Iterable[int]) -> int:
@@ -164,7 +164,7 @@ class Ledger(SlabTable):
     # Engines -------------------------------------------------------------------------------------
 
     def engines(self) -> dict[int, EngineSlot]:
-        """The engines attached to the pool, by slot."""
+        """Returns the engines attached to the pool, by slot."""
         found: dict[int, EngineSlot] = {}
         for slot in _SLOTS:
             at = LedgerWord.SLOTS + slot * SLOT_WORDS
@@ -177,7 +177,7 @@ class Ledger(SlabTable):
         return found
 
     def slots_of(self, role: Role) -> list[int]:
-        """The slots of the engines of a role."""
+        """Returns the slots of the engines of a role."""
         number = _ROLES.index(role)
         return [slot for slot, one in enumerate(self._roles.tolist()) if one == number]
 
@@ -230,7 +230,7 @@ class Ledger(SlabTable):
             has_owner = entry.slot in known if entry.state is not SlabState.FREE else entry.slot == NO_SLOT
             is_pending = entry.num_pending > 0
             if not has_owner or is_pending != (entry.state is SlabState.DRAINING) or entry.epoch < 0:
-                raise PoolError(f"slab {slab}: {entry} can't be, the engine slots are {sorted(known)}")
+                raise PoolError(f"slab {slab}: {entry} is invalid; the engine slots are {sorted(known)}")
 
     def _store_and_notify(self, index: int, value: int) -> None:
         if self._words.load(index) != value:

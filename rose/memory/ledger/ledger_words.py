@@ -46,5 +46,5 @@ COUNTERS = (
 
 
 def ledger_bytes(num_slabs: int) -> int:
-    """The bytes that a ledger of ``num_slabs`` slabs takes."""
+    """Returns the bytes that a ledger of ``num_slabs`` slabs takes."""
     return (LedgerWord.SLABS + num_slabs) * WORD_BYTES

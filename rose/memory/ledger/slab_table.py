@@ -107,7 +107,7 @@ class SlabTable:
         return freed
 
     def entry(self, slab: int) -> SlabEntry:
-        """One slab's state."""
+        """Returns one slab's state."""
         return decode(self._load(slab))
 
     @property
@@ -125,11 +125,11 @@ class SlabTable:
         return self.count_matching(0xFFFF, slot << 8 | SlabState.OWNED)
 
     def owned(self, slot: int) -> list[int]:
-        """The slabs behind :meth:`num_owned`, ascending."""
+        """Returns the slabs behind :meth:`num_owned`, ascending."""
         return self._matching(0xFFFF, slot << 8 | SlabState.OWNED)
 
     def count_matching(self, mask: int, value: int) -> int:
-        """The number of slabs whose word has ``value`` under ``mask``."""
+        """Returns the number of slabs whose word has ``value`` under ``mask``."""
         return self._words.count(LedgerWord.SLABS, self.num_slabs, mask, value)
 
     # Change notification -------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class SlabTable:
 
     def _load(self, slab: int) -> int:
         if not 0 <= slab < self.num_slabs:
-            raise ValueError(f"slab {slab} of {self.num_slabs}")
+            raise ValueError(f"slab must be 0..{self.num_slabs - 1}, got {slab}")
         return self._words.load(LedgerWord.SLABS + slab)
 
     def _swap(self, slab: int, old: int, state: SlabState, slot: int, num_pending: int, epoch: int) -> bool:

@@ -88,7 +88,7 @@ class BudgetPolicy:
         return max(self.num_slabs - self.headroom_slabs - self.reserve(serving_reserve), self.min_slabs)
 
     def has_headroom_lent(self, budget: int) -> bool:
-        """Whether ``budget`` contains slabs of the headroom."""
+        """Returns whether ``budget`` contains slabs of the headroom."""
         return budget > self.begin_step(0)
 
     @property
@@ -98,7 +98,7 @@ class BudgetPolicy:
         return self.num_slabs - self.min_slabs
 
     def pressure_threshold(self, budget: int) -> float:
-        """The serving usage above which ``budget`` is cut: the high watermark within the headroom."""
+        """Returns the serving usage above which ``budget`` is cut: the high watermark within the headroom."""
         return self.num_slabs - budget - self.headroom_slabs * (1 - self.high_watermark)
 
     def observe(
@@ -107,7 +107,7 @@ class BudgetPolicy:
         """Decides after one observation of serving's usage.
 
         PRESSURE lasts until rollout has given up what a cut took. A cut raises the threshold by what it took,
-        so the next one comes when serving has eaten that as well, and only once the last one has landed. The
+        so the next one comes when serving has used that as well, and only after the last one was obeyed. The
         paper cuts once per RL step; we cut again, because a second burst in a step must not meet a budget
         that is frozen but too large.
 
@@ -132,9 +132,9 @@ class BudgetPolicy:
     def rollout_share(
         self, *, budget: int, num_engines: int, others_owned: int, part: float = 1.0, least: int = 0
     ) -> int:
-        """Returns how many slabs one of ``num_engines`` rollout engines may hold of their budget: an equal
-        part, and what the others leave of theirs, within its ``part`` of the whole, or the ``least`` that its
-        longest request needs."""
+        """Returns how many slabs one of ``num_engines`` rollout engines may hold of their budget. It gets an
+        equal part and what the others leave of theirs, within its ``part`` of the whole, and at least the
+        ``least`` that its longest request needs."""
         share = max(budget // num_engines, budget - others_owned)
         return max(min(share, max(int(part * budget), least)), self.min_slabs)
 
@@ -153,9 +153,9 @@ class BudgetPolicy:
         outside the headroom. ``rollout_owned`` are its own slabs, ``others_owned`` the other rollout
         engines'.
 
-        Serving can reach every slab that rollout doesn't hold. Of those, at least the headroom (or the part
-        of it that isn't lent) must stay unused. Up to ``min_slabs`` rollout may always grow. Of what it may
-        have, rollout takes what is free, and serving gives the rest from its prefix cache.
+        Serving can reach every slab that rollout doesn't hold, and at least the headroom (or the part of it
+        that isn't lent) must stay unused among them. Rollout may always grow to ``min_slabs``. It takes what
+        is free, and serving gives the rest from its prefix cache.
 
         Source: ROSE §4.1, second condition of admission.
         """
@@ -173,8 +173,8 @@ class BudgetPolicy:
     def rollout_release(self, *, owned: int, empty: int, wanted: int) -> int:
         """Returns how many of rollout's ``empty`` slabs (idle, caching nothing) should go back in this step.
 
-        They give no prefix hit, so it gains nothing to hold them for a lease. What the next steps want stays,
-        and so does a small spare.
+        They give no prefix hit, so holding them for a lease gains nothing. The slabs that the next steps want
+        stay, and a few to spare.
         """
         return max(min(empty - wanted - self.rollout_spare(owned), RETURN_PACE_SLABS), 0)
 
@@ -188,11 +188,9 @@ class BudgetPolicy:
         return max(min(missing, free, max(due, free - rollout_lacks)), 0)
 
     def serving_gift(self, *, owned: int, used: int, budget: int, available: int, lacking: int) -> int:
-        """Returns how many slabs a serving engine should give to the others in this step, which lack
-        ``lacking``.
-
-        ``available`` are free or on their way. The floor stays, unless ``budget`` says that it is lent with
-        the headroom.
+        """Returns how many slabs a serving engine should give in this step to the others, which lack
+        ``lacking``. ``available`` slabs are free or about to be. The floor stays, unless ``budget`` says that
+        it is lent with the headroom.
         """
         floor = 0 if self.has_headroom_lent(budget) else self.floor_slabs
         surplus = owned - max(used, floor, self.min_slabs)

@@ -1,9 +1,10 @@
 """Which of serving's idle slabs hold the prefix cache that is worth least.
 
-A slab is idle while no request uses a block of it. Serving gives up idle slabs in two cases. Its own requests
-evict in the order of last use, as vLLM's free queue does, but by slabs. For rollouts it gives by value: the
-cost to compute again what is cached, times how often and how recently it was used. In both orders the end of
-a context goes before its beginning, because the end can't be found in the cache without the beginning. Pure.
+A slab is idle while no request uses a block of it. Serving gives up idle slabs in two cases. For its own
+requests it evicts in the order of last use, as vLLM's free queue does, but whole slabs. For rollouts it gives
+slabs up by value, which is the cost to compute again what is cached, times how often and how recently it was
+used. In both orders the end of a context goes before its beginning, because the end can't be found in the
+cache without the beginning. Pure.
 """
 
 import heapq
@@ -15,8 +16,8 @@ from itertools import islice
 
 NUM_HITS = 3
 """The hits that count beside the last use. A prefix that is shared all the time is then worth four times as
-much as a context of the same age that was used once. With more, what was once popular would outlive what is
-in use now."""
+much as a context of the same age that was used once. With more hits, once popular prefixes would outlive
+those in use now."""
 
 _SHORTEST_AGE_S = 1e-3
 
@@ -80,7 +81,7 @@ class CacheTable:
         give up.
 
         A ranking takes time in proportion to the idle positions, so it is kept until half of it was drawn.
-        What fell idle meanwhile has been used more recently than all that is left in it.
+        Positions that fell idle meanwhile have been used more recently than all that are left in it.
         """
         drawn = self._draw(min(count, self._num_draws), keep)
         if len(drawn) < count:

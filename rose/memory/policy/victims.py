@@ -113,8 +113,9 @@ class _Holdings:
 def _choose_aborts(uses: Iterable[PositionUse], needed: int) -> tuple[list[str], list[int]]:
     """Chooses requests to end; returns them and the positions that come free, in the order of choice.
 
-    To free a number of slabs with the fewest requests is NP-hard (minimum k-union), hence greedy. Candidates
-    are the sets of requests that share some slab: ending fewer than all of them does not free that slab.
+    The choice is greedy, because freeing a number of slabs with the fewest requests is NP-hard (minimum
+    k-union). Candidates are the sets of requests that share a slab, because only the end of all of them frees
+    it.
     """
     holdings = _Holdings(uses)
     requests: list[str] = []

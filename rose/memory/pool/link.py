@@ -1,8 +1,8 @@
 """A client's connection to the pool's daemon, which is renewed for as long as the client is attached.
 
 One thread sleeps until the daemon hangs up. Then it tries to connect until a daemon is there again, and
-presents the client and the memory that it holds. Nothing that the daemon does, not even its death, raises in
-the engine or makes it wait.
+presents the client and the memory that it holds. No act of the daemon, not even its death, raises in the
+engine or makes it wait.
 """
 
 import logging

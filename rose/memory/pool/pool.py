@@ -1,7 +1,7 @@
 """One process's connection to a slab pool: the shared memory it received, and its link to the daemon.
 
-There is one clear PoolError where there is no pool, or it refuses the client. Everything that was received
-works on while there is no daemon. Slabs are moved through the ledger and an address range, not here.
+If there is no pool, or it refuses the client, a clear PoolError is raised. Everything that was received goes
+on working while there is no daemon. Slabs are moved through the ledger and an address range, not here.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Other processes, named so that a pid's next user is never taken for its last one.
 
-A pidfd that is returned stands for the very process that was meant. No process is signalled.
+A pidfd that is returned belongs to exactly the process that was meant. No process is signalled.
 """
 
 import os
@@ -46,11 +46,12 @@ def watch_process(pid: int) -> tuple[int, int]:
         raise
 
 
-def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
-    """Whether a descriptor becomes readable within the time. Unlike select() it takes numbers above 1,023."""
+def is_readable(fd: int, timeout_s: float | None = 0.0) -> bool:
+    """Returns whether a descriptor becomes readable within the time; None sets no limit. Unlike select() it
+    takes numbers above 1,023."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(poll.poll(timeout_s * 1000 if timeout_s is not None else None))
 
 
 def find_process(pid: int, started: int) -> int | None:

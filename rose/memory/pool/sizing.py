@@ -2,9 +2,9 @@
 
 The sizes follow from the models that share it and from free memory.
 
-It reads a model's config.json and the sizes of its weight files, never the weights. What a block needs is an
-estimate, as vLLM decides it later: a slab holds several blocks of it, so that an estimate too small by half
-does no harm. An engine whose block does not fit says so itself.
+It reads a model's config.json and the sizes of its weight files, never the weights. The size of a block is an
+estimate, because vLLM decides it later. A slab holds several blocks of that size, so an estimate that is too
+small by half does no harm. An engine whose block does not fit reports that itself.
 """
 
 import json
@@ -33,7 +33,7 @@ HEADROOM_SHARE = 0.2
 _SMALLEST = {BackendKind.HOST: 2 << 20, BackendKind.CUDA: 16 << 20}
 """On a GPU each call costs the same, whatever a slab's size."""
 _MIN_BLOCKS = 4
-"""A slab holds so many blocks of each model: an estimate may be too small, and each slab can lose a block."""
+"""A slab holds this many blocks of each model: estimates may be too small, and a slab can lose a block."""
 _GOOD_USE = 0.99
 _FEWEST_SLABS = 16
 """The fewest slabs of a pool whose size is chosen. With fewer, hardly any memory could change hands."""
@@ -119,7 +119,7 @@ class OpenSize:
         )
 
     def matches(self, size: PoolSize) -> bool:
-        """Whether a pool of ``size`` has all the sizes that are given."""
+        """Returns whether a pool of ``size`` has all the sizes that are given."""
         given = (self.num_slabs, self.slab_bytes, self.headroom_slabs, self.num_shards, self.backend)
         other = (size.num_slabs, size.slab_bytes, size.headroom_slabs, size.num_shards, size.backend)
         return all(mine in (None, its) for mine, its in zip(given, other, strict=True))

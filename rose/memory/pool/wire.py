@@ -38,7 +38,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_line(self) -> bytes:
-        """The message as one line of JSON."""
+        """Returns the message as one line of JSON."""
         return self.model_dump_json().encode() + b"\n"
 
     @classmethod

@@ -95,7 +95,8 @@ class Slabs(Protocol):
         ...
 
     def export(self, index: int) -> int:
-        """A new descriptor, the caller's to close: the ``index``-th of ``num_fds``. Raises: VmmError."""
+        """Returns a new descriptor, the caller's to close: the ``index``-th of ``num_fds``. Raises:
+        VmmError."""
         ...
 
     def reserve(self, num_positions: int, *, poison: bool = False, guard: bool = False) -> SlabRange:

@@ -65,27 +65,27 @@ class SlabLayout:
         )
 
     def first_id(self, position: int) -> int:
-        """The first valid block id of a position."""
+        """Returns the first valid block id of a position."""
         return -(-position * self.slab_bytes // self.block_stride)
 
     def block_ids(self, position: int) -> range:
-        """The valid block ids of a position."""
+        """Returns the valid block ids of a position."""
         first = self.first_id(position)
         return range(first, first + self.blocks_per_slab)
 
     def num_ids(self, num_positions: int) -> int:
-        """The size of a range's id space: one more than its last valid block id."""
+        """Returns the size of a range's id space: one more than its last valid block id."""
         return self.first_id(num_positions - 1) + self.blocks_per_slab
 
     def is_valid(self, block_id: int) -> bool:
-        """Whether the id names a block, as opposed to a gap between two positions' blocks."""
+        """Returns whether the id names a block, as opposed to a gap between two positions' blocks."""
         return (
             block_id >= 0
             and 0 <= block_id - self.first_id(self._position_with(block_id)) < self.blocks_per_slab
         )
 
     def position_of(self, block_id: int) -> int:
-        """The position that backs a block. Raises: ValueError for an id in a gap."""
+        """Returns the position that backs a block. Raises: ValueError for an id in a gap."""
         position = self._position_with(block_id)
         first = self.first_id(position)
         if position < 0 or not 0 <= block_id - first < self.blocks_per_slab:

@@ -68,8 +68,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         found.append(Prompt(prompt=prompt, columns=columns))
         if columns.keys() != found[0].columns.keys():
             raise ConfigError(
-                f"--fine-tune {path}: line {number} has other names than the first line, and a reward gets "
-                "each name with a value of every prompt; give all lines the same names"
+                f"--fine-tune {path}: line {number} has other names than the first line, but a reward gets a "
+                "value of each name for every prompt; give all lines the same names"
             )
         if type(prompt) is not type(found[0].prompt):
             raise ConfigError(
@@ -89,7 +89,7 @@ def _checked(path: Path, number: int, prompt: Any) -> str | Messages:
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(
             f"--fine-tune {path}: line {number} has no prompt to answer; with --fine-tune-reward each line "
-            f'is {{"prompt": ...}} or {{"messages": [{_MESSAGE}, ...]}}, with what else the reward needs'
+            f'is {{"prompt": ...}} or {{"messages": [{_MESSAGE}, ...]}}, with the other fields of the reward'
         )
     for each in prompt:
         is_message = isinstance(each, dict) and each.keys() == {"role", "content"}
@@ -100,8 +100,8 @@ def _checked(path: Path, number: int, prompt: Any) -> str | Messages:
             )
     if prompt[-1]["role"] == "assistant":
         raise ConfigError(
-            f"--fine-tune {path}: line {number} ends with a message of the assistant, which the served model "
-            "is to answer with itself; leave that message out"
+            f"--fine-tune {path}: line {number} ends with a message of the assistant, but the served model "
+            "gives that answer itself; remove the message"
         )
     return prompt
 

@@ -1,8 +1,8 @@
 """The processes beside a serving engine that is fine-tuned: a relay, the trainer, and a pool if it has none.
 
-Promises that serving never depends on them: if the trainer or the relay dies, the log gets a line, what is
-left of the trainer ends too, and the engine goes on serving with the weights that it has. Never starts a
-process again.
+Promises that serving never depends on them. If the trainer or the relay dies, the log says so, the rest of
+the trainer ends too, and the engine goes on serving with the weights that it has. Never starts a process
+again.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """A table that stays readable where the terminal is too narrow for it.
 
-Rows become lines of a table if all of them fit, and else blocks of labelled values: nothing is cut off.
+Rows become lines of a table if all of them fit, and otherwise blocks of labelled values, so nothing is cut
+off.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ class BoardReadings:
 
 
 def grants_page(boards: Mapping[str, BoardReadings]) -> RenderableType:
-    """One row per pool; below them one per engine and guest, where more than two share a GPU.
+    """Returns one row per pool; below them one per engine and guest, where more than two share a GPU.
 
     serving, rollout: the share of time spent in steps. slack: time until serving's next step must start.
     tok/s: rollout tokens, prefilled ones included. admitted: share of the steps that rollout asked for.

@@ -59,7 +59,7 @@ def sample_jobs(client: httpx.Client, router: str) -> JobsSample:
 
 
 def jobs_page(samples: Sequence[JobsSample], before: Mapping[str, JobsSample]) -> RenderableType:
-    """One table per router; rates are relative to ``before``.
+    """Returns one table per router; rates are relative to ``before``.
 
     entitled: the job's part of the generated tokens while it and the other jobs with turns all want more, by
     weight among those of the highest priority; the others get nothing then. got: its part of the tokens

@@ -63,7 +63,7 @@ def _cells(client: PoolClient) -> tuple[str, ...]:
 
 
 def pools_page(samples: Sequence[PoolSample]) -> RenderableType:
-    """One row per pool. serving, rollout: slabs that they own. budget: slabs that rollout may own.
+    """Returns one row per pool. serving, rollout: slabs that they own. budget: slabs that rollout may own.
     leases: how many have expired."""
     rows = [(sample.name, *sample.cells) for sample in samples if sample.error is None]
     lines = [Text(f"{each.name}: {each.error}", style="red") for each in samples if each.error is not None]

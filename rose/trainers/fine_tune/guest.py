@@ -1,9 +1,8 @@
 """A trainer as the guest of a serving engine: it computes one piece at a time, under a grant of the board.
 
-Owns the trainer's place on the board and the measured seconds of its pieces. Promises that no piece begins
-without a grant, that a grant is kept for further pieces only while serving doesn't call and they still fit,
-and that a piece which can never fit ends the trainer with one clear line. Only one thread may use it at a
-time.
+Owns the trainer's place on the board and the measured seconds of its pieces. Promises that each piece begins
+with a grant. A grant is kept for further pieces only while serving doesn't call and they still fit. A piece
+that can never fit ends the trainer with one clear line. Only one thread may use it at a time.
 """
 
 import logging
@@ -112,8 +111,8 @@ class TrainingGuest:
     def leave(self, *, keeps_cpus: bool = False) -> None:
         """Hands the GPU back, because what follows needs no grant. Does nothing without a grant.
 
-        keeps_cpus: the next piece follows soon, so the thread stays on the CPUs that stand for the GPU. To
-        move it away and back would take longer than what it does in between.
+        keeps_cpus: the next piece follows soon, so the thread stays on the CPUs that stand for the GPU.
+        Moving it away and back would take longer than its work in between.
         """
         if self._note_end():
             self.agree(0.0, soon=True)  # the last process ends its piece
@@ -193,7 +192,7 @@ class TrainingGuest:
         return False
 
     def _least_s(self, piece: Piece, work: Work, safe_s: float, view: ServingView) -> float:
-        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves so much."""
+        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves this much."""
         longest_s = self._gate.longest_step_s(view)
         if math.isinf(safe_s) or safe_s <= longest_s:
             return safe_s

@@ -20,7 +20,7 @@ from rose.arguments import report
 from rose.errors import RoseError, WorkerError
 
 HUNG_S = 600.0
-"""A process that the others have waited for so long has hung. Publishing and saving take less."""
+"""A process that the others have waited for this long has hung. Publishing and saving take less."""
 LATE_S = 60.0
 """A process that is so late at the end of a piece, or with its answer about a grant, has hung: rank 0 may
 hold the GPU meanwhile."""

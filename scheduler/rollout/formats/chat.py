@@ -87,7 +87,8 @@ class ChatParsed(RoseError):
 
 
 def can_resume(body: Mapping[str, Any]) -> bool:
-    """Whether a cut answer to this chat can be resumed on another worker, as far as the request tells.
+    """Returns whether a cut answer to this chat can be resumed on another worker, as far as the request
+    tells.
 
     The request has to limit its length, because the router can't know a worker's default.
     """
@@ -109,13 +110,14 @@ _NOT_FOR_FRONTS = (
 
 
 def suits_front(body: Mapping[str, Any]) -> bool:
-    """Whether a front can answer a chat that can't be resumed here: it takes text alone."""
+    """Returns whether a front can answer a chat that can't be resumed here: it takes text alone."""
     is_plain = not any(body.get(name) for name in _NOT_FOR_FRONTS) and body.get("prompt_logprobs") is None
     return is_plain and _are_texts(body.get("messages"))
 
 
 def must_follow_grammar(body: Mapping[str, Any]) -> bool:
-    """Whether an answer is bound to a grammar: by the request's own, or by a tool that it has to call."""
+    """Returns whether an answer is bound to a grammar: by the request's own, or by a tool that it has to
+    call."""
     return body.get("tool_choice") not in (None, "none", "auto") or resume.has_grammar(body)
 
 

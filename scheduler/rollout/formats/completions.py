@@ -21,7 +21,7 @@ _WHOLE_ONLY = ("use_beam_search", "echo", "prompt_embeds", "kv_transfer_params",
 
 
 def can_stream(body: Mapping[str, Any]) -> bool:
-    """Whether vLLM can stream what this call asks for; otherwise the call is forwarded to one worker
+    """Returns whether vLLM can stream what this call asks for; otherwise the call is forwarded to one worker
     whole."""
     return not any(body.get(name) for name in _WHOLE_ONLY) and body.get("prompt_logprobs") is None
 
@@ -122,8 +122,8 @@ def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumula
         )
     if generation.must_restart:
         raise BadRequest(
-            f"{SO_FAR}: only a prompt of token ids can go on, and no stop strings or other parameters"
-            " with a state; leave it out, and drop what has arrived"
+            f"{SO_FAR}: only a turn whose prompt is token ids, without stop strings or other parameters that"
+            " have a state, can go on; leave it out, and drop the tokens that have arrived"
         )
     if len(given) > generation.max_tokens:
         raise BadRequest(f"{SO_FAR}: {len(given)} tokens, but max_tokens is {generation.max_tokens}")

@@ -43,7 +43,8 @@ _LOGPROB_LISTS = ("token_logprobs", "tokens", "top_logprobs")
 
 
 def must_restart(body: Mapping[str, Any]) -> bool:
-    """Whether a cut generation has to start again, because a constraint's state can't be carried over."""
+    """Returns whether a cut generation has to start again, because a constraint's state can't be carried
+    over."""
     arguments = body.get("vllm_xargs")
     names = arguments if isinstance(arguments, dict) else ()
     is_others = any(not name.startswith(_OWN_ARGUMENTS) for name in names)
@@ -51,12 +52,12 @@ def must_restart(body: Mapping[str, Any]) -> bool:
 
 
 def has_grammar(body: Mapping[str, Any]) -> bool:
-    """Whether the answer is bound to a grammar."""
+    """Returns whether the answer is bound to a grammar."""
     return any(body.get(name) and body[name] != _TEXT for name in _GRAMMARS)
 
 
 def has_state(body: Mapping[str, Any]) -> bool:
-    """Whether only an engine that takes over the state of a cut generation can continue it."""
+    """Returns whether only an engine that takes over the state of a cut generation can continue it."""
     return has_grammar(body) or any(body.get(name) for name in _COUNTING)
 
 
@@ -221,7 +222,7 @@ class Accumulated:
         self.spans.append(Span(worker=worker, weight_version=version, num_tokens=num_tokens))
 
     def begins_span(self, chunk: Chunk) -> bool:
-        """Whether the chunk, which was just added, is the first of its worker and weight version."""
+        """Returns whether the chunk, which was just added, is the first of its worker and weight version."""
         return bool(chunk.token_ids) and self.spans[-1].num_tokens == len(chunk.token_ids)
 
     def finish(self, reason: str | None, stop_reason: int | str | None) -> None:

@@ -1,10 +1,9 @@
 """Routing replay: which experts of a mixture model processed each token of a turn, over all its attempts.
 
-Owns: RoutedExperts.
-Promises: however a turn is cut into attempts, the merged rows are those of all its tokens but the last, which
-no engine has processed, each once and in order, or there are none. What a lost worker had processed is
-computed again by the next one, and said to be.
-Never does: I/O, decode the rows of a turn that was not cut.
+Owns: RoutedExperts. Promises: however a turn is cut into attempts, the merged rows are those of all its
+tokens but the last, which no engine has processed, each once and in order; or there are no rows. The next
+worker computes again what a lost worker had processed, and the answer names these tokens. Never does: I/O,
+decode the rows of a turn that was not cut.
 """
 
 import base64
@@ -32,7 +31,7 @@ class RoutedExperts:
         self.restart()
 
     def restart(self) -> None:
-        """Drops all rows: the turn begins anew."""
+        """Drops all rows: the turn starts again."""
         self._start = self._first
         """The first token of the rows of the attempt that was begun last."""
         self._whole: str | None = None

@@ -1,8 +1,7 @@
 """The cache salt that keeps KV of different weights apart.
 
-Owns: the salt's form.
-Promises: an engine never reuses KV that other weights made, whatever salt the client sends of its own.
-Never does: decide which weights a request may use.
+Owns: the salt's form. Promises: an engine never reuses KV that other weights made, even if the client sends a
+salt of its own. Never does: decide which weights a request may use.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What every path through which clients ask for tokens provides.
+"""The interface of every path through which clients ask for tokens.
 
 Owns: Format and Sink.
 Promises: all paths run as completions or chats; they differ only in their requests and answers.

@@ -168,8 +168,8 @@ class Admin:
         return web.json_response({name: job.as_json(0, time.monotonic(), shows_proof=proves)})
 
     async def forget_job(self, request: web.Request) -> web.Response:
-        """Closes a job's account, which frees its serving GPUs at once, and undoes its changes: what the
-        router's file says of the job holds again."""
+        """Closes a job's account, which frees its serving GPUs at once, and undoes its changes, so that the
+        router's file applies to the job again."""
         name = request.match_info["job"]
         try:
             self._plane.jobs.forget(name)
@@ -238,7 +238,8 @@ class Admin:
 
     async def rl_step(self, request: web.Request) -> web.Response:
         """Tells all live workers that an RL step begins, so that they compute their budgets again (ROSE
-        §4.1). Weights newer than the given version make no worker's weights too old."""
+        §4.1). From then on the given version is the newest: no newer weights of a worker make those of
+        others too old."""
         begun = await _read(request, StepBegun)
         step, version = RlStep(step=begun.step), _version(begun.version)
         kept, run_id = begun.model_dump(exclude_none=True), version.run_id if version is not None else ""
@@ -255,9 +256,9 @@ class Admin:
         return web.json_response({"step": step.step, "workers": answers})
 
     async def published(self, request: web.Request) -> web.Response:
-        """Takes a trainer's word of the weights that it has published: no turn of the run begins on base
-        weights, or on weights that are too old beside them, from now on. It may be sent with the key of the
-        job whose run it is."""
+        """Takes a trainer's announcement of the weights that it has published. From now on no turn of the run
+        begins on base weights, or on weights that are too old beside the announced ones. It may be sent with
+        the key of the job whose run it is."""
         published = await _read(request, Published)
         version, kept = _version(published.version), published.model_dump(exclude_none=True)
         assert version is not None

@@ -42,7 +42,7 @@ class Callers:
         return self._api_key is not None or self._jobs.has_keys
 
     def are_known(self, request: web.Request) -> bool:
-        """Whether the request has the clients' key or a job's, or clients need none."""
+        """Returns whether the request has the clients' key or a job's, or clients need none."""
         if not self.have_keys:
             return True
         key = bearer(request)
@@ -51,7 +51,8 @@ class Callers:
         return self._jobs.holder(key) is not None
 
     def is_front(self, request: web.Request) -> bool:
-        """Whether a front of this router sends the request: a turn of a chat that the router has accepted."""
+        """Returns whether a front of this router sends the request: a turn of a chat that the router has
+        accepted."""
         given = request.headers.get(FRONT_SECRET_HEADER, "")
         return hmac.compare_digest(given.encode(), self.front_secret.encode())
 

@@ -1,9 +1,8 @@
 """One front beside the router: the process of `rose front`, from its start to its end.
 
-Owns: starting, watching and ending it.
-Promises: a process that ends by itself, or hangs, is started again, for the same model. It ends when its
-standard input does, and by no signal before, so that the router can drain.
-Never does: send it requests (fronts.py).
+Owns: starting, watching and ending it. Promises: a process that ends by itself, or hangs, is started again,
+for the same model. It ends when its standard input ends, and ignores signals before that, so that the router
+can drain. Never does: send it requests (fronts.py).
 """
 
 import argparse

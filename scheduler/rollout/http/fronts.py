@@ -1,10 +1,9 @@
 """The fronts beside the router: processes of `rose front`, and the requests that go through one.
 
-Owns: which fronts there are, and for which models; handing a request to one, and its answer back.
-Promises: fronts end with the router, however that ends. A request goes to another front while its client has
-received nothing, and ends soon after its deadline. Fronts listen on Unix sockets in a folder of this user's
-alone.
-Never does: place or charge turns; a front sends them back to the router's token endpoint.
+Owns: which fronts there are, and for which models; handing a request to one, and its answer back. Promises:
+fronts end with the router, however it ends. A request can go to another front while its client has received
+nothing, and ends soon after its deadline. Fronts listen on Unix sockets in a folder that only this user can
+read. Never does: place or charge turns; a front sends them back to the router's token endpoint.
 """
 
 import asyncio
@@ -92,8 +91,8 @@ class Fronts:
             self._folder.cleanup()
 
     def serve(self, model: str | None) -> bool:
-        """Whether fronts take this model's requests: those that start again do, too. Until one has said what
-        it serves, they take every model's."""
+        """Returns whether fronts take this model's requests: those that start again do, too. Until one has
+        said what it serves, they take every model's."""
         if not self.are_configured:
             return False
         known = frozenset[str]().union(*(front.known for front in self._fronts))

@@ -1,12 +1,10 @@
-"""What stands before every route: keys, draining, and errors as answers.
+"""Checks before every route: keys, draining, and errors as answers.
 
-Owns: the middleware, and the answers to requests that are not valid HTTP.
-Promises: where any key is set, only the holder of the admin key changes anything under /admin and /workers,
-and the holder of the members' key what is under /workers. What came over `max_connections` is for them alone.
-Every refusal and every error has OpenAI's shape; a bug in the router is logged with its traceback and
-answered 500.
-No answer names a library or its version.
-Never does: know what a route does.
+Owns: the middleware, and the answers to requests that are not valid HTTP. Promises: if any key is set, only
+the holder of the admin key can change anything under /admin and /workers; that of the members' key can change
+what is under /workers. Connections beyond `max_connections` are for these two. Every refusal and every error
+has OpenAI's shape; a bug in the router is logged with its traceback and answered 500. No answer names a
+library or its version. Never does: know what a route does.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """The TLS handshakes of the router's clients.
 
 Owns: the listening sockets of a router that serves HTTPS, and the connections whose handshake is not
-finished.
-Promises: an address has at most `most` unfinished handshakes, each ends within `limit_s`, and each is counted
-once by its result. A connection for which there is no room is closed before it costs a handshake. What goes
-wrong with one connection ends none of the others, and is logged.
-Never does: speak HTTP (guard.py).
+finished. Promises: an address has at most `most` unfinished handshakes, each ends within `limit_s`, and each
+is counted once by its result. A connection for which there is no room is closed before it costs a handshake.
+An error of one connection is logged and ends no other connection. Never does: speak HTTP (guard.py).
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 60.0
-"""A client that takes nothing of its answer for so long is cut off: its turn holds a place on a worker."""
+"""A client that takes nothing of its answer for this long is cut off: its turn holds a place on a worker."""
 _BACKLOG = 1024
 _PAUSE_S = 1.0
 """The wait after a connection that could not be accepted, as when no more files may be open."""
@@ -75,7 +73,7 @@ class Handshakes:
             end_unread(listener.fileno())
             self._listeners[listener] = loop.create_task(self._accept(listener))
         if not self._listeners:
-            raise OSError(errno.EAFNOSUPPORT, f"the system has none of the addresses of {host}")
+            raise OSError(errno.EAFNOSUPPORT, f"none of the addresses of {host} belongs to this machine")
         own_host, own_port = next(iter(self._listeners)).getsockname()[:2]
         return str(own_host), int(own_port)
 

@@ -1,15 +1,14 @@
 """Which job may use which serving GPU.
 
-Owns: the assignment of serving GPUs to jobs, and the window over their KV usage.
-Promises: a serving GPU has at most one job, which can use its weights or whose weights it can get. No job
-exceeds its N_serving. GPUs with the lowest recent KV usage are assigned first. Jobs of higher priority are
-served first, and weights count among equal ones. A job keeps its GPUs until another job is entitled to them.
-As few GPUs as possible get other weights.
-Never does: I/O, read a clock.
+Owns: the assignment of serving GPUs to jobs, and the window over their KV usage. Promises: a serving GPU has
+at most one job, which can use its weights or whose weights it can get. No job exceeds its N_serving. GPUs
+with the lowest recent KV usage are assigned first. Jobs of higher priority come first, and weights count
+among jobs of equal priority. A job keeps its GPUs until another job is entitled to them. As few GPUs as
+possible get other weights. Never does: I/O, read a clock.
 
-Source: ROSE §4, system workflow: the user bounds how many serving GPUs a job may borrow, those with the
-lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Sharing the
-GPUs by priority and weight where the bounds exceed their number is an addition.
+Source: ROSE §4, system workflow. There the user bounds how many serving GPUs a job may borrow. The GPUs with
+the lowest recent KVC usage over a fixed window are selected, and each is assigned to at most one job. Sharing
+the GPUs by priority and weight where the bounds exceed their number is an addition.
 """
 
 import math
@@ -46,11 +45,11 @@ class Borrower:
         return replace(self, wants=(self.wants or set()) | (other.wants or set()) if both else None)
 
     def can_use(self, each: "Lendable") -> bool:
-        """Whether the GPU has weights that this job has turns for, or can get them."""
+        """Returns whether the GPU has weights that this job has turns for, or can get them."""
         return self.finds_weights(each) or self._can_switch(each)
 
     def finds_weights(self, each: "Lendable") -> bool:
-        """Whether the GPU has weights that this job has turns for, or base weights that will do."""
+        """Returns whether the GPU has weights that this job has turns for, or base weights that will do."""
         if self.wants is None:
             return True
         met = [wants for wants in self.wants if wants.are_met(each.models, each.version, each.adapters)]
@@ -80,9 +79,9 @@ class Borrower:
         return run_id in each.refused and not (has_published and found_none)
 
     def may_take(self, each: "Lendable", *, is_home: bool) -> bool:
-        """Whether the job may have the GPU now, which is idle: changing its weights takes time, so it first
-        keeps those that it has for as long. `is_home`: whether the job is entitled to it. Otherwise it has to
-        be idle for as long, too, since its own job may come back to it."""
+        """Returns whether the job may have the GPU now, which is idle: changing its weights takes time, so it
+        first keeps those that it has for as long. `is_home`: whether the job is entitled to it. Otherwise it
+        has to be idle for as long, too, since its own job may come back to it."""
         if self.finds_weights(each):
             return True
         rested_s = each.kept_s if is_home else min(each.kept_s, each.idle_s)

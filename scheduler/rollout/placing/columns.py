@@ -169,11 +169,11 @@ class WorkerColumns:
         return found
 
     def are_scored(self, barred: Mask | None, now: float) -> bool:
-        """Whether the shares and speeds of all other workers are known and not stale."""
+        """Returns whether the shares and speeds of all other workers are known and not stale."""
         return self._is_later(_Row.SCORED_UNTIL, barred, now)
 
     def are_fresh(self, barred: Mask | None, now: float) -> bool:
-        """Whether the shares of all other workers are known and not stale."""
+        """Returns whether the shares of all other workers are known and not stale."""
         return self._is_later(_Row.SHARE_UNTIL, barred, now)
 
     def _is_later(self, row: _Row, barred: Mask | None, now: float) -> bool:

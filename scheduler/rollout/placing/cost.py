@@ -1,4 +1,5 @@
-"""Placement by cost: the worker where the turn finishes soonest, counting what it costs the turns there.
+"""Placement by cost: the worker where the turn finishes soonest, with the cost to the other turns there
+added.
 
 Owns: the score and its fallback.
 Promises: the policy is pure. Without a fresh share of every worker in question it is the paper's policy,

@@ -1,7 +1,7 @@
 """The workers as policies see them, kept in order so that a decision looks at few of them.
 
 Owns: Fleet and its cohorts: which workers have the same weights, and which of them may take turns, by load.
-Promises: whoever asks gets what a look at every view would give. A changed view costs a binary search.
+Promises: an answer is the same as if every view had been looked at. A changed view costs a binary search.
 Never does: choose a worker (policy.py, cost.py), read a clock.
 """
 
@@ -130,7 +130,7 @@ class Fleet:
         return self._views.get(worker_id) if worker_id is not None else None
 
     def is_in(self, worker_id: str, cohorts: Iterable[Cohort]) -> bool:
-        """Whether the worker is in one of these cohorts. Raises: KeyError."""
+        """Returns whether the worker is in one of these cohorts. Raises: KeyError."""
         return self._places[worker_id][0] in cohorts
 
     def put(self, view: WorkerView) -> None:
@@ -236,11 +236,11 @@ def _run(view: WorkerView) -> str | None:
 
 
 def is_usable(view: WorkerView, turn: TurnView, now: float) -> bool:
-    """Whether a worker with suitable weights may take the turn now."""
+    """Returns whether a worker with suitable weights may take the turn now."""
     shelf = _standing(view).shelf
     return shelf is not None and shelf[1] in (None, turn.job) and is_ready(view, turn, now)
 
 
 def is_ready(view: WorkerView, turn: TurnView, now: float) -> bool:
-    """Whether neither the worker nor the turn has to wait after a failure there."""
+    """Returns whether neither the worker nor the turn has to wait after a failure there."""
     return view.not_before <= now and turn.avoid_until.get(view.id, now) <= now

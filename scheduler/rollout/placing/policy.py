@@ -73,7 +73,7 @@ class PaperPolicy:
 def is_usable_in(
     cohorts: Sequence[Cohort], worker: WorkerView, turn: TurnView, fleet: Fleet, now: float
 ) -> bool:
-    """Whether the worker is in one of these cohorts and may take the turn now."""
+    """Returns whether the worker is in one of these cohorts and may take the turn now."""
     return is_usable(worker, turn, now) and fleet.is_in(worker.id, cohorts)
 
 

@@ -54,8 +54,8 @@ class Session:
     """Length and digest of the bytes of the last turn's prompt and sampled tokens; None for texts."""
 
     def is_extended_by(self, prefix: bytes) -> bool | None:
-        """Whether a next turn's prompt begins with all tokens of the last turn, as they were sampled; None
-        if that can't be told."""
+        """Returns whether a next turn's prompt begins with all tokens of the last turn, as they were sampled;
+        None if that can't be told."""
         if self.said is None:
             return None
         return self.said == length_and_digest(prefix[: self.said[0]])
@@ -123,9 +123,8 @@ class Fingerprints:
     matches nothing, so it goes where the load is least. The scope is the digests' seed: equal prompts
     in different scopes don't match.
 
-    Filed by stride: an entry lies under the digest of its whole strides, so a look-up hashes the prompt once,
-    stops at the numbers of strides that entries have, and compares with the few that share a digest, not with
-    every filed length.
+    An entry is filed under the digest of its whole strides. So a look-up hashes the prompt once, stops at the
+    numbers of strides that entries have, and compares only with the few entries that share a digest.
     """
 
     def __init__(self, max_entries: int) -> None:

@@ -92,7 +92,7 @@ class NewestVersions:
         _grow(self._by_model.setdefault(version.run_id, {}), version)
 
     def is_adapter(self, model: str | None) -> bool:
-        """Whether a worker has held a LoRA adapter of this name."""
+        """Returns whether a worker has held a LoRA adapter of this name."""
         return model in self._adapters
 
     def announced(self, version: WeightVersion, now: float) -> None:

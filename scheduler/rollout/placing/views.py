@@ -52,7 +52,7 @@ class Wants(NamedTuple):
         version: WeightVersion | None,
         adapters: AdapterVersions = NO_ADAPTERS,
     ) -> bool:
-        """Whether a worker that serves `models` with these weights, or with base weights, will do."""
+        """Returns whether a worker that serves `models` with these weights, or with base weights, will do."""
         is_served = self.model is None or models is None or self.model in models
         version = version_for(self.model, version, adapters)
         return is_served and (self.run_id is None or version is None or version.run_id == self.run_id)

@@ -55,7 +55,7 @@ class Dispatcher:
         return self._places.num_queued
 
     def is_waited_for(self, worker: Worker, job: str) -> bool:
-        """Whether turns of a job wait that may begin, and could on this worker."""
+        """Returns whether turns of a job wait that may begin, and could on this worker."""
         return self._places.is_waited_for(worker, job)
 
     def queued_by_job(self) -> dict[str, int]:
@@ -79,7 +79,7 @@ class Dispatcher:
         return place
 
     def have_takers(self, model: str | None) -> bool:
-        """Whether a live worker of the model takes over the state of cut turns."""
+        """Returns whether a live worker of the model takes over the state of cut turns."""
         able = of_model(model, list(self._members.values()))
         return any(worker.is_alive and worker.continues_state for worker in able)
 

@@ -1,10 +1,9 @@
 """How long a job has used serving GPUs.
 
 Owns: GpuMeter. Promises: the time of a GPU counts once, however many of the job's turns run on it. While
-turns of several routers run on it, each of these counts an equal part, so that their counts can be added up:
-they are exact but for the time until each router knows of the others. No other meter has the same id, at any
-router, so what two meters say is never taken for one count.
-Never does: I/O, read a clock.
+turns of several routers run on it, each of these counts an equal part, so that their counts can be added up.
+The counts are exact except for the time until each router knows of the others. No two meters have the same
+id, at any router, so two meters are never taken for one. Never does: I/O, read a clock.
 """
 
 import uuid
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Use:
-    """A worker's GPUs, since when they run turns of the job for so many routers, and this router's turns."""
+    """A worker's GPUs, since when they run the job's turns for this many routers, and this router's turns."""
 
     gpus: int
     since: float
@@ -34,7 +33,7 @@ class GpuMeter:
     """What each worker that runs turns of the job has done, by the worker's URL."""
 
     def begin(self, worker: str, gpus: int, now: float, num_routers: int = 1) -> None:
-        """Notes that a turn of the job begins on a worker with so many GPUs, which so many routers use."""
+        """Notes that the job's turn begins on a worker with this many GPUs, which this many routers use."""
         self._uses.setdefault(worker, _Use(gpus, now, num_routers)).num_turns += 1
 
     def divide(self, worker: str, num_routers: int, now: float) -> None:

@@ -90,7 +90,7 @@ class Places:
         return self._queue.length(job)
 
     def is_waited_for(self, worker: Worker, job: str) -> bool:
-        """Whether turns of a job wait that may begin, and could on this worker."""
+        """Returns whether turns of a job wait that may begin, and could on this worker."""
         account = self._jobs.find(job)
         if self.is_paused or account is None or not account.may_start:
             return False
@@ -336,7 +336,7 @@ class _Asking:
         self._is_open: dict[Wants, bool] = {}
 
     def is_open_for(self, wants: Wants) -> bool:
-        """Whether any worker whose weights meet this may take a turn of some job."""
+        """Returns whether any worker whose weights meet this may take a turn of some job."""
         if wants not in self._is_open:
             able = [c for c in self._fleet.cohorts if wants.are_met(c.models, c.version, c.adapters)]
             self._is_open[wants] = any(cohort.is_open for cohort in able)

@@ -1,10 +1,8 @@
 """What an attempt that did not finish means for its worker and for the rest of its request.
 
-Owns: the consequences of each kind of ending.
-Promises: after each reroute the request avoids that worker for `avoid_s`. Where only the lease lacked room,
-it waits until the worker has told the next one. A request that workers can't answer keeps no other turn away
-from them.
-Never does: choose the next worker (placing/policy.py).
+Owns: the consequences of each kind of ending. Promises: after each reroute the request avoids that worker for
+`avoid_s`. If only the lease lacked room, it waits until the worker has answered with the next lease. Other
+turns keep a worker that can't answer this request. Never does: choose the next worker (placing/policy.py).
 """
 
 import logging

@@ -93,8 +93,8 @@ class Trajectories:
             self._keys.fingerprints.record(whole, journey.session, scope)
 
     def is_extended(self, single: Single, journey: Journey) -> bool | None:
-        """Whether the turn's prompt begins with all tokens of the trajectory's last turn, as they were
-        sampled; None for a first turn, and for prompts that are texts."""
+        """Returns whether the turn's prompt begins with all tokens of the trajectory's last turn, as they
+        were sampled; None for a first turn, and for prompts that are texts."""
         scope = scope_of(journey.route.job, journey.route.model)
         session = self.sessions.get(journey.session, scope)
         if session is None or isinstance(single.prompt, str):

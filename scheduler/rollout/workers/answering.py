@@ -1,8 +1,8 @@
 """What the router learns of a worker from the answers to its turns.
 
-Owns: its speed, the trust in its prefix cache, its probation, when it last made a token.
-Promises: whatever policies see changes with the view dropped.
-Never does: take in heartbeats, decide who may use it (worker.py).
+Owns: its speed, the trust in its prefix cache, its probation, when it last made a token. Promises: whenever
+something that policies see changes, the worker's old view is dropped. Never does: take in heartbeats, decide
+who may use it (worker.py).
 """
 
 import math

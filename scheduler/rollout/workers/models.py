@@ -51,7 +51,7 @@ def with_adapters(models: Contexts | None, adapters: Collection[str]) -> Context
 
 
 def is_version(name: str, adapters: Collection[str]) -> bool:
-    """Whether a model's name is that of one version of these adapters, such as "run@7"."""
+    """Returns whether a model's name is that of one version of these adapters, such as "run@7"."""
     return name.rpartition("@")[0] in adapters
 
 
@@ -83,7 +83,7 @@ class Catalogue:
         self._removed |= (models or {}).keys() - self._contexts.keys()
 
     def is_removed(self, model: str) -> bool:
-        """Whether only workers that are no longer registered served this model."""
+        """Returns whether only workers that are no longer registered served this model."""
         return model in self._removed
 
     def default(self) -> str | None:

@@ -2,11 +2,10 @@
 
 Owns: membership at run time, the heartbeats, the models and the newest weights of each run that they report.
 Promises: a worker without a sign of life for `lost_after_s`, and for the time of two heartbeats, is dead, and
-whatever runs on it is told at once.
-A worker is asked for its models before it becomes alive. Heartbeats of a large fleet come less often, so that
-they leave the router's CPU to turns; what they tell counts as known for as much longer. Few are under way at
-a time, so that a busy router does not take its own delay for a worker's silence.
-Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
+whatever runs on it is told at once. A worker is asked for its models before it becomes alive. Heartbeats of a
+large fleet come less often, so that they leave the router's CPU to turns, and their answers stay valid for
+proportionally longer. Few are under way at a time, so that a busy router does not take its own delay for a
+worker's silence. Never does: place turns (placing/policy.py), keep a worker's state (worker.py).
 """
 
 import asyncio
@@ -54,7 +53,7 @@ _MOST_PER_S = 2500.0
 to turns."""
 _MOST_AT_ONCE = 256
 _MAKES_ROOM_S = 0.5
-"""A worker that has not answered for so long holds up no other's heartbeat. If this were much shorter, a busy
+"""A worker that is silent for this long holds up no other's heartbeat. If this were much shorter, a busy
 router would begin more heartbeats than it can finish."""
 _ROUND_S = 0.5
 """The time between two rounds of questions for which clients wait; more in a fleet of thousands."""

@@ -1,11 +1,10 @@
 """HTTP/1.1 to the workers, for turns and heartbeats: one request, one answer, which may be a stream.
 
-Owns: kept-alive connections to each worker.
-Promises: the pieces of an answer are handed on as they arrive. A connection that was not read to its end is
-closed, so that vLLM drops the request; no turn is sent on one that idled for so long that the worker may be
-closing it. A heartbeat that meets such a connection is sent again.
-Never does: redirects, cookies, compression, to send a turn twice. aiohttp's client does the first three, at
-more CPU per request and per chunk; everything else goes through it.
+Owns: kept-alive connections to each worker. Promises: the pieces of an answer are handed on as they arrive. A
+connection that was not read to its end is closed, so that vLLM drops the request. No turn is sent on a
+connection that was idle for so long that the worker may be closing it; a heartbeat that meets such a
+connection is sent again. Never does: redirects, cookies, compression, to send a turn twice. aiohttp's client
+does the first three, at more CPU per request and per chunk; everything else goes through it.
 """
 
 import asyncio

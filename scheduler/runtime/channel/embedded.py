@@ -1,8 +1,9 @@
 """The control channel on one machine: a Unix socket, and SQLite for what must survive.
 
 Owns the folder with lock, socket and database, and keeps the promises of protocol.py. After a crash of the
-machine, not only of a process, the last commits may be missing, but never a part of one: SQLite's WAL is not
-synced at each commit, which would cost milliseconds per permit, and such a crash has ended the jobs as well.
+machine, not only of a process, the last commits may be missing, but each commit is kept or lost as a whole.
+SQLite's WAL is not synced at each commit, because that would cost milliseconds per permit, and such a crash
+ends the jobs as well.
 
 A connection's first line is its client's name, and each later line is one message. Answers to an absent
 client are dropped: it asks again when it comes back.
@@ -160,7 +161,7 @@ class _Connection:
         return lines
 
     def has_given_up(self) -> bool:
-        """Whether a command was here that has closed its end."""
+        """Returns whether a command was here that has closed its end."""
         if self.client is None or not self.client.startswith(COMMAND):
             return False
         try:

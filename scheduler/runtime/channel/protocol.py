@@ -4,8 +4,8 @@ Every kind of channel keeps three promises. Calls reach the scheduler at least o
 client made them. What `commit` was given survives a restart of the scheduler, the job or the channel. A
 second scheduler is refused. A channel never looks into a message.
 
-The calls of a command that has given up are taken back, unless the scheduler has them already: what failed
-before its user's eyes is not carried out later.
+The calls of a command that has given up are taken back, unless the scheduler has them already, so that a
+command which failed is not carried out later.
 """
 
 from collections.abc import Mapping, Sequence

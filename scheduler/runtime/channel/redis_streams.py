@@ -1,9 +1,9 @@
 """The control channel over Redis Streams, for clusters of more than one host.
 
 Owns the keys of one channel, and keeps the promises of protocol.py as long as Redis keeps what it has
-acknowledged: start it with ``appendonly yes`` and ``appendfsync always`` (with ``everysec`` a crash may lose
-a second). Commit, answers and acknowledgement are one script, so they happen together or not at all, and only
-while this scheduler owns the channel.
+acknowledged. So start Redis with ``appendonly yes`` and ``appendfsync always`` (with ``everysec`` a crash may
+lose a second). Commit, answers and acknowledgement are one script, so they happen together or not at all, and
+only while this scheduler owns the channel.
 
 The keys, with P = ``rose:{CHANNEL}`` (one hash slot): P:owner (who schedules; expires), P:calls (stream;
 consumer group ``scheduler``), P:rows (hash), P:events (stream), P:to:CLIENT (stream; expires after a day).

@@ -17,7 +17,7 @@ ANSWER_S = 30.0
 
 
 def channel_parser(name: str, description: str, example: str) -> CommandParser:
-    """The parser of ``rose sched NAME``, with `--channel`."""
+    """Returns the parser of ``rose sched NAME``, with `--channel`."""
     parser = CommandParser(f"rose sched {name}", description, example)
     add_channel_flag(parser)
     return parser
@@ -39,7 +39,8 @@ def connect(channel: str) -> ControlClient:
 
 
 def ask(client: ControlClient, call: Call) -> dict[str, Any]:
-    """The answer's body. Raises: ConfigError if the scheduler refuses, ChannelError without an answer."""
+    """Returns the answer's body. Raises: ConfigError if the scheduler refuses, ChannelError without an
+    answer."""
     answer = client.ask(call, ANSWER_S)
     if not isinstance(answer, Answer):
         raise ChannelError(f"the scheduler answered {answer}")

@@ -91,7 +91,7 @@ def bars(group: Group, found: Certificate) -> dict[str, list[Bar]]:
 
 
 def node_name(resource: int) -> str:
-    """The node's name in `rose sched drain`."""
+    """Returns the node's name in `rose sched drain`."""
     return "train" if resource == TRAIN_POOL else f"rollout-{resource}"
 
 
@@ -108,7 +108,7 @@ def repeated_bars(
 
 
 def text_lines(group: Group) -> list[str]:
-    """A line for each node: a letter where a job runs, a dot where nobody does."""
+    """Returns a line for each node: a letter where a job runs, a dot where nobody does."""
     letters = {member.job.name: chr(ord("A") + k) for k, member in enumerate(group.members)}
     found = timetable_of(group)
     lines = [f"{group.name}: {found.cycle_s:.0f} s"]

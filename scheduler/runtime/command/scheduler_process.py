@@ -1,8 +1,8 @@
-"""The scheduler's process: calls in, decisions, durable, answers out.
+"""The scheduler's process: it reads calls, decides, commits and answers.
 
-Nothing is answered, and no router is told of a loan, before it is durable. Killed at any point and started
-again on the same channel, the process continues where it was. Never: starts a job; that is the runner's
-(rose.jobs.runner).
+A decision is durable before its call is answered, and before a router is told of a loan. Killed at any point
+and started again on the same channel, the process continues where it was. Never: starts a job; that is the
+runner's (rose.jobs.runner).
 """
 
 import logging

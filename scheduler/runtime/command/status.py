@@ -40,7 +40,7 @@ def status(argv: Sequence[str]) -> int:
 
 
 def status_lines(jobs: Sequence[Mapping[str, Any]], width: int) -> list[str]:
-    """A row for each job in at most `width` columns, and indented lines for its details."""
+    """Returns a row for each job in at most `width` columns, and indented lines for its details."""
     if not jobs:
         return ["no jobs; submit one with: rose sched submit JOB.yaml"]
     rows = [HEADER, *map(_row, jobs)]
@@ -147,7 +147,7 @@ def _not_before(facts: Mapping[str, Any]) -> str:
 
 
 def earliest_line(earliest: Mapping[str, Any] | None) -> str:
-    """When a queued job could start."""
+    """Returns when a queued job could start."""
     if earliest is None:
         return "when it could start is not known"
     minutes = max(1, math.ceil(earliest["in_s"] / 60))

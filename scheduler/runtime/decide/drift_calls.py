@@ -1,4 +1,4 @@
-"""Certifies a job anew that takes longer than its file says, with the times that were measured.
+"""Certifies a job again that takes longer than its file says, with the times that were measured.
 
 Owns the record of how long each job lately held its nodes and was away between two phases. Certifies with the
 longest of these times. The job stays if its group can be certified with them. Otherwise only this job is
@@ -134,7 +134,7 @@ class DriftCalls:
                 raise
             return None
         self._state.form(group, certificate, now)
-        return f"certified anew in {group.name}"
+        return f"certified again in {group.name}"
 
     def _go(self, spec: RunSpec, now: float) -> str:
         """Reserves a place elsewhere, which the job takes when the iteration is safe."""

@@ -253,7 +253,7 @@ class GroupPermits:
         return permit.granted_s
 
     def has_moved(self, job: str) -> bool:
-        """Whether the job's rollout has left some of its nodes."""
+        """Returns whether the job's rollout has left some of its nodes."""
         return self._book is not None and bool(self._book.freed_by(job))
 
     def begin_tail(self, job: str, epoch: int, keep: Sequence[int], now: float) -> str | None:

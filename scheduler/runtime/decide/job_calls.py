@@ -108,8 +108,9 @@ class JobCalls:
         is_sized = spec.borrow is not None and spec.borrow.fewest_nodes is not None
         if is_sized and spec.has_ranks_on_each_node and self._state.cluster.ray is None:
             raise JobRefused(
-                f"{spec.name}: borrow.fewest_nodes: the {spec.num_ranks} ranks of launch {spec.launch} go on "
-                "when nodes are handed back on one machine; use launch once, one rank, or a Ray cluster"
+                f"{spec.name}: borrow.fewest_nodes: on one machine the {spec.num_ranks} ranks of launch "
+                f"{spec.launch} would go on when nodes are handed back; use launch once, one rank, or a Ray "
+                "cluster"
             )
         if spec.borrow is not None and self._state.cluster.router is None:
             raise JobRefused(
@@ -131,7 +132,7 @@ class JobCalls:
             wanted = spec.phases[kind].nodes
             if wanted > num_nodes:
                 raise JobRefused(
-                    f"{spec.name}: {kind} needs {wanted} nodes, all hosts together offer {num_nodes}; "
+                    f"{spec.name}: {kind} needs {wanted} nodes, but all hosts together offer {num_nodes}; "
                     "ask for fewer nodes, or start more hosts first"
                 )
         empty = Groups(self._state.cluster, self._state.resident)
@@ -140,12 +141,13 @@ class JobCalls:
         certify(group, own_order(group))
 
     def is_possible_now(self, spec: RunSpec, now: float) -> bool:
-        """Whether the job has a place if no job runs on the nodes that there are and that are not drained."""
+        """Returns whether the job has a place if no job runs on the nodes that there are and that are not
+        drained."""
         empty = self._state.groups.without_jobs(self._state.groups.offered, spec.group)
         return self.has_place(empty, spec, now)
 
     def has_place(self, groups: Groups, spec: RunSpec, now: float) -> bool:
-        """Whether the job has a place in these groups, in an order that can be certified."""
+        """Returns whether the job has a place in these groups, in an order that can be certified."""
         try:
             group = groups.place(spec, now).group
             certify(group, own_order(group))

@@ -1,6 +1,6 @@
 """Counts waits for permits, holds, iterations and decisions since this scheduler's start.
 
-Counts only grow, and no decision reads them. A restart begins them anew, as Prometheus expects. Pure: takes
+Counts only grow, and no decision reads them. A restart resets them, as Prometheus expects. Pure: takes
 ``now``.
 """
 
@@ -46,7 +46,7 @@ class Meter:
     _completed_s: dict[str, float] = field(default_factory=dict)
 
     def asked(self, job: str, phase: str, now: float) -> None:
-        """A phase waits from now on; asking again does not begin anew."""
+        """A phase waits from now on; asking again does not restart the wait."""
         before = self._asked.get(job)
         if before is None or before.phase != phase:
             self._asked[job] = _Since(phase, now)

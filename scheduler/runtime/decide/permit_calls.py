@@ -210,7 +210,7 @@ class PermitCalls:
             self._state.changed(job)
 
     def is_last(self, call: Completed) -> bool:
-        """Whether all other ranks have already said that this iteration is complete."""
+        """Returns whether all other ranks have already said that this iteration is complete."""
         asked = self._state.jobs[call.job].waiting
         is_same = asked is not None and (asked.phase, asked.iteration) == (None, call.iteration)
         ranks = {call.rank, *asked.callers} if is_same and asked is not None else {call.rank}

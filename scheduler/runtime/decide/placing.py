@@ -46,7 +46,7 @@ class MoveTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Moves that together save so many dollars."""
+    """Moves that together save this many dollars."""
 
     targets: tuple[MoveTarget, ...]
     leave: str
@@ -151,7 +151,7 @@ class Groups:
         return Moves(targets=tuple(targets), leave=left, gain_dollars=change.gain_dollars)
 
     def without_jobs(self, offered: Mapping[Phase, int | None], pinned: str | None) -> "Groups":
-        """Returns what a job pinned to this group would find if no job ran, on so many nodes.
+        """Returns what a job pinned to this group would find if no job ran, on this many nodes.
 
         Groups with drained nodes keep their nodes as long as they have jobs.
         """
@@ -219,7 +219,7 @@ class Groups:
         self._stale.add(name)
 
     def touch(self, name: str) -> None:
-        """Notes that a job of the group has gone on, so that the policies see it anew."""
+        """Notes that a job of the group has gone on, so that the policies' view is renewed."""
         self._stale.add(name)
 
     def refresh(self, now: float) -> None:
@@ -234,7 +234,7 @@ class Groups:
         self._stale.clear()
 
     def check_integrity(self, now: float) -> None:
-        """Checks that the policies' view is the one that would be made anew."""
+        """Checks that the policies' view equals a newly made one."""
         self.refresh(now)
         open_groups = {
             name: compact(stay)
@@ -290,7 +290,7 @@ class Groups:
         return functools.reduce(Group.without, gone, group)
 
     def _joined(self, placed: Group, job: str) -> Group:
-        """Adds the job to the real group, and maps back the nodes that the policy's view numbers anew."""
+        """Adds the job to the real group, and maps back the nodes that the policy's view renumbers."""
         group = self.by_name[placed.name]
         stay = self._stay(group)
         known = sorted({node for each in stay.members for node in each.rollout_nodes})

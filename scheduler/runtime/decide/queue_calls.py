@@ -1,16 +1,16 @@
 """The queue: which jobs wait for a place, and which of them is placed next.
 
-Owns the answers to those who submit, hold and release jobs. A job that finds no place at the moment is queued
-with the reason, and one that would find none in the empty cluster is refused. Whenever there may be new room,
-queued jobs are tried by priority, then by their teams' use of their shares, then in the order of submission,
-and each that fits and is within its team's quota is placed. Jobs without a team are one team of share 1.
+Owns the answers to those who submit, hold and release jobs. A job that finds no place now is queued with the
+reason, and one that would find none in the empty cluster is refused. When there may be room, queued jobs are
+tried by priority, then by their teams' use of their shares, then in the order of submission. Each that fits
+and is within its team's quota is placed. Jobs without a team are one team of share 1.
 
-A job that could use the same nodes overtakes a queued one if it is placed though it comes behind it, or was
-submitted after the first job of another team with its priority. After `MAX_OVERTAKEN` times the queued job
-comes first of its priority, and no job that could use the same nodes is placed before it, unless it would not
-fit now even if no job ran, or waits for its team's quota. A queued job that takes the places of running ones
-(preempt_calls.py) comes first as well, and no job that comes behind it takes the room that it waits for.
-Pure: takes ``now``.
+A placed job overtakes a queued one that could use the same nodes if the queued one comes before it, or is the
+first of another team with its priority and was submitted earlier. After `MAX_OVERTAKEN` times the queued job
+comes first of its priority, and no job that could use the same nodes is placed before it. This does not hold
+while the queued job would not fit even if no job ran, or waits for its team's quota. A queued job that takes
+the places of running ones (preempt_calls.py) comes first as well, and no job behind it takes its room. Pure:
+takes ``now``.
 """
 
 import bisect
@@ -349,8 +349,8 @@ class QueueCalls:
     def _overtaken(self, spec: RunSpec, ahead: list[str], now: float) -> list[str]:
         """Returns the queued jobs that the job overtakes when it is placed.
 
-        Of a team that comes later because of its share, only the first job that could run counts: else a long
-        queue of one team would soon be before all others', whatever their shares.
+        If a team comes later because of its share, only its first job that could run counts as overtaken.
+        Otherwise a long queue of one team would soon be before those of all others, whatever their shares.
         """
         found = [name for name in ahead if self._are_rivals(spec, name)]
         number, counted = self._state.jobs[spec.name].number, {spec.name, *ahead}

@@ -1,8 +1,8 @@
 """A job's record: what the scheduler knows of the job and keeps across its own restarts, as JSON.
 
 Owns the account of the time that the job has used, in the form that the policies read. Completed iterations
-count, and what the present one has taken beyond its SLO. A job banks the time that its SLO allowed and that
-it did not use, and a job that used more may not be slowed at all.
+count, and the time that the present one has taken beyond its SLO. A job banks the allowed time that it did
+not use. A job that used more may not be slowed at all.
 """
 
 from enum import StrEnum
@@ -78,7 +78,7 @@ class MoveRecord(msgspec.Struct, kw_only=True):
     iteration: int
     """The first one that runs there."""
     is_warm: bool
-    """The process has gone on, with its state in host memory; else it was started anew from a checkpoint."""
+    """The process has gone on, with its state in host memory; else it was restarted from a checkpoint."""
     pause_s: float | None = None
     """Time from the end of the last iteration to the first request in the new group; None before that."""
     left_s: float | None = None
@@ -109,7 +109,7 @@ class PreemptionRecord(msgspec.Struct, kw_only=True):
     by: str
     by_number: int
     by_attempt: int
-    """That of the other job at that time: it has started since if it has another one.
+    """The other job's attempt at that time. If it has another attempt now, it has started since.
 
     -1 if it no longer waited: it was cancelled or held when this job had already been told to end.
     """
@@ -173,7 +173,7 @@ class BorrowedTime(msgspec.Struct, kw_only=True):
     gpu_s: float = 0.0
     """GPU-seconds at all routers since the job was submitted."""
     seen_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """What each meter said last, that which was heard last at the end. A router that starts anew has a new
+    """What each meter said last, that which was heard last at the end. A router that restarts has a new
     meter, which counts from zero."""
 
     def take(self, meter: str, now_s: float) -> bool:

@@ -1,11 +1,11 @@
 """Right-sizes jobs that borrow serving GPUs: hands rollout nodes back after an iteration, or takes more.
 
-Owns what each job's last iterations took, and asks the policy (rose.scheduler.cluster.right_sizing) how many
-own nodes cost the fewest dollars. The job gets that number only in an order that is certified with own nodes
+Owns the times of each job's last iterations, and asks the policy (rose.scheduler.cluster.right_sizing) for
+the cheapest number of own nodes. The job gets that number only in an order that is certified with own nodes
 alone, at worst-case times, so loans may end at any time. A job that is lent nothing any more gets all nodes
-that it asked for, as soon as they are free. Only nodes that no other job uses are handed back. Of a job that
-starts ranks on each node, each node keeps as many, so its world is smaller in the next attempt. Pure: takes
-``now``.
+that it asked for, as soon as they are free. Only nodes that no other job uses are handed back. If a job
+starts ranks on each node, each node keeps its number of ranks, so the next attempt has fewer ranks. Pure:
+takes ``now``.
 
 Only what this scheduler has seen counts: a restart delays the decision by `NUM_ITERATIONS` iterations.
 """

@@ -264,7 +264,7 @@ class State:
             self._batch.rows[f"past:{job}"] = None
 
     def set_runner(self, runner: RunnerRow, num_nodes: dict[Phase, int] | None) -> None:
-        """This runner has the jobs' processes from now on, and so many nodes; None: unlimited."""
+        """This runner has the jobs' processes from now on, and this many nodes; None: unlimited."""
         most = self.runner.most_nodes if self.runner is not None else None
         self.runner = runner.with_nodes(num_nodes, most)
         self.keep("runner:", msgspec.json.encode(self.runner))

@@ -45,7 +45,7 @@ class Holder:
     """The job whose runner has started it; None: no job of ROSE, or it is not known."""
 
     def is_other(self, job: str) -> bool:
-        """Whether it is certainly not the job's own."""
+        """Returns whether it is certainly not the job's own."""
         return self.job != job if self.job is not None else not _is_ray_actor(self.pid)
 
     def __str__(self) -> str:

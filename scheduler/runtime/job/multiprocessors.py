@@ -43,14 +43,16 @@ class Multiprocessors:
     def stream(self, numbers: Sequence[int]) -> tuple[int, int]:
         """Returns a stream whose kernels run on about these multiprocessors, and their exact number.
 
-        ``numbers``: the first ones or the last ones of the GPU, ascending. The driver takes them apart in
-        groups, so the first ones may be some more, and then the last ones are as many fewer: with the same
-        border, they have none in common, in whatever process. The handle is the same in each call.
-        Raises: ConfigError if the driver can't take so many apart; WorkerError.
+        ``numbers``: the first ones or the last ones of the GPU, ascending. The driver splits them in groups,
+        so the first ones may be a few more, and the last ones as many fewer. With the same border, the two
+        parts have none in common, in any process. The handle is the same in each call. Raises: ConfigError if
+        the driver can't take so many apart; WorkerError.
         """
         is_first = numbers[0] == 0
         if not is_first and numbers[-1] != self.num - 1:
-            raise ValueError(f"multiprocessors {numbers[0]} to {numbers[-1]} are at no end of {self.num}")
+            raise ValueError(
+                f"multiprocessors {numbers[0]} to {numbers[-1]} must begin at 0 or end at {self.num - 1}"
+            )
         border = len(numbers) if is_first else numbers[0]
         if (is_first, border) not in self._streams:
             self._streams[is_first, border] = self._make(border, is_first=is_first)
@@ -61,7 +63,7 @@ class Multiprocessors:
         status, first, num_groups, rest = driver.cuDevSmResourceSplitByCount(1, self._whole, 0, border)
         if status.value != 0 or num_groups < 1 or not rest.sm.smCount:
             raise ConfigError(
-                f"the driver can't take {border} of the {self.num} multiprocessors of {self.name} apart and "
+                f"the driver can't split {border} of the {self.num} multiprocessors of {self.name} off and "
                 f"leave some ({status.name}); a GPU with more of them can be shared"
             )
         part = first[0] if is_first else rest

@@ -81,14 +81,14 @@ class Progress:
     def step(self, num_tokens: int, num_running: int = 0) -> None:
         """Says that one forward step of a rollout, or one microbatch of training, is done.
 
-        num_tokens: those that the step computed. num_running: of a rollout, the responses that decode. Under
-        `rose sched multiplex` this is where the job moves to other cores, or sleeps while the other pipeline
-        has the device; elsewhere it returns at once. Call it inside a phase, in the thread that runs it.
-        Raises: ValueError for numbers below 0.
+        num_tokens: the tokens that the step computed. num_running: the responses that decode, in a rollout.
+        Under `rose sched multiplex` this is where the job moves to other cores, or sleeps while the other
+        pipeline has the device; elsewhere it returns at once. Call it inside a phase, in the thread that runs
+        it. Raises: ValueError for numbers below 0.
         """
         if num_tokens < 0 or num_running < 0:
             raise ValueError(
-                f"a step has tokens and responses to decode, got {num_tokens} tokens, {num_running} responses"
+                f"num_tokens and num_running must be 0 or more, got {num_tokens} and {num_running}"
             )
         job = running_job()
         if job is not None:
@@ -129,7 +129,8 @@ class Progress:
         num_tokens: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Tells the scheduler how many of a phase's responses are done. Of several ranks, rank 0 speaks.
+        """Tells the scheduler how many of a phase's responses are done. If there are several ranks, only rank
+        0's reports count.
 
         num_tokens: the length of the longest response that still runs. lengths: those of all responses, with
         the last report. If the rest should move, this calls the phase's `move_tail`; when that returns, other
@@ -184,9 +185,9 @@ def phase(
 
     working_set: loaded from host memory before and offloaded after the function, under the same permit. One
     with `take_memory` is told the job's share of the device's memory, at first and whenever it changes.
-    move_tail: called from inside `Progress.report` of a rollout, with the rollout nodes (by their numbers in
-    the group) onto which the responses that still run are to move; when it returns, the others are unused.
-    Raises: ValueError for what is no name; in the function's calls PermitLost, CacheFull and ConfigError.
+    move_tail: `Progress.report` of a rollout calls it with the rollout nodes, by their numbers in the group,
+    to which it must move the responses that still run. When it returns, the other nodes are unused. Raises:
+    ValueError for an invalid name; in the function's calls PermitLost, CacheFull and ConfigError.
     """
     if re.fullmatch(PHASE_NAME, name) is None:
         raise ValueError(f"phase {name!r}: expected rollout, train, or a name like checkpoint ({PHASE_NAME})")

@@ -1,4 +1,4 @@
-"""A job's worst-case times, computed from a run alone at max tokens, and written into the job's file.
+"""A job's worst-case times, computed from a run of the job alone at max tokens, and written into its file.
 
 Times are the longest that were measured after the warm-up, never estimates. A job that does not run its
 phases as its file says raises ProfileError. Pure: rose.jobs.profile runs the job.
@@ -147,13 +147,14 @@ def check_phases(spec: RunSpec, recorded: Recorded) -> None:
     for (phase, iteration, _), count in Counter((run.phase, run.iteration, run.rank) for run in held).items():
         if count > 1:
             raise ProfileError(
-                f"{spec.name}: {count} times {phase} in iteration {iteration}; a group's order has "
-                "one place for it: make it one function"
+                f"{spec.name}: enters {phase} {count} times in iteration {iteration}, but a group's order "
+                "has one place for it: make it one function"
             )
 
 
 def profile_of(spec: RunSpec, recorded: Recorded, samples: Sequence[MemorySample]) -> JobProfile:
-    """The figures of a job that ran to its end. Raises: ProfileError for a phase that it never entered."""
+    """Returns the figures of a job that ran to its end. Raises: ProfileError for a phase that it never
+    entered."""
     check_phases(spec, recorded)
     measured = [run for run in recorded.runs if run.iteration >= NUM_WARM_UP]
     seen = {run.phase for run in measured}

@@ -125,8 +125,8 @@ class Recorder:
         return self._recording.forced_tokens
 
     def begin_timing(self, working_set: WorkingSet | None) -> TimedSet | None:
-        """Returns the engines if they are to be timed after the rollout that begins, which is the first one:
-        the time that this takes is one of the warm-up."""
+        """Returns the engines if they should be timed after the rollout that begins. This is the first
+        rollout, so the time that it takes belongs to the warm-up."""
         if not self._times_engines or not isinstance(working_set, TimedSet):
             return None
         self._times_engines = False

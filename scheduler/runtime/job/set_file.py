@@ -29,7 +29,7 @@ class SetFile:
         self._identity = (0, 0, 0)
 
     def grow(self, num_bytes: int) -> None:
-        """Makes the file at least so long, with all its pages. Its content stays.
+        """Makes the file at least this long, with all its pages. Its content stays.
 
         Raises: OSError if the memory is not there, with the file as it was.
         """

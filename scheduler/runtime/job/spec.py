@@ -167,13 +167,13 @@ class RunSpec(JobSpec):
             return self
         if self.group is not None:
             raise ValueError(
-                f"borrow.fewest_nodes: group is {self.group}, and only a job in a group of the policy's "
-                "choice can do with fewer nodes; remove one of both"
+                f"borrow.fewest_nodes: group is {self.group}, but only a job whose group the policy chooses "
+                "can hand nodes back; remove `group` or `borrow.fewest_nodes`"
             )
         if self.has_ranks_on_each_node and self.num_ranks % self.num_nodes:
             raise ValueError(
-                f"borrow.fewest_nodes: num_ranks {self.num_ranks} on {self.num_nodes} nodes; with fewer, "
-                f"each keeps as many: use a multiple of {self.num_nodes}"
+                f"borrow.fewest_nodes: num_ranks {self.num_ranks} on {self.num_nodes} nodes; each node keeps "
+                f"an equal number when others are handed back: use a multiple of {self.num_nodes}"
             )
         return self
 
@@ -182,8 +182,8 @@ class RunSpec(JobSpec):
         num_nodes = self.num_nodes
         if self.launch is Launch.PER_RANK and self.num_ranks % num_nodes:
             raise ValueError(
-                f"num_ranks {self.num_ranks} on {num_nodes} nodes: launch per-rank starts as many on each "
-                f"node; use a multiple of {num_nodes}, or another `launch`"
+                f"num_ranks {self.num_ranks} on {num_nodes} nodes: launch per-rank starts equally many on "
+                f"each node; use a multiple of {num_nodes}, or another `launch`"
             )
         return self
 
@@ -273,7 +273,7 @@ class PreemptionSpec(Section):
     by_share: bool = False
     """At equal priority, a job takes places from teams that use more for their shares than its own team."""
     min_run_s: float = Field(default=600.0, ge=0)
-    """A job runs at least so long before it gives its place away."""
+    """A job runs at least this long before it gives its place away."""
 
 
 class RayClusterSpec(Section):

@@ -1,8 +1,8 @@
-"""Tells the router of the serving fleet which jobs may borrow its GPUs, and keeps it told.
+"""Tells the router of the serving fleet which jobs may borrow its GPUs, and tells it again whenever needed.
 
 Owns a thread and its HTTP calls: the scheduler never waits for the router. The thread compares what the
-router knows with what it is to know, so a router that was away, or has lost its memory, is told again. A
-router that can't be told keeps no job from running. Never: decides who borrows what (loans.py).
+router knows with what it should know, so a router that was away, or has lost its state, is told again. If a
+router can't be told, jobs run all the same. Never: decides who borrows what (loans.py).
 """
 
 import logging
@@ -23,7 +23,7 @@ from rose.scheduler.runtime.lending.loans import Loan, RouterNews, Use
 logger = logging.getLogger(__name__)
 
 CHECK_S = 5.0
-"""The time after which a router that knows everything is asked again: it may have been started anew."""
+"""The time after which a router that knows everything is asked again: it may have been restarted."""
 RETRY_S = 0.5
 """The time until the next try, for a router that does not answer or that refuses something."""
 TIMEOUT_S = 10.0

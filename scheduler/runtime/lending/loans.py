@@ -1,4 +1,4 @@
-"""What the router of the serving fleet is to know of the jobs: their keys, their runs, their serving GPUs.
+"""What the router of the serving fleet should know of the jobs: their keys, their runs, their serving GPUs.
 
 Owns the jobs' declarations and decides how many serving GPUs each job may borrow. A declaration is kept in
 the channel until the router is known to have forgotten it, so no restart of the scheduler leaves one behind.
@@ -66,7 +66,7 @@ class Loans:
         self.problem: str | None = None
         """Why the router does not know of the loans, for people."""
         self._wanted: tuple[Loan, ...] | None = None
-        """None: it has to be made anew."""
+        """None: it has to be made again."""
 
     def restore(self, name: str, loan: Loan) -> None:
         """Takes over what an earlier scheduler has committed."""
@@ -94,7 +94,7 @@ class Loans:
     def decide(
         self, groups: Iterable[Group], specs: Mapping[str, RunSpec], submission_of: Callable[[str], int]
     ) -> dict[str, int]:
-        """Lends anew to the members of the groups, and ends the loans of all other jobs.
+        """Lends again to the members of the groups, and ends the loans of all other jobs.
 
         specs, submission_of: of these members. Returns the jobs that may borrow more or less than before,
         with their GPUs.

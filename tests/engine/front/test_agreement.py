@@ -59,7 +59,7 @@ async def test_a_worker_with_the_same_tokenizer_is_agreed_with() -> None:
 
 async def test_a_worker_with_another_tokenizer_is_refused_with_what_differs() -> None:
     async with ScriptedWorker() as worker:
-        with pytest.raises(ConfigError, match="its tokenizer is not that of the workers behind http"):
+        with pytest.raises(ConfigError, match="its tokenizer differs from that of the workers behind http"):
             await asked(worker.url, Bytes(shift=1))
 
 

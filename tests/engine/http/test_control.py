@@ -129,13 +129,12 @@ class UpdatedClient(Client):
     """Notes at each call whether the engine's status speaks of an update, and of which weights."""
 
     output_processor = SimpleNamespace(request_states={})
-    outputs_queue = asyncio.Queue[object]()
-    is_running = False  # there are no outputs to process
+    outputs_queue, is_running = asyncio.Queue[object](), False  # there are no outputs to process
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, bool, str | None]] = []
         self.status: Callable[[], WorkerStatus]
-        self.is_broken = False
+        self.is_broken, self.engine_core = False, self
         self.problem: str | None = None
         self.why_whole: str | None = None
         self.stale_drafter: str | None = None
@@ -143,15 +142,13 @@ class UpdatedClient(Client):
         self.was_active: list[bool] = []
         self.asked: list[tuple[str, bool]] = []
         self.resets: list[bool | Exception] = []  # results of the next ones; those after them succeed
-        self.engine_core = self
 
     async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
         """Two ranks; the second one takes for as long to prepare as it takes to be asked twice."""
         self.asked.append((method, self.status().is_updating))
-        if method == "begin_weight_changes":
-            return [None, None]
-        if method == "device_use":
-            return [(None, 0)]
+        known: dict[str, list[object]] = {"begin_weight_changes": [None, None], "device_use": [(None, 0)]}
+        if method in known:
+            return known[method]
         if method == "loaded_weights":
             self.was_active.append(self.status().is_active)
             return [(self.loaded, None, None), (None, self.why_whole, self.stale_drafter)]

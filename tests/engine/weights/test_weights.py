@@ -365,7 +365,7 @@ def test_impossible_updates_are_refused_with_a_reason(serving: RealEngine, model
     good = staged_update(models.untied[1], "test/1")
     refused = serving.update_weights(good)
     assert refused.status_code == 409
-    assert "weights of a serving engine are not updated through rose" in refused.text
+    assert "this serving engine takes no weights" in refused.text
 
 
 def test_a_missing_checkpoint_is_reported_as_a_bad_request(rollout: RealEngine, models: ModelDirs) -> None:

@@ -81,7 +81,7 @@ def test_nobody_comes_back_as_somebody_else(change: dict[str, object]) -> None:
     back = hello(rank=0, world_size=2).model_copy(update={"slot": slot})
     with pytest.raises(AttachRefused, match="with pid 12"):
         roster.find(back, 12)
-    with pytest.raises(AttachRefused, match="the pool was made anew; restart the engine") as refusal:
+    with pytest.raises(AttachRefused, match="the pool is a new one; restart the engine") as refusal:
         roster.find(back.model_copy(update=change), 11)
     assert not refusal.value.is_transient
 

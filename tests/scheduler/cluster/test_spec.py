@@ -37,7 +37,7 @@ def test_the_example_is_a_job() -> None:
             "rollout keeps 2001 GB on each node, but h20 nodes have 2000 GB",
         ),
         (changed("train", nodes=0), "train with nodes: 0; train needs at least one node"),
-        (changed("sync", nodes=2), "sync with nodes: 2; only rollout and train hold nodes, write nodes: 0"),
+        (changed("sync", nodes=2), "sync with nodes: 2; only rollout and train hold nodes; write nodes: 0"),
         (changed("sync", seconds=None), "sync has no seconds; rose sched profile measures them"),
         (changed("train", nodes=21), "train needs 21 nodes, but pool h800 has 20"),
         (changed("train", pool="a100"), "train names pool a100, but train phases run on h800"),

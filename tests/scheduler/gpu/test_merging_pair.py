@@ -46,7 +46,7 @@ def test_the_other_pipeline_computes_on_the_freed_workers_while_the_tail_runs() 
     assert played.modes[:2] == [Mode.PROFILE, Mode.SHARED]
     assert played.pairing.num_merges > 10
     [note, *_] = [each.note for each in played.pairing.decisions if each.note]
-    assert note.startswith("the tail of a goes on on worker 0 alone: saves ")
+    assert note.startswith("the tail of a continues on worker 0 alone: saves ")
     serial = PlayedPair(pair(is_serial=True), scripts(), TRUTH)
     serial_s = serial.run()
     assert serial.pairing.num_merges == 0
@@ -168,7 +168,7 @@ def test_a_move_that_was_not_decided_is_refused(workers: list[int]) -> None:
     at = Rollout()
     refusal = at.pairing.moved(0, [0], at.now)
     assert refusal is not None and refusal.startswith(
-        "a was not told that its rollout should go on on worker"
+        "a was not told that its rollout should continue on worker"
     )
     at.report(20, (1, 1))
     assert at.pairing.moved(0, workers, at.now) is not None

@@ -50,7 +50,7 @@ def test_every_split_gives_all_of_the_gpu_away() -> None:
 @pytest.mark.parametrize(
     ("grid", "compute", "message"),
     [
-        (((1.0,),), (0.5, 0.75), "want 2 rows of 1 slowdowns"),
+        (((1.0,),), (0.5, 0.75), "expected 2 rows of 1 slowdowns"),
         (((math.nan,),), (0.5,), "got nan"),
         (((1.0,),), (1.5,), "ascend within"),
         ((), (), "ascend within"),

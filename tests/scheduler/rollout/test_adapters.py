@@ -235,7 +235,7 @@ def test_a_turn_counts_on_kv_of_its_own_base_adapter_and_version_alone() -> None
 @pytest.mark.parametrize("text", ["math", "math/x", "/3"])
 def test_a_version_that_is_none_is_refused(text: str) -> None:
     worker = Worker(WorkerSpec(url="http://gpu:1"), RouterConfig())
-    with pytest.raises(Exception, match="want RUN/NUMBER"):
+    with pytest.raises(Exception, match="expected RUN/NUMBER"):
         worker.take_status(RoutingStatus(adapters=[text]), 0.0)
 
 

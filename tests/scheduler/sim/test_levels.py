@@ -78,4 +78,4 @@ def test_one_pass_is_too_few_for_an_iteration_s_length(
 ) -> None:
     with pytest.raises(SystemExit):
         simulate(["--level", "group", str(write_cluster(tmp_path, (100.0, 60.0))), "--passes", "1"])
-    assert "--passes 1: an iteration's length needs two starts; want at least 2" in capsys.readouterr().err
+    assert "--passes 1: an iteration's length needs two starts; use at least 2" in capsys.readouterr().err

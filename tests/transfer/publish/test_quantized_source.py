@@ -306,7 +306,7 @@ def test_a_tensor_that_changes_its_shape_and_a_way_back_to_a_quantized_version_a
     like = write_checkpoint(tmp_path, BLOCK, weights)
     publisher = publish(weights, "run", quantized_like=like)
     publisher.publish()
-    with pytest.raises(ValueError, match="what was published is quantized: load the trainer's own"):
+    with pytest.raises(ValueError, match="the published weights are quantized: load the trainer's own"):
         roll_back(publisher, 0)
     weights[QUANTIZED[0]].data = torch.zeros(2, 2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="begin a new run"):

@@ -1,9 +1,9 @@
 """The delta codec where the tensors lie: compares, compacts and applies on a CUDA device.
 
 Owns the choice between the processor and the device (device_deltas), and the buffers of a call; the kernels
-are kernels.py's. The result is the same rose._delta.Delta that the processor makes, with the bits and
-hashes of csrc/delta/sparse.hpp, so every codec's bytes are the same; only the changes cross to the host.
-Imports torch only when there are kernels. ROSE runs without them.
+are kernels.py's. The result is the same rose._delta.Delta that the processor makes, with the bits and hashes
+of csrc/delta/sparse.hpp, so every codec's bytes are the same. Only the changes cross to the host. Imports
+torch only when there are kernels. ROSE runs without them.
 """
 
 import logging

@@ -2,8 +2,8 @@
 
 Owns: the names of entries, and their effects on workers, jobs, pauses, the version rule and RL steps.
 Promises: a router that applies the entries of another router has what that router has. An entry that
-can't hold beside this router's own file, such as another job's key, is logged and has no effect.
-Never does: check what an admin sends (http/admin.py).
+contradicts this router's own file, such as another job's key, is logged and has no effect. Never does: check
+what an admin sends (http/admin.py).
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class AdminChanges:
         self.noted()
 
     def announced(self, version: WeightVersion, step: dict[str, Any]) -> bool:
-        """Has the newest version of a run be what its publisher has announced, with a step or by itself.
+        """Makes the version that a run's publisher has announced, with a step or by itself, the run's newest.
 
         Returns False, and changes nothing, if a public key is set and another announcement was newer: a
         publisher's versions only grow. Raises: RelayError if it is not signed.

@@ -1,10 +1,9 @@
 """What an admin has set at a router, kept in a file and made equal at all peers.
 
-Owns: the entries, each with a version, and the file that holds them.
-Promises: of two values of one entry the one with the higher version counts, at every router. What was set is
-in the file before its caller is answered. Old removals are dropped, but never those of this router's own
-settings, which would come back. The file is replaced whole by one writer at a time, and only its
-owner can read it, because it holds the keys of jobs.
+Owns: the entries, each with a version, and the file that holds them. Promises: at every router, the value of
+an entry with the higher version counts. A value is in the file before the caller that set it is answered. Old
+removals are dropped, but never those of this router's own settings, which would come back. The file is
+replaced whole by one writer at a time, and only its owner can read it, because it holds the keys of jobs.
 Never does: know what an entry means (changes.py), speak to peers (peers.py), wait for the disk on the event
 loop, whose streams would all stop.
 """
@@ -158,7 +157,7 @@ class Entries:
             raise
 
     async def _write(self, file: Path, num_changes: int) -> None:
-        """Writes the file unless a writer before has written so many changes with its own."""
+        """Writes the file unless a writer before has written this many changes with its own."""
         async with self._writer_lock:
             if self._num_kept >= num_changes:
                 return

@@ -209,8 +209,8 @@ class Peers:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether no process listens at the address. An unknown name or host, or a lack of file descriptors here,
-    tells nothing about the peer."""
+    """Returns whether no process listens at the address. An unknown name or host, or a lack of file
+    descriptors here, tells nothing about the peer."""
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
         error.os_error, ConnectionRefusedError
     )

@@ -5,7 +5,7 @@ Promises: the text of both parts together equals the text of an unbroken run.
 Never does: choose workers.
 
 A character may consist of several tokens, and a worker gives its text with the last one. vLLM 0.32 primes its
-detokenizer with the prompt: if the prompt ends within a character, the first text is that of the whole
+detokenizer with the prompt, so if the prompt ends within a character, the first text is that of the whole
 prompt.
 """
 
@@ -39,7 +39,7 @@ async def end_on_character(generation: Accumulated, decode: Decode, *, are_shown
     count = await num_unfinished(generation.token_ids, decode)
     if count and are_shown:
         raise WorkerError(
-            "the worker was lost when the client had received a part of a character; send it again"
+            "the worker was lost when the client had received a part of a character; send the turn again"
         )
     generation.drop_last(count)
 

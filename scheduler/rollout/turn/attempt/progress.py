@@ -1,8 +1,7 @@
 """Whether a worker still makes tokens, for requests whose own answers don't show it.
 
-Owns: the probe: one token of a one-token prompt.
-Promises: a worker that is silent and whose probe stays silent counts as stalled within twice `first_token_s`.
-A worker on which any turn makes tokens is not probed.
+Owns: the probe: one token of a one-token prompt. Promises: if a worker and then its probe stay silent, the
+worker counts as stalled within twice `first_token_s`. A worker on which any turn makes tokens is not probed.
 Never does: reroute (rerouting.py).
 
 A stopped engine keeps answering /health and even accepts requests, so only a token proves progress.

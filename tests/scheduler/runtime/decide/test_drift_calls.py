@@ -63,7 +63,7 @@ def test_a_group_with_room_is_certified_with_the_times_that_were_measured() -> N
     assert drifting.iterate(0, NUM_HOLDS - 1, 1.5 * HOUR_S)["group"] == drifting.first_group
     assert drifting.note("a") == ""
     assert drifting.iterate(NUM_HOLDS - 1, 1, 1.6 * HOUR_S)["group"] == drifting.first_group
-    assert drifting.note("a") == "rollout takes 5760 s, its file says 3600: certified anew in group-1"
+    assert drifting.note("a") == "rollout takes 5760 s, its file says 3600: certified again in group-1"
     drifting.iterate(NUM_HOLDS, NUM_HOLDS, 1.6 * HOUR_S)
     assert "5760" in drifting.note("a"), "the new times are its file's now, and not too short"
     assert drifting.note("b") == ""
@@ -75,10 +75,10 @@ def test_time_outside_of_phases_drifts_as_phases_do() -> None:
     drifting.iterate(0, NUM_HOLDS + 1, HOUR_S, checkpoint_s=950.0)
     assert drifting.note("a") == "", "within the margin of 900 s"
     drifting.iterate(NUM_HOLDS + 1, NUM_HOLDS, HOUR_S, rewards_s=1200.0, checkpoint_s=1800.0)
-    said = "the time after rollout takes 1200 s, its file says 0: certified anew in group-1"
+    said = "the time after rollout takes 1200 s, its file says 0: certified again in group-1"
     assert drifting.note("a") == said
     drifting.iterate(2 * NUM_HOLDS + 1, 1, HOUR_S, rewards_s=1200.0, checkpoint_s=1800.0)
-    said = "the time after train takes 1800 s, its file says 900: certified anew in group-1"
+    said = "the time after train takes 1800 s, its file says 900: certified again in group-1"
     assert drifting.note("a") == said
     drifting.iterate(2 * NUM_HOLDS + 2, NUM_HOLDS + 1, HOUR_S, rewards_s=1200.0, checkpoint_s=1800.0)
     assert drifting.note("a") == said, "the new times are its file's now"
@@ -89,7 +89,7 @@ def test_time_outside_of_phases_drifts_as_phases_do() -> None:
 def test_what_is_left_of_a_lifetimes_slo_is_that_of_the_measured_times() -> None:
     drifting = Drifting(slo=5.0, of_a={"slo": 1.2, "slo_kind": "lifetime"})
     assert drifting.iterate(0, NUM_HOLDS, 1.6 * HOUR_S)["group"] == drifting.first_group
-    assert "certified anew in group-1" in drifting.note("a"), "2.6 h are within 1.2 x 2.6 h"
+    assert "certified again in group-1" in drifting.note("a"), "2.6 h are within 1.2 x 2.6 h"
 
 
 def test_a_group_without_room_is_left_by_the_job_that_drifted_alone() -> None:

@@ -200,7 +200,7 @@ def test_a_job_that_wants_more_nodes_than_all_hosts_offer_is_refused() -> None:
     hello(scheduler, 2)
     phases = {"rollout": {"seconds": 1.0, "nodes": 3}, "train": {"seconds": 1.0}}
     error = error_of(scheduler.submit("a", **{**spec_of("a"), "group": None, "phases": phases}))
-    assert "rollout needs 3 nodes, all hosts together offer 2" in error
+    assert "rollout needs 3 nodes, but all hosts together offer 2" in error
     scheduler.call(Nodes, client="ray", num_nodes={"rollout": 1, "train": 1})
     phases["rollout"]["nodes"] = 2
     reply = only(Answer, scheduler.submit("a", **{**spec_of("a"), "group": None, "phases": phases}))

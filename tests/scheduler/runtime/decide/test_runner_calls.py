@@ -226,7 +226,7 @@ def test_more_ranks_than_devices_are_refused_with_the_numbers() -> None:
     refused = scheduler.submit("a", **{**spec, "num_ranks": 6})
     assert "num_ranks 6 on 2 nodes are 3 on each, and a rollout node has 2 GPUs" in error_of(refused)
     uneven = error_of(scheduler.submit("a", **{**spec, "num_ranks": 3}))
-    assert "num_ranks 3 on 2 nodes: launch per-rank starts as many on each node" in uneven
+    assert "num_ranks 3 on 2 nodes: launch per-rank starts equally many on each node" in uneven
     assert only(Start, scheduler.submit("a", **{**spec, "num_ranks": 4})).job == "a"
 
 

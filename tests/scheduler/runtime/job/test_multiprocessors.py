@@ -45,8 +45,8 @@ for numbers in (range(5, 10), range(17)):
         "(8, 8) (8012, 12)",
         "(16, 16) (16004, 4)",
         "True",
-        "ValueError multiprocessors 5 to 9 are at no end of 20",
-        "ConfigError the driver can't take 17 of the 20 multiprocessors of stand-in apart and leave some "
+        "ValueError multiprocessors 5 to 9 must begin at 0 or end at 19",
+        "ConfigError the driver can't split 17 of the 20 multiprocessors of stand-in off and leave some "
         "(CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION); a GPU with more of them can be shared",
     ]
 

@@ -54,5 +54,5 @@ def test_a_batch_is_divided_into_microbatches_of_the_most_rows_that_fit_all_memo
 
 
 def test_steps_of_negative_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="got -1 tokens, 0 responses"):
+    with pytest.raises(ValueError, match="must be 0 or more, got -1 and 0"):
         rose.Progress(0, 1).step(-1)

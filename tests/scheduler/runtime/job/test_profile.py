@@ -105,7 +105,7 @@ def test_memory_is_that_of_the_phase_or_of_the_nearest_moment() -> None:
         (("rollout",), r'never entered phase train, only rollout; put @rose.phase\("train"\)'),
         (
             ("rollout", "rollout", "train"),
-            "2 times rollout in iteration 1; a group's order has one place",
+            "enters rollout 2 times in iteration 1, but a group's order has one place",
         ),
     ],
 )
