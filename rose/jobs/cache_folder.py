@@ -5,6 +5,7 @@ its folder, and removes those that nobody has locked any more. Folders without a
 they are of jobs on Ray or of a pair.
 """
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -23,14 +24,24 @@ class CacheFolder:
         self.path = path
         for lock in path.parent.glob(f"*/{_LOCK}"):
             _remove_unlocked(lock)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._lock = _locked(path)
 
     def close(self) -> None:
         """Frees the memory."""
         remove(self.path)
         os.close(self._lock)
+
+
+def _locked(folder: Path) -> int:
+    """Returns the locked file of a folder that is there: another runner may remove it meanwhile."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.fstat(lock).st_nlink > 0:
+                return lock
+            os.close(lock)
 
 
 def _remove_unlocked(lock: Path) -> None:

@@ -75,7 +75,10 @@ class GatheredWeights:
                 named.add(name)
                 self._keep(name, tensor)
         if other := named ^ self._kept.keys():
-            raise _differs(min(other))
+            raise ValueError(
+                f"tensor {min(other)}: the trainer gave it to this rank in one of the first and the present "
+                "version alone; give the same tensors in the same order each time, or begin a new run"
+            )
         if self.publisher is None:
             self.publisher = WeightPublisher(self._kept, dtype=None, rank=rank, num_ranks=num_ranks, **run)
         publish_and_wait(self.publisher, self._num_workers, self._ack_timeout_s)
@@ -83,7 +86,7 @@ class GatheredWeights:
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._kept:
             if self.publisher is not None:
-                raise _differs(name)
+                return  # refused once all were read: the other ranks would wait for this one
             self._kept[name] = torch.empty(tensor.shape, dtype=self._published(name, tensor))
         self._kept[name].copy_(tensor.detach())
 
@@ -113,10 +116,3 @@ class GatheredWeights:
         signing_key = self._relay.get("signing_key", settings.signing_key)
         signer = Signer(signing_key) if signing_key is not None else None
         return RunAnnouncer(routers_of(self._router_url, settings), settings, signer)
-
-
-def _differs(name: str) -> ValueError:
-    return ValueError(
-        f"tensor {name}: the trainer gave it to this rank in one of the first and the present version alone; "
-        "give the same tensors in the same order each time, or begin a new run"
-    )

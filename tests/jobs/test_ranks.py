@@ -1,14 +1,16 @@
 """What the processes of a job on one host are told."""
 
+import fcntl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rose.jobs.cache_folder import CacheFolder
-from rose.jobs.ranks import START_FAILED_STATUS, Attempt, LocalAttempt, limit_bytes
+from rose.jobs.ranks import START_FAILED_STATUS, Attempt, LocalAttempt, limit_bytes, remove
 from rose.jobs.runner import HostEngine
 from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.runtime.channel.messages import Start
@@ -156,3 +158,22 @@ def test_memory_that_a_killed_runner_has_left_is_freed_by_the_next_one_of_any_na
         for runner in runners:
             runner.kill()
             runner.communicate()
+
+
+def test_a_folder_that_another_runner_removes_while_it_is_locked_is_made_again(tmp_path: Path) -> None:
+    """Else nothing would free it once this runner was killed."""
+    file = tmp_path / "own" / ".lock"
+    file.parent.mkdir()
+    with file.open("w") as other, ThreadPoolExecutor(1) as threads:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        made = threads.submit(CacheFolder, file.parent)
+        waiting = f":{file.stat().st_ino} "
+        while not any(
+            "->" in line and waiting in line for line in Path("/proc/locks").read_text().splitlines()
+        ):
+            time.sleep(0.01)
+        remove(file.parent)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        folder = made.result(60.0)
+    assert file.exists()
+    folder.close()

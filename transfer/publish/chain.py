@@ -139,8 +139,12 @@ class VersionChain:
         """Returns False, as no snapshot follows a snapshot of any size. Raises: RelayError where the relay no
         longer has what precedes all versions, or has another trainer's.
         """
-        if not self.is_announced and self._relay.get(keys.claim_key(self._run_id)) != self._writer.encode():
-            self._has_claimed = False
+        if self.is_announced:  # so HEAD stands in the relay, unless that is a new one
+            is_there = self._relay.get(keys.head_key(self._run_id)) is not None
+        else:
+            claim = self._relay.get(keys.claim_key(self._run_id))
+            is_there = self._has_claimed = claim == self._writer.encode()
+        if not is_there:
             raise RelayError(
                 f"run {self._run_id}: the relay was started again while a snapshot was written, or another "
                 "trainer has opened this run; publish again, and if that fails, choose another run id"

@@ -65,7 +65,7 @@ def _converted(model: Any, conversions: list[Any], name: str, part: TensorShard)
     operations = _operations(conversions, name)
     if operations and [type(each).__name__ for each in operations] not in _STACKED:
         return [(name, part)]
-    whole = part.tensor.new_empty(part.shape, device="meta")
+    whole = part.part.new_empty(part.shape, device="meta")
     in_files = revert_weight_conversion(model, {name: whole})
     names = list(in_files)
     if not operations:
@@ -94,7 +94,7 @@ def _operations(conversions: list[Any], name: str) -> list[Any]:
 
 def _cut(part: TensorShard, expert: int, first_row: int, num_rows: int) -> TensorShard | None:
     """Returns what a shard holds of an expert's matrix, whose rows begin at first_row; None: nothing."""
-    (at, row, column), (num_experts, num_held, _) = part.start, part.tensor.shape
+    (at, row, column), (num_experts, num_held, _) = part.start, part.part.shape
     begin, end = max(first_row, row), min(first_row + num_rows, row + num_held)
     if not at <= expert < at + num_experts or begin >= end:
         return None

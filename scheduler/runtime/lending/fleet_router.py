@@ -108,11 +108,10 @@ class FleetRouter:
             except WorkerError as error:
                 problem = f"router {url}: {error}"
                 break
-            except (
-                Exception
-            ) as error:  # such as an answer of another version: a thread that ended tells nobody
-                logger.exception("router url=%s", url)
-                problem = f"router {url}: {error!r}; check that it has this scheduler's version"
+            except Exception as error:  # a thread that ended would tell nobody
+                problem = f"router {url}: {error!r}"
+                if problem != self._problem:
+                    logger.exception("router url=%s", url)
                 break
         if problem != self._problem:
             logger.info("router url=%s problem=%s", ",".join(self._urls), problem)
@@ -127,15 +126,19 @@ class FleetRouter:
         """
         try:
             known: _Jobs = _answer(client.get("/admin/jobs")).json()["jobs"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise WorkerError("its /admin/jobs is not that of rose router; check the address") from error
-        for loan in wanted:
-            # The router may not know yet that the name is another job's, or the same job's with another key.
-            for each in (loan, self._told.get(loan.job, loan)):
-                if (use := _use(each, known.get(loan.job, {}))) is not None:
-                    with self._lock:
-                        self._used[use.meter] = use
-                    break
+            for loan in wanted:
+                # The router may not know yet that the name is another job's, or the same job's with another
+                # key.
+                for each in (loan, self._told.get(loan.job, loan)):
+                    if (use := _use(each, known.get(loan.job, {}))) is not None:
+                        with self._lock:
+                            self._used[use.meter] = use
+                        break
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
+            raise WorkerError(
+                "its /admin/jobs is not that of a rose router of this scheduler's version; check the address "
+                "and the version"
+            ) from error
         return known
 
     def _ask_others(self, told_url: str, wanted: tuple[Loan, ...]) -> None:

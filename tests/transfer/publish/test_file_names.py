@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.file_names import as_in_files
 from rose.transfer.publish.publisher import WeightPublisher
-from rose.transfer.publish.torch_source import TensorShard, load_planes
+from rose.transfer.publish.torch_source import TensorShard, load_planes, shard_of
 from rose.transfer.relay.opening import open_relay
 
 pytest.importorskip("transformers.core_model_loading", reason="transformers 5 is not installed")
@@ -107,17 +111,21 @@ def test_a_model_that_moves_after_its_publisher_was_made_is_followed(
 
 
 @pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize("is_distributed", [False, True])
 def test_a_rank_with_a_part_of_stacked_experts_has_the_same_part_of_each(
-    model: Any, dimension: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, dimension: int, is_distributed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if its parts are DTensors, as FSDP2's are."""
     expected = in_files(model, tmp_path)
     made = {name: torch.zeros_like(each) for name, each in expected.items()}
     whole = {name: each.detach() for name, each in model.state_dict().items()}
+    cut = distributed_part_of if is_distributed else part_of
     for rank in range(3):
-        shards = {name: part_of(tensor, dimension, rank) for name, tensor in whole.items()}
+        shards = {name: cut(tensor, dimension, rank) for name, tensor in whole.items()}
         monkeypatch.setattr(model, "state_dict", lambda keep_vars, own=shards: own)
         pairs = as_in_files(model)
-        for name, shard in pairs if pairs is not model else shards.items():
+        for name, value in pairs if pairs is not model else shards.items():
+            shard = shard_of(value)
             assert shard.shape == tuple(expected[name].shape)
             ends = zip(shard.box.start, shard.box.stop, strict=True)
             made[name][tuple(slice(*each) for each in ends)] = shard.part
@@ -131,3 +139,14 @@ def part_of(tensor: torch.Tensor, dimension: int, rank: int) -> TensorShard:
     begin = sum(each.shape[along] for each in parts[:rank])
     start = tuple(begin if axis == along else 0 for axis in range(tensor.ndim))
     return TensorShard(tensor=parts[rank], shape=tuple(tensor.shape), start=start)
+
+
+def distributed_part_of(tensor: torch.Tensor, dimension: int, rank: int) -> torch.Tensor:
+    """The same as torch's own ranks have it, here without the others."""
+    along = Shard(min(dimension, tensor.ndim - 1))
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        return distribute_tensor(tensor, mesh, [along], src_data_rank=None)
+    finally:
+        distributed.destroy_process_group()

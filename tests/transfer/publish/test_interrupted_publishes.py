@@ -15,7 +15,10 @@ from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.format import manifest as keys
+from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.manifest import Head, unpack_body
+from rose.transfer.format.state_hash import StateHash
+from rose.transfer.publish.chain import VersionChain
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
@@ -83,6 +86,24 @@ def test_late_joiners_get_a_run_whose_relay_was_started_again_while_a_version_wa
             check_newest(relay, weights)
     assert second
     publisher.close()
+
+
+def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_it_again(
+    embedded_url: str,
+) -> None:
+    """Followers are on the run's chain already, as when the trainer sends a snapshot that was not folded."""
+    layout = Layout([TensorSpec(name="a", dtype="BF16", shape=SHAPE)])
+    with closing(open_relay(embedded_url)) as relay:
+        chain = VersionChain(relay, "run", layout, 1, 1.0, None)
+        chain.open()
+        chain.add_snapshot(0, 1)
+        chain.move_head(0, StateHash())
+        assert not chain.require_claim(1)
+        relay.remove(relay.keys("rose/"))
+        with pytest.raises(RelayError, match="was started again while a snapshot was written"):
+            chain.require_claim(1)
+        chain.open()
+        assert relay.get(keys.layout_key("run")) is not None and not chain.is_announced
 
 
 def test_of_two_trainers_with_one_run_id_followers_get_the_weights_of_one(embedded_url: str) -> None:

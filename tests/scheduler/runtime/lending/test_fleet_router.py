@@ -112,25 +112,27 @@ async def test_a_router_that_starts_anew_counts_on_another_meter(num_schedulers:
         assert (after.submission, after.gpu_s > 0) == (1, True) and after.meter != before.meter
 
 
-async def test_a_router_of_another_version_is_named_and_asked_again() -> None:
-    """It shows its jobs in another form, and then without one of a loan's fields."""
-    shown: list[object] = [["math"], {"math": {"has_key": True, "run_id": "run"}}]
+async def test_a_router_of_another_version_is_named_and_keeps_no_other_from_being_told() -> None:
+    """It shows its jobs in another form, and one beside it a job without one of a loan's fields."""
     put: list[str] = []
 
-    async def show(_: web.Request) -> web.Response:
-        return web.json_response({"jobs": shown[0] if len(shown) > 1 else shown[-1]})
+    def router(jobs: object) -> TestServer:
+        async def show(_: web.Request) -> web.Response:
+            return web.json_response({"jobs": jobs})
 
-    async def take(request: web.Request) -> web.Response:
-        put.append(request.path)
-        return web.json_response({})
+        async def take(request: web.Request) -> web.Response:
+            put.append(request.path)
+            return web.json_response({})
 
-    app = web.Application()
-    app.add_routes([web.get("/admin/jobs", show), web.put("/admin/jobs/{job}", take)])
-    async with TestServer(app) as server:
-        url = str(server.make_url(""))
-        settings = Settings.from_environment({"ROSE_ROUTER_ADMIN_KEY": ADMIN_KEY})
-        fleet = FleetRouter(RouterSpec(url=url), settings)
-        fleet.want((FIRST,))
-        await until(lambda: "AttributeError" in (fleet.news().problem or ""))
-        del shown[0]
-        await until(lambda: put == ["/admin/jobs/math"] and fleet.news().problem is None)
+        app = web.Application()
+        app.add_routes([web.get("/admin/jobs", show), web.put("/admin/jobs/{job}", take)])
+        return TestServer(app)
+
+    settings = Settings.from_environment({"ROSE_ROUTER_ADMIN_KEY": ADMIN_KEY})
+    async with router(["math"]) as other, router({"math": {"has_key": True, "run_id": "run"}}) as known:
+        alone = FleetRouter(RouterSpec(url=str(other.make_url(""))), settings)
+        alone.want((FIRST,))
+        await until(lambda: "of this scheduler's version; check" in (alone.news().problem or ""))
+        both = FleetRouter(RouterSpec(url=f"{known.make_url('')},{other.make_url('')}"), settings)
+        both.want((FIRST,))
+        await until(lambda: put == ["/admin/jobs/math"] and both.news().problem is None)
