@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from rose.errors import ConfigError
+from rose.engine.vllm_version import lacks
 
 _STATE_FIELDS = ("detokenizer", "output_kind", "queue", "sent_tokens_offset", "stream_interval")
 _OUTPUT_PARAMETERS = ["self", "new_token_ids", "pooling_output", "finish_reason", "stop_reason"]
@@ -44,7 +44,7 @@ def check_output_processor(
     if make is None or [*inspect.signature(make).parameters][: len(_OUTPUT_PARAMETERS)] != _OUTPUT_PARAMETERS:
         lacking.append(f"{state.__name__}.make_request_output({', '.join(_OUTPUT_PARAMETERS[1:])})")
     if lacking:
-        raise ConfigError(f"vLLM has no {', '.join(lacking)}: this version is not supported by rose")
+        raise lacks(", ".join(lacking))
 
 
 def _fields(owner: type[object]) -> tuple[str, ...]:
