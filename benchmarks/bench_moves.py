@@ -208,7 +208,7 @@ class _Runs:
         environment = {"ROSE_RUNTIME_DIR": folder, **STOCK_ENV, **v2_runs.ENV}
         with ServerProcess(command, "v2_runs.py", log_path=None, env=environment) as program:
             if (status := program.wait(PROGRAM_S)) != 0:
-                raise WorkerError(f"{program.name} has status {status} after {PROGRAM_S:.0f} s at most, not 0")
+                raise WorkerError(f"{program.name}: status {status}, not 0, within {PROGRAM_S:.0f} s")
         return v2_runs.read_moves(json.loads(found.read_text()))
 
     def _beside_a_pair(
