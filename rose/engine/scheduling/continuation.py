@@ -123,6 +123,6 @@ def _advanced(request: Request, count: int, grammar: Any, manager: Any) -> Any:
         structured_output_request=alone,
     )
     if not manager.accept_tokens(before, tokens[-count:]):
-        raise ValueError(f"the grammar does not allow the {count} tokens that were generated before")
+        raise ValueError(f"the grammar does not allow all of the {count} tokens that were generated before")
     structured.reasoning_ended, structured.reasoner = alone.reasoning_ended, alone.reasoner
     return grammar
