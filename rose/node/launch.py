@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ READY_TIMEOUT_S = 900.0
 """A large model's weights take minutes to load from disk."""
 POOL_READY_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 60.0
+MOST_TEMPORARY_BYTES = 56
+"""A socket's path has up to 107 bytes: this, 14 of the folder that ServerProcess makes, and 37 of vLLM's."""
 
 
 def engine_process(
@@ -54,8 +57,9 @@ def engine_process(
     env = {"VLLM_PLUGINS": vllm_plugins(), **(extra_env if extra_env is not None else {})}
     if (key := worker_api_key()) is not None:
         env.setdefault("VLLM_API_KEY", key)  # a flag wins over it
-    # vLLM's sockets, which a killed engine leaves behind.
-    scratch = "VLLM_RPC_BASE_PATH"
+    # vLLM's sockets, which a killed engine leaves behind. In a folder too deep for them, it could not start.
+    has_room = len(os.fsencode(tempfile.gettempdir())) <= MOST_TEMPORARY_BYTES
+    scratch = "VLLM_RPC_BASE_PATH" if has_room else None
     return ServerProcess(argv, engine.name, log_path, env=env, cpus=engine.cpus, scratch=scratch)
 
 

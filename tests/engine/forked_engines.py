@@ -129,10 +129,7 @@ def _fork_ranks() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
-    from rose.engine.hooks import priority
-
     shm_broadcast.sched_yield = partial(time.sleep, POLL_S)
-    priority.GUEST_NICE = 0
     torch.set_num_threads(1)
     multiproc_executor.get_mp_context = lambda: get_context("fork")
     current_process()._config["daemon"] = False  # type: ignore[attr-defined]

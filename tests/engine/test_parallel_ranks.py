@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from probes import (
     NUM_VERSIONS,
@@ -112,6 +113,17 @@ def test_both_engines_answer_as_stock_vllm_while_slabs_move_between_all_ranks(
     stock.require_equal(answers)
 
 
+def test_rollouts_engine_core_and_ranks_give_way_to_servings(
+    ranks: SharedGpu, serving: RealEngine, rollout: RealEngine
+) -> None:
+    for engine in (serving, rollout):
+        engine.complete(prompt("gives way", 10), 1)
+    servings, rollouts = (
+        {psutil.Process(pid).nice() for pid in pids(ranks, role)} for role in (Role.SERVING, Role.ROLLOUT)
+    )
+    assert len(rollouts) == 1 and max(servings) < min(rollouts)
+
+
 def test_engines_of_two_ranks_exchange_grants_on_one_board(
     ranks: SharedGpu, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
 ) -> None:
@@ -186,6 +198,15 @@ def test_an_engine_that_loses_a_rank_ends_and_gives_its_slabs_back(
         "every slab has an owner",
     )
     ranks.ledger.check_integrity()
+
+
+def pids(gpu: SharedGpu, role: Role) -> list[int]:
+    """Those of an engine's core and ranks."""
+    state = read_state(runtime_dir(gpu.folder) / f"pool-{gpu.pool}.state")
+    assert state is not None
+    found = [member.hello.pid for member in state.members if member.hello.role is role]
+    assert len(found) == 1 + NUM_RANKS
+    return found
 
 
 def worker_pid(gpu: SharedGpu, role: Role, rank: int) -> int:

@@ -211,7 +211,7 @@ def test_rollouts_on_engines_divide_the_cores_in_one_way_and_no_gpu(tmp_path: Pa
     )
     one = write_job(tmp_path, "one")
     assert [spec.name for spec in read_pair([two, one], 12, is_gpu=False)] == ["two", "one"]
-    with pytest.raises(ConfigError, match=r"rollouts with nodes: 2 and 3; .* give both jobs as many"):
+    with pytest.raises(ConfigError, match=r"rollouts with nodes: 2 and 3; .* give both jobs the same number"):
         read_pair([two, three], 12, is_gpu=False)
     with pytest.raises(ConfigError, match="rollout with nodes: 2; pipelines that share a GPU have one"):
         read_pair([two, one], 132, is_gpu=True)

@@ -2,7 +2,10 @@
 
 import json
 import os
+import sys
+import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,6 +15,9 @@ from rose.errors import ConfigError
 from rose.node import launch
 from rose.node.node_config import EngineConfig, NodeConfig, PoolConfig
 from rose.types import Role
+
+PATIENCE_S = 300.0
+"""For what takes milliseconds, on a machine that is busy with something else."""
 
 
 def engine(**changes: Any) -> EngineConfig:
@@ -127,3 +133,26 @@ def test_cpus_outside_this_process_are_refused() -> None:
     launch.check_cpus(engine(cpus=(min(os.sched_getaffinity(0)),)))
     with pytest.raises(ConfigError, match=r"rollout-8001: cpus: .* may not use \[4097\]; choose among"):
         launch.check_cpus(engine(cpus=(4097,)))
+
+
+@pytest.mark.parametrize("num_bytes", [56, 57, 70])
+def test_an_engines_sockets_have_room_in_a_deep_temporary_folder(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives them names of 36 bytes, and a socket's path has up to 107."""
+    variable = "VLLM_RPC_BASE_PATH"
+    binds = (
+        "import os, socket, tempfile, uuid; "
+        f"folder = os.environ.get('{variable}', tempfile.gettempdir()); "
+        "socket.socket(socket.AF_UNIX).bind(f'{folder}/{uuid.uuid4()}')"
+    )
+    with TemporaryDirectory(dir="/tmp") as folder:
+        deep = Path(folder) / ("d" * (num_bytes - len(folder) - 1))
+        deep.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(deep))
+        monkeypatch.setenv("TMPDIR", str(deep))
+        monkeypatch.delenv(variable, raising=False)
+        server = launch.engine_process(engine(), log_path=None)
+        server.argv = [sys.executable, "-c", binds]
+        with server:
+            assert server.wait(PATIENCE_S) == 0

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     ("content", "problem"),
     [
         ({"router": None}, "no service"),
-        ({"router": {"num_cpus": 0}}, "takes nothing"),
+        ({"router": {"num_cpus": 0}}, "asks for no resources"),
         ({"router": {"config": {"policy": "best"}}}, "router.config.policy"),
         ({"nodes": [{"config": {"engines": []}}]}, "pool"),
         ({"name": "Not a name"}, "name"),

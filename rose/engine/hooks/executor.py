@@ -1,4 +1,5 @@
-"""vLLM's executor for several ranks. It keeps their answer queues in step when a call fails.
+"""vLLM's executor for several ranks. It keeps their answer queues in step when a call fails, and waits for
+rollout ranks at their own priority.
 
 vLLM 0.30-0.33 stops reading at the first rank that answers with an error. The other ranks' answers then stay
 in their queues, and every later call would read the answers of the call before it.
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from rose.engine.hooks.priority import give_way_on_cpus
 from rose.engine.memory.stages import tell_largest_block
 from rose.engine.settings import EngineSettings
+from rose.types import Role
 
 
 class RanksExecutor(MultiprocExecutor):
@@ -26,6 +30,9 @@ class RanksExecutor(MultiprocExecutor):
         settings = EngineSettings.parse(self.vllm_config.additional_config)
         if settings is not None and settings.pool is not None:
             tell_largest_block(kv_cache_configs, self.vllm_config)
+            if settings.role is Role.ROLLOUT and current_platform.is_cpu():
+                # Its ranks give way, and it waits for them busily: above them, it would take their CPU.
+                give_way_on_cpus()
         super().initialize_from_config(kv_cache_configs)
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ class RolloutScheduler(RoseScheduler):
             return self._schedule(throttle_prefills)
         # otherwise the grant would count their tokens, and other sequences would use them
         self._drop_stale_drafts()
-        limit = 0 if self._awaits_tokens() else self._ask_for_grant(side)
+        limit = 0 if self.awaits_tokens() else self._ask_for_grant(side)
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(limit, most)
         try:
@@ -174,16 +174,6 @@ class RolloutScheduler(RoseScheduler):
             self._end_grant(0)
             self._starved, self._starved_until_s = self._memory_state(), time.monotonic() + STARVED_RETRY_S
         return output
-
-    def _awaits_tokens(self) -> bool:
-        """Whether the next pass stays empty, and so needs no grant, because no sequence may decode yet.
-
-        Why: under Model Runner V2, a pipeline's stages before the last learn a step's tokens N passes later,
-        where N is the number of stages. vLLM leaves the step's sequences out until then. Without a gate, the
-        steps of other sequences are these passes. vLLM 0.32.
-        """
-        due = (getattr(request, "next_decode_eligible_step", 0) for request in self.running)
-        return max(due, default=0) > getattr(self, "current_step", 0) + 1
 
     @property
     def _is_gated(self) -> bool:

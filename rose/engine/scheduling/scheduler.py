@@ -183,6 +183,16 @@ class RoseScheduler(Scheduler):
             is_alone = len(self._in_flight) == 1
             self._core.batch_queue_size = 1 if is_alone and self.must_drain() else self._max_in_flight
 
+    def awaits_tokens(self) -> bool:
+        """Returns whether an empty pass is due before all sequences may decode in one step.
+
+        Why: under Model Runner V2, a pipeline's stages before the last take over a step's tokens as many
+        passes after it as there are stages, and vLLM leaves its sequences out until then. With more steps in
+        flight, the steps of other sequences are these passes. vLLM 0.32.
+        """
+        due = (getattr(request, "next_decode_eligible_step", 0) for request in self.running)
+        return max(due, default=0) > getattr(self, "current_step", 0) + 1
+
     @property
     def is_computing(self) -> bool:
         """Whether a step is in flight."""

@@ -144,6 +144,10 @@ class ServingScheduler(RoseScheduler):
         if self._is_in_wave and side.is_stepping and not self.is_computing and self._must_let_finish(side):
             side.end_step(view, num_steps=0)
         if not side.is_stepping:  # one claim spans the steps in flight
+            if not self.is_computing and side.is_wanted and self.awaits_tokens():
+                # The slack is that of a step with all decodes. A drained pipeline never joins them again.
+                self.max_num_scheduled_tokens = 0
+                return
             # Steps that were begun with the gate off have no claim, so no grant may be offered beside them.
             if not self.is_computing and self._offer_grants(side, now, view):
                 self.max_num_scheduled_tokens = 0

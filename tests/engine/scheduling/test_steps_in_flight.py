@@ -182,3 +182,24 @@ def test_prefill_in_a_step_behind_another_spares_decodes_as_in_the_first(
     first, second = serving.schedule(), serving.schedule()
     taken = [step.num_scheduled_tokens["prompt"] for step in (first, second)]
     assert MIN_PREFILL_TOKENS < min(taken) <= max(taken) <= MOST_PREFILL_TOKENS
+
+
+def test_sequences_of_a_drained_pipeline_decode_in_one_step_while_rollouts_want_turns(serving: Any) -> None:
+    """Under Model Runner V2 vLLM leaves out those of the last step. Serving's slack is that of a step with
+    all decodes."""
+    ask(serving, "other", 1)
+    end(serving, serving.schedule())
+    shut(serving, GateMode.ALTERNATE)
+    serving.requests["other"].next_decode_eligible_step = serving.current_step + 2  # as in two stages
+    alone = serving.schedule()
+    assert list(alone.num_scheduled_tokens) == ["decode"]
+    end(serving, alone)
+    rollout = RolloutSide(board(serving))
+    rollout.set_want(True)
+    serving.requests["other"].next_decode_eligible_step = serving.current_step + 2
+    taken_over = serving.schedule()
+    assert taken_over.total_num_scheduled_tokens == 0
+    assert state_of(board(serving).load(BoardWord.CLAIM), 0) == ServingState.OPEN
+    end(serving, taken_over)
+    assert sorted(serving.schedule().num_scheduled_tokens) == ["decode", "other"]
+    rollout.detach()

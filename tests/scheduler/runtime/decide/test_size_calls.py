@@ -262,7 +262,7 @@ def test_a_job_whose_ranks_can_not_follow_its_nodes_is_refused() -> None:
     sized = Sized()
     borrow = {"run_id": "run-b", "fewest_nodes": 2}
     ranks = {"num_ranks": 10, "launch": "per-rank"}
-    assert "the 10 ranks of launch per-rank go on" in error_of(sized.submit("b", borrow=borrow, **ranks))
+    assert "the 10 ranks of launch per-rank would" in error_of(sized.submit("b", borrow=borrow, **ranks))
     ranks |= {"num_ranks": 7, "launch": "per-node"}
     assert "use a multiple of 5" in error_of(sized.submit("b", borrow=borrow, **ranks))
     named = {"run_id": "run-c", "fewest_nodes": 2}
