@@ -1,24 +1,25 @@
-"""Greedy answers stay stock vLLM's over thousands of moves of slabs, whatever of vLLM's features is on.
+"""Greedy answers equal stock vLLM's while slabs move thousands of times, with each of the features below.
 
-`greedy_equal_moves[FEATURE]`: the share of answers that are token for token stock vLLM's, an answer that a
-cut ended as far as it came. A rollout engine is alone in its pool. In each round it gets all prompts at
-once (delta_net: one after the other), and in the midst of decoding it loses half of the slabs that it uses;
-the next round gets them back. A slab that leaves is overwritten with NaN. Rounds go on until slabs have
-changed hands 1,000 times for each feature; with `--quick`, 60 times. Prompts whose greedy tokens float32's
-rounding decides, and with it the batch, are left out (not of delta_net). Beside it: how many answers were
-compared and came whole, and the moves.
+`greedy_equal_moves[FEATURE]` is the share of answers that equal stock vLLM's token for token. An answer that
+a cut ended is compared as far as it goes. A rollout engine is alone in its pool. In each round it gets all
+prompts at once (delta_net: one after the other), and while it decodes it loses half of the slabs that it
+uses. The next round gets them back. A slab that leaves is overwritten with NaN. Rounds go on until slabs have
+changed hands 1,000 times for each feature, or 60 times with `--quick`.
+
+Prompts whose greedy tokens depend on float32's rounding, and so on the batch, are left out, except with
+delta_net. The table also shows the moves, and how many answers were compared and how many came whole.
 
     sync, async      dense attention, without and with async scheduling
     mamba2, parallel, delta_net   states beside attention (Granite, Falcon-H1, Qwen3-Next), prefix cache on
     draft_model      dense attention, three draft tokens of another model, with async scheduling
     tp2              two tensor-parallel ranks, with async scheduling; stock vLLM has one rank
-    pp2              a pipeline of two stages with one and three layers, and a step in each; likewise
+    pp2              a pipeline of two stages with one and three layers, and a step in each; stock: one rank
     v2               Model Runner V2, in Triton's interpreter
     nixl             a prefiller and a decoder with vLLM's NixlConnector on a stand-in card, beside rollouts
                      that always want their slabs; the answers are the decoder's and the rollouts'
 
-Engines with async scheduling compute on a device that imitates a GPU's lateness, but those of tp2; pp2 has
-a step in each stage without it. The engines are those of tests/engine.
+Engines with async scheduling compute on a device that imitates a GPU's lateness, except those of tp2. In
+pp2 the stages have a step each without such a device. The engines are those of tests/engine.
 
     python benchmarks/bench_moves.py --quick
     python benchmarks/bench_moves.py --only mamba2 delta_net --json moves.json
@@ -52,22 +53,22 @@ NUM_DRAFTS = 3
 NUM_SLABS, HEADROOM_SLABS = 24, 6
 TINY_SLAB, SMALL_SLAB, SLAB, WIDE_SLAB = 64 << 10, 256 << 10, 512 << 10, 768 << 10
 SHORT_BLOCKS = {"block_size": 32}
-"""In tokens. vLLM's blocks for the CPU have 128."""
+"""The tokens of a block. vLLM's blocks for the CPU have 128."""
 CACHED = {"prefix_match_unit": 16}
 CLEAR_MARGIN = 1e-4
-"""In nats: a hundred times what the rounding of float32 changes a log probability by."""
+"""In nats. It is a hundred times the change of a log probability by float32's rounding."""
 PROGRAM_S = 3600.0
-"""The engine that runs in a program of its own has answered by then."""
+"""The most seconds that the engine in a program of its own may take to answer."""
 ROUNDS_OF_A_DECODER = 4
-"""It gets all prompts so often, and then another one starts."""
+"""How often a decoder gets all prompts before another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """An engine that one of the features is on in."""
+    """An engine with one of the features."""
 
     make_model: str
-    """The function of tests/engine/tiny_models.py."""
+    """The function of tests/engine/tiny_models.py that makes its model."""
     slab_bytes: int = SLAB
     is_late: bool = False
     """Whether scheduling is async, on the late device."""
@@ -164,7 +165,7 @@ class _Runs:
             (reply, tokens) for reply, tokens in answers if reply.tokens != tokens[: len(reply.tokens)]
         ]
         for reply, tokens in unequal:
-            print(f"{name}: unlike stock's {tokens}: {reply}", file=sys.stderr)
+            print(f"{name}: stock vLLM answers {tokens}, and the engine answers {reply}", file=sys.stderr)
         return Figure(
             name=f"greedy_equal_moves[{name}]",
             value=1 - len(unequal) / len(answers),
@@ -207,14 +208,14 @@ class _Runs:
         environment = {"ROSE_RUNTIME_DIR": folder, **STOCK_ENV, **v2_runs.ENV}
         with ServerProcess(command, "v2_runs.py", log_path=None, env=environment) as program:
             if (status := program.wait(PROGRAM_S)) != 0:
-                raise WorkerError(f"{program.name}: exit status {status} within {PROGRAM_S:.0f} s")
+                raise WorkerError(f"{program.name}: status {status}, not 0, within {PROGRAM_S:.0f} s")
         return v2_runs.read_moves(json.loads(found.read_text()))
 
     def _beside_a_pair(
         self, run: Callable[..., Any], stock: Any, *, pool: str, num_moves: int, **given: Any
     ) -> tuple[list[tuple[Any, Any]], int]:
-        """Has decoders take their prompts' KV from a prefiller until rollouts and these have moved so many
-        slabs."""
+        """Has decoders take their prompts' KV from a prefiller until slabs have moved ``num_moves`` times
+        between them and rollouts."""
         events, runs = self._tests["preloaded"].FORKS, self._tests["prefill_decode_runs"]
         line, stop = runs.Line(asked=events.Queue(), told=events.Queue()), events.Event()
         rolled = {"model": self._model("rollout", "make_rollout_model"), "max_tokens": MAX_TOKENS}
@@ -246,7 +247,7 @@ class _Runs:
         margins = run(self._tests["engine_runs"].stock_margins, prompts=prompts, **given).result()
         clear = [prompt for prompt, nats in zip(prompts, margins, strict=True) if nats >= CLEAR_MARGIN]
         if len(clear) < NUM_PROMPTS // 2:
-            raise WorkerError(f"rounding decides too many of {len(prompts)} answers: margins {margins}")
+            raise WorkerError(f"rounding may decide most of {len(prompts)} answers: margins {margins} nats")
         return clear
 
     def _model(self, name: str, make: str, **how: Any) -> Path:
@@ -255,13 +256,18 @@ class _Runs:
 
 
 def _pairs(rounds: list[list[Any]], expected: list[list[int]]) -> list[tuple[Any, Any]]:
-    """Each answer of each round, with stock vLLM's."""
+    """Returns each answer of each round, with stock vLLM's."""
     return [pair for replies in rounds for pair in zip(replies, expected, strict=True)]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--only", nargs="+", choices=FEATURES, default=list(FEATURES), metavar="FEATURE", help="these alone"
+        "--only",
+        nargs="+",
+        choices=FEATURES,
+        default=list(FEATURES),
+        metavar="FEATURE",
+        help="the features to test; all by default",
     )
 
 

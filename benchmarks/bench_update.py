@@ -1,16 +1,16 @@
-"""A small update costs a host what changed, and an engine pauses for it no longer than for a step.
+"""A small update costs a host in proportion to what changed, and pauses an engine for about one step.
 
-What a host does: a dense model of random bits whose elements change by 1% a version, a relay, a follower with
-the mirror of a host, and the models of two engines, in vLLM's own layers and without its steps. The times of
-the host are CPU seconds. The parts of a round take turns.
+The first part measures what a host does. A dense model of random bits changes 1% of its elements in each
+version. It reaches a relay, a follower with a host's mirror, and the models of two engines, which are in
+vLLM's own layers and make no steps. The times of the host are CPU seconds. The parts of a round take turns.
   update_host_s_per_gb[1%]  the follower (decode, apply, changes file) and all engines (find, compare, write)
   host_copies               files of the mirror and of changes at their largest, over the model's bytes
   write_over_memcpy         what an engine does in its pause, over a copy of its model
-  publish_blocks_s_per_gb   publish_async(), after which the next step may begin; wall time, in model copies
+  publish_blocks_s_per_gb   wall time of publish_async(), after which the next step may begin, in model copies
 
-What an engine's stream sees: a trainer, a relay, a subscriber and a real engine that streams tokens all the
-time, each a process of its own, and versions of which each changes 1% of the elements.
-  pause_over_step           the engine's pause, without writing the changes and packing weights, over one step
+The second part measures what a stream of an engine shows. A trainer, a relay, a subscriber and a real engine
+that always streams tokens are a process each. Each version changes 1% of the elements.
+  pause_over_step           the engine's pause over one step, less writing the changes and packing weights
   gap_over_step             the longest time between two tokens; the prefix is computed again within it
   publish_to_token_s        from publish() to the first token under the new weights, with its parts
 
@@ -56,13 +56,13 @@ VOCABULARY = 8192
 ROUNDS, QUICK_ROUNDS = 10, 4
 RELAY_BYTES = 4 << 30
 LIVE = LoneModel(hidden=1024, layers=32, slab_bytes=0)
-"""Half a billion weights. slab_bytes: the engine has no pool."""
+"""Half a billion weights, in an engine without a pool (``slab_bytes`` 0)."""
 QUICK_LIVE = LoneModel(hidden=1024, layers=6, slab_bytes=0)
 
 
 @dataclass
 class Round:
-    """CPU seconds of one update's parts."""
+    """The CPU seconds of the parts of one update, and some wall times."""
 
     blocked_s: float = 0.0
     """Wall time until the trainer's next step may begin."""
@@ -84,7 +84,7 @@ class Round:
 
 
 class TimedMirror(SharedMirror):
-    """A store that measures the CPU seconds of the last update's two parts in which it knows of it."""
+    """A mirror that measures the CPU seconds of applying the last update and of writing its changes file."""
 
     apply_s = 0.0
     file_s = 0.0
@@ -106,7 +106,7 @@ class TimedMirror(SharedMirror):
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Returns the CPU seconds that this process, in all its threads, used for it."""
+    """Returns the CPU seconds that all threads of this process use for ``act``."""
     started_s = time.process_time()
     act()
     return time.process_time() - started_s
@@ -157,7 +157,7 @@ class ChangedEngine:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("host", "live"), help="what a host does, or what a stream sees")
+    parser.add_argument("--only", choices=("host", "live"), help="what a host does, or what a stream shows")
 
 
 def measure(args: argparse.Namespace) -> list[Figure]:

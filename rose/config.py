@@ -307,7 +307,7 @@ def parse_config(
 
 
 def _own_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Leaves out that a list is too short where one of its items is wrong."""
+    """Returns the errors without those of a list that only seems too short because an item of it is wrong."""
     wrong = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
     return [each for each in errors if each["type"] != "too_short" or each["loc"] not in wrong]
 

@@ -13,7 +13,7 @@ class ConfigError(RoseError):
 
 
 class FolderError(ConfigError):
-    """A folder is not there and can't be made. Code that can do without it catches this."""
+    """A folder does not exist and can't be made. Code that can do without the folder catches this."""
 
 
 class PoolError(RoseError):

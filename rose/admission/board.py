@@ -20,16 +20,16 @@ Giving the GPU back in the middle of a guest's step
                          or a request is announced.
     guest.try_resume:    as try_begin, for the rest of the step; then R_PAUSED := 0.
     A paused rollout engine can do nothing else, not even give memory back. So serving offers it a grant for
-    the rest if serving needs that memory, or if the pause has lasted for as long as a request may stall.
-    While several serving engines have work, none of them offers a grant. After MAX_PAUSE_S the rest then runs
-    beside them.
+    the rest of the step if serving needs that memory, or if the pause has lasted for as long as a request may
+    stall. While several serving engines have work, none of them offers a grant, and after MAX_PAUSE_S the
+    rest runs beside them.
 
 One guest's step between two serving steps
     serving.offer_grant: OPEN := GRANTED, number the offer, ring; wait until a guest has taken it and ended
                          its step, or each guest that could use it has answered. Nothing is offered while
                          another serving engine has work.
-    guest:               try_begin uses the grant up. decline() answers without a step, so that a refusal
-                         costs serving a wake-up and not the whole hand-over.
+    guest:               try_begin uses the grant up. decline() answers without a step, so that serving does
+                         not wait for the whole hand-over.
     serving.offer_grants repeats this while guests step and slack is left.
     The wait also ends when the hand-over time passes before a step has begun, on an arrival that is announced
     before a step has begun, and at the latest start. The begin_step that follows takes an unused grant back.
@@ -37,14 +37,14 @@ One guest's step between two serving steps
 Turns among guests
     Among the guests that wait for the GPU, the one whose last step ended longest ago goes first, so each
     other guest overtakes it once at most. WAITS shows that a guest waits. A guest leaves the GPU to an
-    earlier one for GIVE_WAY_S at most: that is what a dead or stopped guest costs the others, until its WAITS
-    is old. A guest that has declined a grant does not wait for it, and rings for the next.
+    earlier one for GIVE_WAY_S at most. A dead or stopped guest costs the others that time until its WAITS is
+    old. A guest that has declined a grant does not wait for it, and rings for the next.
 
 Bounds and deaths
     Serving waits for a guest's step until est_end + grace, and never longer. Meanwhile it looks at the
     process every LIVENESS_SLICE_S, and goes on at once if the process is dead. A guest that leaves a grant
     unanswered (it died, was stopped, or hangs between two steps) gets no other offer until its heartbeat is
-    newer than that one, and its paused step does not count. Guests never sleep longer than MAX_GRANT_WAIT_S
+    newer than the grant, and its paused step does not count. Guests never sleep longer than MAX_GRANT_WAIT_S
     per call. They take the word from a guest that has died, and from one that has kept it for MAX_STEP_WAIT_S
     after its est_end. Once a serving process has died, in any state, view().alive is False, and no guest
     starts until a process takes its place. Meanwhile guests answer the other engines' grants at once. A
@@ -75,13 +75,13 @@ GRACE_S = 0.1
 LIVENESS_SLICE_S = 0.01
 # Serving waits no longer than this, however wrong a prediction is.
 MAX_STEP_WAIT_S = 5.0
-# The longest sleep in a rollout engine's schedule(), so that aborts and new requests are still handled.
+# The longest sleep in a rollout engine's schedule(), which must handle aborts and new requests.
 MAX_GRANT_WAIT_S = 0.02
 # How long an arrival that the front end announced keeps the GPU for serving. It covers tokenizing and
 # queueing; a request that is rejected on the way must not hold rollouts off for longer.
 ARRIVAL_HOLD_NS = 50_000_000
-# How long a guest leaves a GPU that it could take to one that has waited longer, and how old that one's WAITS
-# may be: a guest that sleeps for its turn looks every MAX_GRANT_WAIT_S.
+# How long a guest leaves a free GPU to a guest that has waited longer, and how old that guest's WAITS may be.
+# A guest that sleeps for its turn looks every MAX_GRANT_WAIT_S.
 GIVE_WAY_S = 0.002
 WAITS_FOR_S = 0.05
 
@@ -102,7 +102,7 @@ class BoardWord:
     # anyone, atomic adds
     GRANTS: Final = 32
     EVICTIONS: Final = 33
-    SLOTS: Final = 34  # how many have ever been used, of the guests' and (bits 0-3) of serving's
+    SLOTS: Final = 34  # how many slots were ever used: serving's in bits 0-3, guests' above
     R_DECLINES: Final = 40  # one word per GateReason, two lines
     # serving, in its slot
     S_HAS_PENDING: Final = 56
@@ -209,7 +209,7 @@ def set_closed_share(words: Words, share: float, slot: int = 0) -> None:
 
 def closed_slices(words: Words, servings: Iterable[int] | None = None) -> ClosedSlices:
     """Returns the slices of time in which no guest's step may start: those of the serving engine that closes
-    most, which contain the others'. There are none where nobody serves.
+    the most slices, which contain the others'. There are none if nobody serves.
 
     ``servings`` are the offsets of the slots, if the caller has them.
     """
@@ -239,8 +239,8 @@ def announce_arrival(words: Words, slot: int = 0) -> None:
 
 
 def absorb_arrival(words: Words, arrival_s: float, slot: int = 0) -> None:
-    """Says that no request is announced any more to the serving engine in ``slot`` that was at its front end
-    by ``arrival_s`` (time.monotonic): its scheduler has those, or another engine core."""
+    """Ends the announcements of all requests that were at the front end of the serving engine in ``slot`` by
+    ``arrival_s`` (time.monotonic), because its scheduler or another engine core has them."""
     absorbed = BoardWord.S_ABSORBED + SLOT_WORDS * slot
     words.store(absorbed, max(words.load(absorbed), to_ns(arrival_s)))
 
@@ -259,12 +259,12 @@ def is_arrival_pending(words: Words, servings: Iterable[int], now_ns: int) -> bo
 def check_page(words: Words) -> None:
     """Formats a page of zeros. Raises: BoardError for a page of another layout."""
     if len(words) < NUM_WORDS:
-        raise BoardError(f"the board needs {NUM_WORDS} words, the page has {len(words)}")
+        raise BoardError(f"the board needs {NUM_WORDS} words, and the page has {len(words)}")
     words.cas(BoardWord.MAGIC, 0, MAGIC)
     found = words.load(BoardWord.MAGIC)
     if found != MAGIC:
         raise BoardError(
-            f"the board page starts with {found:#x}, this version needs {MAGIC:#x}: "
+            f"the board page starts with {found:#x}, and this version needs {MAGIC:#x}; "
             "both engines and the pool daemon must run the same ROSE version"
         )
 
@@ -272,7 +272,8 @@ def check_page(words: Words) -> None:
 def attach(words: Words, role: Role) -> int:
     """Takes a slot of the board for this process and returns it: its own, a dead process's, or a free one.
 
-    A dead one's first: its successor lets the others know that nothing of it is left on the GPU.
+    A dead process's slot goes first, because its successor tells the others that nothing of it is left on the
+    GPU.
     Raises: BoardError if every slot of the role is held by a live process.
     """
     check_page(words)
@@ -289,7 +290,7 @@ def attach(words: Words, role: Role) -> int:
                 f"all {most} {role} slots of this GPU's board are held, by pids {pids}; stop one"
             )
         slot = candidates[0]
-        # Counted first: nobody may overlook a slot that is held.
+        # The slot is counted first, so that nobody overlooks one that is held.
         change(words, BoardWord.SLOTS, partial(_with_slot, role=role, slot=slot))
         if words.cas(identity + SLOT_WORDS * slot, holders[slot], me):
             return slot

@@ -1,6 +1,6 @@
 """What an observer sees of the board: who computes, for how long, and what was offered and refused.
 
-Only reads the page, so it disturbs no engine. rose.admission.board has the page.
+The observer only reads the page, so it disturbs no engine. rose.admission.board has the page.
 """
 
 import time
@@ -78,7 +78,7 @@ class BoardSnapshot:
 
 
 def busiest_s(servings: Sequence[SideSnapshot], earlier: Sequence[SideSnapshot]) -> float:
-    """Returns the seconds that serving has computed between two snapshots. Of several engines the busiest
+    """Returns the seconds that serving computed between two snapshots. Of several engines only the busiest
     counts, because they compute side by side."""
     before_s = chain((side.busy_s for side in earlier), repeat(0.0))
     return max((side.busy_s - then_s for side, then_s in zip(servings, before_s, strict=False)), default=0.0)

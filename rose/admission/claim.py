@@ -67,7 +67,7 @@ def has_work_beside(claim: int, slot: int) -> bool:
 
 
 def has_gpu(claim: int, guest: int) -> bool:
-    """Whether a guest has the word and may go on: no serving engine is RUNNING, or OPEN, which calls it
+    """Whether a guest has the word and may go on: no serving engine is RUNNING or OPEN. OPEN calls the guest
     back."""
     return claim & (_SHUT | _GUEST) == guest + 1 << _GUEST_SHIFT
 
@@ -95,7 +95,7 @@ def released(claim: int, guest: int) -> int:
 
 
 def change(words: Words, index: int, to: Callable[[int], int]) -> int:
-    """Replaces the word at ``index`` by what ``to`` makes of it; returns the word that it replaced."""
+    """Replaces the word at ``index`` by ``to(word)``; returns the word that it replaced."""
     while True:
         seen = words.load(index)
         new = to(seen)

@@ -1,7 +1,7 @@
-"""The serving engine's own books: which requests wait, which decode, and by when their tokens are due.
+"""Which of a serving engine's requests wait, which decode, and when their tokens are due.
 
-They keep the token times that vLLM's scheduler does not have. A publication takes a few microseconds, because
-a decode's next due time is computed once per token. One thread uses them, the engine core's.
+Owns the token times that vLLM's scheduler does not keep. A publication takes a few microseconds, because a
+decode's next due time is computed once per token. Only the engine core's thread uses it.
 """
 
 from collections import deque
@@ -24,21 +24,22 @@ from rose.admission.slack import (
 from rose.admission.step_time import StepTimeModel, attended_pairs
 from rose.types import SLO, Deployment, GateMode
 
-# A request waits for its tokenizer and the queue between processes, but not for a minute: a longer wait, or a
+# A request waits less than this for its tokenizer and the queue between processes. A longer wait, or a
 # negative one, means that the wall clock was set meanwhile.
 MAX_FRONT_END_WAIT_S = 60.0
-# How long the tightest SLO that a request brought with it counts for requests to come.
+# How long the tightest SLO that a request brought counts for later requests.
 CLASS_MEMORY_S = 300.0
-# The least prefill of a step that is cut short for its decodes: less would cost more in steps than it saves.
+# The least prefill of a step that is split for its decodes. Less would cost more in steps than it saves.
 MIN_PREFILL_TOKENS = 64
-# How much a step's accepted drafts count in the mean.
+# The weight of a step's accepted drafts in the running mean.
 ACCEPTANCE_SHARE = 0.05
 
 
 def monotonic_arrival(now: float, wall_now: float, wall_arrival: float) -> float:
-    """Returns when a request came, on the clock of ``now``; the front end stamps it with wall-clock time.
+    """Returns when a request came, on the clock of ``now``. The front end stamps requests with wall-clock
+    time.
 
-    A wait that only a jump of the wall clock explains counts as none.
+    A wait that only a jump of the wall clock explains counts as 0 s.
     """
     waited_s = wall_now - wall_arrival
     return now - waited_s if 0 <= waited_s <= MAX_FRONT_END_WAIT_S else now
@@ -49,7 +50,7 @@ class ServingDeadlines:
 
     def __init__(self, settings: GateSettings, *, chunk_tokens: int, decode_tokens: int = 1) -> None:
         """``chunk_tokens`` is the serving engine's own token budget for a step; ``decode_tokens`` is the most
-        that a decode takes of it: one, and its draft tokens."""
+        that a decode takes of it: one token, and its draft tokens."""
         self._settings = settings
         mode, deployment = settings.mode, settings.deployment
         # Looked up once: an enum's members cost as much as the arithmetic that they select.
@@ -71,11 +72,13 @@ class ServingDeadlines:
         self._decodes: dict[str, TokenTimes] = {}
         self._own_tpot_s: dict[str, float] = {}
         self._waited_s = 0.0
-        """All waits for rollout steps so far; a request's own wait is a difference of two of its values."""
+        """The seconds of all waits for rollout steps so far. A request's own wait is the difference of two of
+        its values."""
         self._queue_waited_s = 0.0
-        """Waits since the queue of prefills was last empty: they delay whoever joins it."""
+        """The seconds of waits since the queue of prefills was last empty. They delay every request that
+        joins."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=64)
-        """When the last waits ended, and how long they were: a request may have come during one."""
+        """The ends and lengths of the last waits, because a request may have come during one."""
         self._is_crowded = False
         """Whether a prompt that waits came during a rollout step for which decodes waited too."""
         self._arrivals: dict[str, tuple[float, float, str]] = {}
@@ -140,20 +143,21 @@ class ServingDeadlines:
         self._due_s = None
 
     def waited(self, seconds: float, now: float) -> None:
-        """Says that serving waited for a rollout step until now, and all that it has in hand with it."""
+        """Notes that serving, and so all its requests, waited for a rollout step until now."""
         self._waited_s += seconds
         self._waits.append((now, seconds))
         if self._pending:
             self._queue_waited_s += seconds
 
     def leave_out_present(self) -> None:
-        """Says that the requests in hand came before these books: their latencies are not measured."""
+        """Leaves the present requests out of the measured latencies, because their starts were not
+        recorded."""
         self._arrivals.clear()
         for times in self._decodes.values():
             times.is_measured = False
 
     def expect_more_like(self, own_slo: SLO, now: float) -> None:
-        """Says that a request with this SLO came: the next may find an idle GPU with a rollout step on it."""
+        """Notes that a request with this SLO came. The next one may find a rollout step on the idle GPU."""
         step_s = self._settings.max_step_for(own_slo)
         if step_s <= self.max_idle_step_s(now):
             self._class_step_s, self._class_until_s = step_s, now + CLASS_MEMORY_S
@@ -164,7 +168,7 @@ class ServingDeadlines:
         return min(longest_s, self._class_step_s) if now < self._class_until_s else longest_s
 
     def prefilled(self, request_id: str, remaining_tokens: int, computed_tokens: int = 0) -> None:
-        """Says that a chunk of its prompt was computed or found cached. Unknown ids are decoding already."""
+        """Notes that a chunk of its prompt was computed or found cached. Unknown ids are decoding already."""
         p = self._pending.get(request_id)
         if p is not None:
             self._pending[request_id] = replace(
@@ -174,7 +178,8 @@ class ServingDeadlines:
     def produced(
         self, request_ids: Iterable[str], now: float, num_tokens: Mapping[str, int] | None = None
     ) -> None:
-        """Says that these requests produced ``num_tokens``, or one token each, in the step that ended now."""
+        """Notes that these requests produced ``num_tokens``, or one token each, in the step that ended
+        now."""
         if num_tokens is not None:
             self._observe_acceptance(num_tokens)
         common, tokens_per_step = self._target_and_cap(), self._tokens_per_step
@@ -264,8 +269,8 @@ class ServingDeadlines:
         )
 
     def view_after(self, end_s: float, model: StepTimeModel, context_tokens: float = 0) -> ServingView:
-        """Returns what to expect of the view at ``end_s``, when the steps in flight have given every decode
-        the tokens of one more step. Without draft tokens its latest start is a lower bound.
+        """Returns the view to expect at ``end_s``, when the steps in flight have given every decode the
+        tokens of one more step. Without draft tokens its latest start is a lower bound.
         """
         latest_s = self._latest_start(end_s, model, context_tokens)
         follows_dues = self._has_deadlines and self._has_tpot and not self._is_literal
@@ -275,8 +280,8 @@ class ServingDeadlines:
         return ServingView(has_work=True, has_pending_prefill=bool(self._pending), latest_start_s=latest_s)
 
     def _next_due(self, now: float, due_s: float) -> float:
-        """Returns the least that token_due() says after another step's tokens at ``now``: the pace moves on
-        by them, and the limit and the cap count from there."""
+        """Returns the least token_due() after another step's tokens at ``now``. The pace moves on by these
+        tokens, and the limit and the cap count from ``now``."""
         tokens = self._tokens_per_step
         paces = [self._target_and_cap(own) for own in {times.tpot_s for times in self._decodes.values()}]
         return min(
@@ -304,9 +309,9 @@ class ServingDeadlines:
         """Returns how many prompt tokens the step that starts now may have so that no decode breaks its ITL
         cap. By ``last_token_s`` the steps in flight will have given every decode another token.
 
-        During a rollout step between decodes more prompts come in than serving alone meets at once. All of
-        them in one step would make a gap of their own. Other prompts are left whole: the first tokens of a
-        part would come early, and their decodes would wait for the other parts.
+        While decodes wait for a rollout step, more prompts may gather than serving alone gets at once. All of
+        them in one step would delay the decodes again. Other prompts are left whole: if a burst were split,
+        the first prompts would get their first tokens early, and then wait for the other parts.
         """
         if not self._decodes or not self._is_crowded or not self._is_prefill_first:
             return self._chunk_tokens
@@ -317,14 +322,14 @@ class ServingDeadlines:
         return max(room, MIN_PREFILL_TOKENS)
 
     def _least_cap(self, last_token_s: float = -NEVER) -> float:
-        """Returns when the first of all decodes breaks its ITL cap, if all have a token by
+        """Returns the earliest time at which a decode breaks its ITL cap, if all have a token by
         ``last_token_s``."""
         decodes = self._decodes.values()
         caps_s = {own: self._target_and_cap(own)[1] for own in {times.tpot_s for times in decodes}}
         return min(max(times.last_token_s, last_token_s) + caps_s[times.tpot_s] for times in decodes)
 
     def check_integrity(self) -> None:
-        """Checks that the books agree. Raises: AssertionError."""
+        """Checks that the records agree. Raises: AssertionError."""
         assert not self._pending.keys() & self._decodes.keys()
         assert self._own_tpot_s.keys() <= self._pending.keys()
         assert self._arrivals.keys() <= self._pending.keys()

@@ -14,35 +14,33 @@ from rose.admission.slack import BANK_LIMIT_BUDGETS, NEVER
 from rose.admission.step_time import StepTimeModel, attended_pairs
 from rose.types import SLO, Deployment, GateMode
 
-# TPOT slack is real capacity, but spending all of it multiplies serving's end-to-end time by 16 to 20 and its
-# concurrency by 4 (simulated, at the full budget). The target is therefore half the SLO, but at most 8
-# serving steps, beyond which a longer gap harvests next to nothing (serving takes 1/8 of the time then), and
-# at least 5, where a gap harvests 70%. A whole budget can't be met: predictions are not exact.
+# Spending all TPOT slack multiplies serving's end-to-end time by 16 to 20 and its concurrency by 4
+# (simulated, at the full budget). The target is therefore half the SLO, within 5 to 8 serving steps. A gap of
+# 5 steps harvests 70%. Beyond 8 a longer gap harvests next to nothing, because serving then takes 1/8 of the
+# time. A target of the whole SLO can't be met, because predictions are not exact.
 TPOT_TARGET_FRACTION = 0.5
 TPOT_TARGET_STEPS = (5.0, 8.0)
 MAX_TPOT_TARGET_FRACTION = 0.95
 # Part of the target. With less, the bank of mean-TPOT credit is of no use.
 MIN_ITL_CAP_TARGETS = 1.5
-# Part of the TTFT SLO that a request may lose if it arrives just after a rollout step has begun on an idle
-# GPU.
+# Part of the TTFT SLO that a request may lose if it comes just after a rollout step began on an idle GPU.
 IDLE_STEP_FRACTION = 0.25
-# The same on a decoder, as part of the TPOT SLO: there the time from arrival to first token counts as a
-# token's.
+# The same on a decoder, of the TPOT SLO, because its time from arrival to first token counts as a token's.
 IDLE_DECODER_STEP_FRACTION = 0.5
-# The size of the step that is admitted on an idle GPU whatever the model says. Without it, observation could
-# never correct a missing or hopeless profile.
+# The size of the step that is admitted on an idle GPU whatever the model predicts. Without such steps,
+# observations could never correct a missing or wrong profile.
 MIN_STEP_TOKENS = 32
 # A declined rollout engine asks again after this long, even if nobody rings.
 RETRY_S = 0.02
-# A step with some of the decodes costs nearly as much as one with all. Slack that is too short for all of
-# them is saved, so that serving's next gap is longer by it, as long as all will fit: up to this part of the
-# longest gap, and for this part of the stall timeout.
+# A step with some of the decodes costs nearly as much as one with all. So slack that is too short for all is
+# saved, which makes serving's next gap longer. It is saved for a whole step of at most this part of the
+# longest gap, and only for this part of the stall timeout.
 WORTH_SAVING_FOR = 0.5
 PATIENCE = 0.25
-# Slack that is spent delays serving by as much. A step that makes fewer tokens per second than this part of a
-# whole one's costs more of the idle time that comes later than it harvests now.
+# Spent slack delays serving by its length, and so takes idle time that would come later. A step with less
+# than this part of a whole step's tokens per second costs more than it harvests.
 MIN_EFFICIENCY = 0.8
-# Prefill that gets only what decodes leave of a short gap would starve, and its sequences with it.
+# A whole step has one of this many pieces of a chunk: prefill would starve on what decodes leave of a gap.
 PREFILL_PIECES = 4
 
 
@@ -64,7 +62,7 @@ class GateReason(StrEnum):
 
 
 def mode_problem(mode: GateMode, deployment: Deployment) -> str | None:
-    """Says why a mode can't work on such an instance; None if it can."""
+    """Returns why a mode can't work with a deployment, and what to use; None if it can."""
     if (mode, deployment) == (GateMode.TPOT_ONLY, Deployment.PREFILL):
         return "gate tpot-only: a prefiller makes no tokens that could be late; use dual or ttft-only"
     if (mode, deployment) == (GateMode.TTFT_ONLY, Deployment.DECODE):
@@ -79,7 +77,7 @@ class GateSettings:
     slo: SLO
     mode: GateMode = GateMode.DUAL
     deployment: Deployment = Deployment.COLLOCATED
-    """The serving engine's; a rollout engine learns from the board what follows from it."""
+    """The serving engine's deployment. A rollout engine learns from the board which steps it allows."""
     tpot_target_s: float | None = None
     """The TPOT that rollouts may stretch serving to; None for half the SLO, within 5 to 8 serving steps."""
     itl_cap_s: float | None = None
@@ -127,7 +125,7 @@ class GateSettings:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest gap between tokens that the bank allows, as far as the settings tell."""
+        """The longest gap between tokens that the settings allow the bank to cause."""
         cap_s = self.itl_cap_for(0.0)
         if self.tpot_target_s is None:
             return cap_s
@@ -166,7 +164,7 @@ class ServingView(NamedTuple):
     grant: int = 0
     """The latest grant that serving has offered."""
     is_closed: bool = False
-    """Whether rollouts are shut out for a moment, whatever slack there is."""
+    """Whether this slice of time is closed to rollouts, whatever slack there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,25 +180,25 @@ class RolloutCandidate:
     waited_s: float = 0.0
     """Seconds since its last step ended, while it had something to run."""
     draft_tokens: tuple[int, ...] = ()
-    """How many draft tokens each decoding sequence brings, in the order in which a step takes them; empty if
-    none has any. The predicted time of a decode includes them."""
+    """The number of draft tokens of each decoding sequence, in the order in which a step takes the sequences;
+    empty if none has any. The predicted time of a decode includes them."""
 
     def decode_tokens(self, num_decodes: int) -> int:
         """Returns how many tokens the first ``num_decodes`` sequences have in a step, drafts included."""
         return num_decodes + sum(self.draft_tokens[:num_decodes])
 
     def prefill_beside(self, num_decodes: int, most_tokens: int) -> int:
-        """Returns how many prefill tokens a step of ``most_tokens`` has beside that many sequences."""
+        """Returns how many prefill tokens a step of ``most_tokens`` has beside ``num_decodes`` sequences."""
         return max(0, min(self.prefill_tokens_waiting, most_tokens - self.decode_tokens(num_decodes)))
 
 
 class GateDecision(NamedTuple):
-    """A step's limits, or the reason for waiting."""
+    """The limits of an admitted step, or the reason for waiting."""
 
     max_tokens: int
     """The tokens of the step, decodes with their drafts first; 0 to wait."""
     max_seqs: int
-    """The decoding sequences of the step; fewer than the candidate's if not all of them fit."""
+    """The number of decoding sequences in the step; fewer than the candidate's if not all fit."""
     reason: GateReason
     step_s: float
     """The predicted seconds of the admitted step, error included; 0 to wait."""
@@ -214,8 +212,7 @@ class GateDecision(NamedTuple):
 
 
 class GatePolicy:
-    """Decides about single steps and holds only settings. Engines, simulators and tests run the same
-    object."""
+    """Decides about single steps, and holds only settings. Engines and simulators use the same class."""
 
     def __init__(self, settings: GateSettings) -> None:
         self.settings = settings
@@ -242,8 +239,8 @@ class GatePolicy:
     def may_repeat(self, view: ServingView) -> bool:
         """Serving's half: whether to offer more than one grant while slack is left.
 
-        The alternating baseline gives one step for each of serving's. A single-objective mode that sees no
-        deadline of its own kind does so too, or requests of the other kind would wait for ever.
+        The alternating baseline offers one grant for each of serving's steps. So does a single-objective mode
+        without a deadline of its kind; otherwise requests of the other kind would wait for ever.
         """
         return self.settings.mode is not GateMode.ALTERNATE and view.latest_start_s < NEVER
 
@@ -264,7 +261,7 @@ class GatePolicy:
     def shortest_step_s(self, view: ServingView, candidate: RolloutCandidate, model: StepTimeModel) -> float:
         """Rollout's half: returns the least slack that decide() uses while serving has work, in seconds.
 
-        Serving offers nothing below it, as an offer that is declined costs a wait, and steps in flight.
+        Serving offers no grant with less slack: a declined one costs a wait, and steps in flight.
         """
         if candidate.num_decodes > 0:
             least_s = model.predict_safe(0, 1, candidate.context_tokens / candidate.num_decodes)
@@ -278,7 +275,7 @@ class GatePolicy:
         """A training guest's half: returns the seconds that a piece of its pass may take, error included, or
         why none may start.
 
-        The piece needs ``least_s`` and has a use for up to ``most_s``. A piece whose time is unknown (NEVER)
+        The piece needs ``least_s`` and can use up to ``most_s``. A piece whose time is unknown (NEVER)
         may start only while serving is idle, and then counts as the longest step.
         """
         reason = self._refusal(now, view)
@@ -292,8 +289,8 @@ class GatePolicy:
         return max(least_s, min(most_s, budget_s)) if least_s <= budget_s else GateReason.NO_SLACK
 
     def longest_step_s(self, view: ServingView) -> float:
-        """Returns the longest step of a guest, even on an idle GPU; NEVER if the mode sets no bound. It
-        follows from serving's objectives, and from the guest's own only while there is no serving engine."""
+        """Returns the seconds of a guest's longest step, even on an idle GPU; NEVER if the mode sets no
+        bound. It follows from serving's objectives, or from the guest's own without a serving engine."""
         if view.max_step_s == NEVER or not self._is_bounded:
             return self._max_step_s
         return min(view.max_step_s, self._own_max_step_s)
@@ -345,10 +342,12 @@ class GatePolicy:
         return min(candidate.prefill_beside(candidate.num_decodes, chunk), chunk // PREFILL_PIECES)
 
     def _worth_saving_for(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
-        """Returns the seconds of a whole step, for which shorter slack is better kept: all decodes and a
-        piece of the prefill, or at least all decodes. If no gap is long enough for these, the seconds of the
-        smallest step that is nearly as efficient. 0 if it is of no use to wait: no gap holds even that step,
-        or the sequences have waited for long enough."""
+        """Returns the seconds of the step for which shorter slack is saved; 0 if saving is of no use.
+
+        The step has all decodes and a piece of the prefill, or all decodes alone if no gap is long enough for
+        both. If no gap is long enough for these either, it is the smallest step that is nearly as efficient.
+        Saving is of no use if no gap holds even that step, or if the sequences have waited for long enough.
+        """
         if candidate.waited_s >= self._patience_s:
             return 0.0
         for prefill in (self._piece(candidate), 0):
@@ -360,8 +359,8 @@ class GatePolicy:
         return efficient_s if efficient_s <= self._longest_gap_s else 0.0
 
     def _efficient_s(self, candidate: RolloutCandidate, model: StepTimeModel) -> float:
-        """Returns the seconds of the smallest step with MIN_EFFICIENCY of the rate of all decodes together; 0
-        without decodes."""
+        """Returns the seconds of the smallest step whose decodes reach MIN_EFFICIENCY of the tokens per
+        second of all decodes together; 0 without decodes."""
         most, share = candidate.num_decodes, MIN_EFFICIENCY
         if most == 0:
             return 0.0
@@ -371,7 +370,7 @@ class GatePolicy:
         return model.predict_safe(0, num_decodes, candidate.context_tokens * num_decodes / most)
 
     def _smallest(self, now: float, candidate: RolloutCandidate, model: StepTimeModel) -> GateDecision:
-        # Steps of one decode would teach nothing about others, and neither would steps that are all full.
+        # The model needs steps of different sizes, so these have neither one decode each nor are all full.
         num_decodes = min(candidate.num_decodes, MIN_STEP_TOKENS)
         prefill = candidate.prefill_beside(num_decodes, MIN_STEP_TOKENS // (2 if num_decodes else 1))
         context = candidate.context_tokens * num_decodes / max(1, candidate.num_decodes)

@@ -1,10 +1,12 @@
-"""What rollouts cost serving: TTFT and TPOT with rollouts, over what they would be without them.
+"""What rollouts cost serving: how much TTFT and TPOT exceed what they would be without rollouts.
 
-Two things make a serving request slower. It waits for a rollout step to end, and the scheduler knows for how
-long: that part is taken off each request, and what is left is its latency without rollouts. And a step itself
-may take longer beside rollouts, for the caches and the CPU that they use: that part is found by comparing
-steps in slices of time in which rollouts are shut out (rose.admission.slices) with their neighbours. The
-first part needs little traffic; the second also finds effects that the scheduler does not count.
+Two things make a serving request slower:
+
+- It waits for a rollout step to end. The scheduler knows for how long, so this part is subtracted from each
+  request. It needs little traffic to be known.
+- A serving step may take longer beside rollouts, because they use the same caches and CPU. Steps in slices of
+  time without rollouts (rose.admission.slices) are compared with those around them, which also shows effects
+  that the scheduler does not count.
 
 Everything here is a pure function of records. Nothing is estimated in an engine's step loop.
 """
@@ -26,7 +28,7 @@ CONFIDENCE = 0.95
 PART_CONFIDENCE = 1 - (1 - CONFIDENCE) / 2
 MIN_REQUESTS = 30
 MAX_REQUESTS = 2000
-"""The most requests that an estimate uses, evenly taken from all. More would cost time and add little."""
+"""The most requests that an estimate uses, taken evenly from all. More would cost time and add little."""
 MIN_GROUPS = 6
 """The least groups of slices with both closed and open ones, for an estimate."""
 GROUPS_TO_EXTRAPOLATE = 30
@@ -46,17 +48,17 @@ CONTROL_EVERY_S = 10.0
 CONTROL_WINDOWS_S = (60.0, 600.0, 3600.0)
 """The control uses the first window in which anything is known. Light traffic needs a longer one."""
 LATEST_S = 30.0
-"""A window of this length shows a sudden harm sooner, because it has less of the time before in it. It is too
-short to tell a small harm from noise, so it counts only with a lower bound above what is allowed."""
+"""A window of this length shows a sudden harm sooner, because it has less of the time before. It is too short
+to tell a small harm from noise, so it counts only if its lower bound is above what is allowed."""
 BACKOFF = 0.5
 """The least part of the open time that one decision leaves."""
 HELD_BACK_OPEN = 0.75
-"""The most open time that a retreat leaves. It has ten times as many closed slices as measuring takes, so
-half a minute later the size of the harm is known, and not only that it is there."""
+"""The most open time that a retreat leaves. A retreat closes ten times as many slices as measuring does, so
+the size of the harm is known half a minute later."""
 RETURN = 1.15
 """The factor by which the open time grows again."""
 LATE_RETURN = 2.0
-"""The same where each step takes longer than a minute, because light traffic takes long to show harm."""
+"""The same factor if each step of the return takes longer than a minute, because traffic is light."""
 LEAST_OPEN = 1 / GROUP_SLICES
 """One slice of each group stays open. Without open slices nothing could show that the harm is over."""
 DAY_S = 86400.0
@@ -90,7 +92,7 @@ class SliceTime:
     is_closed: bool
     seconds: float = 0.0
     predicted_s: float = 0.0
-    """What the step-time model says of the same steps."""
+    """The seconds that the step-time model predicts for the same steps."""
     fixed_s: float = 0.0
     """The part of ``predicted_s`` that does not grow with the batch."""
 
@@ -131,7 +133,7 @@ class HarmReport:
     num_requests: int
     num_closed_slices: int
     num_groups: int
-    """The groups of slices with steps in both kinds, of which each gives one difference."""
+    """The number of groups with steps in slices of both kinds. Each gives one difference."""
     slowdown: Estimate | None
     """The slowdown of serving's own steps with rollouts let in; None until MIN_GROUPS groups had steps
     in slices of both kinds."""
@@ -169,7 +171,8 @@ class HarmReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHarm:
-    """What rollouts do to serving's own steps in a stretch of time. All requests of that time share it."""
+    """What rollouts do to serving's steps in a stretch of time. It is the same for all requests of that
+    time."""
 
     slowdown: Estimate | None
     """How much slower steps are in open slices; None until MIN_GROUPS groups had steps in slices of both
@@ -177,9 +180,9 @@ class StepHarm:
     num_closed_slices: int
     num_groups: int
     seconds: float = 0.0
-    """In steps."""
+    """The seconds in steps."""
     open_share: float = 0.0
-    """The part of ``seconds`` in open slices."""
+    """The share of ``seconds`` in open slices."""
     growing_shares: tuple[float, ...] = ()
     """The part of a step that grows with the batch, at each of BUSY_PERCENTILES; empty while the slowdown is
     unknown."""
@@ -243,7 +246,7 @@ def _waiting(
 ) -> list[Estimate]:
     """Returns by how much the quantiles of ``values`` exceed those of the same requests without their waits.
 
-    The bounds are a percentile bootstrap's over requests.
+    The bounds come from a percentile bootstrap over requests.
     """
     without = np.maximum(values - waited, 1e-9)
     index = rng.integers(len(values), size=(RESAMPLES, len(values)))
@@ -262,8 +265,8 @@ def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int, int]:
     were used.
 
     Closed slices are compared with the open ones of their group, so that a drift of the machine cancels. A
-    group gives one difference, however many slices it has of either kind: two differences never share a
-    slice, and are independent.
+    group gives one difference, however many slices it has of either kind, so differences share no slice and
+    are independent.
     """
     groups = defaultdict[int, tuple[list[float], list[float]]](lambda: ([], []))
     for each in slices:
@@ -272,7 +275,7 @@ def _slowdown(slices: Sequence[SliceTime]) -> tuple[Estimate | None, int, int]:
             groups[each.number // GROUP_SLICES][each.is_closed].append(math.log(ratio))
     compared = [(opened, closed) for opened, closed in groups.values() if opened and closed]
     num_closed = sum(len(closed) for _, closed in compared)
-    # Of logarithms, whose means do not depend on how many of them there are; those of ratios would.
+    # Means of logarithms do not depend on the number of slices; means of ratios would.
     differences = [fmean(opened) - fmean(closed) for opened, closed in compared]
     count = len(differences)
     if count < MIN_GROUPS:
@@ -292,7 +295,7 @@ def _with_fuller_batches(slowdown: Estimate, grows: float, waited_share: float) 
 
     A step takes T = fixed + c * N, and its N requests are in proportion to T (Little's law). So the whole
     effect of a factor f is f * (1 - x) / (1 - f * x), with x the part of a step that grows with the batch
-    (``grows``). It is taken at a percentile of the slices: a high quantile is of requests that met full
+    (``grows``). It is taken at a percentile of the slices, because requests at a high quantile met full
     batches.
     """
     factor = 1 + max(0.0, slowdown.high) + waited_share
@@ -303,7 +306,7 @@ def _with_fuller_batches(slowdown: Estimate, grows: float, waited_share: float) 
 
 
 def _student_t(freedom: int) -> float:
-    """The two-sided quantile of Student's t at PART_CONFIDENCE (97.5%), within 2% from 5 degrees on.
+    """Returns the two-sided quantile of Student's t at PART_CONFIDENCE (97.5%), within 2% from 5 degrees on.
 
     Source: the expansion of Abramowitz and Stegun 26.7.5 about the normal quantile.
     """
@@ -312,7 +315,7 @@ def _student_t(freedom: int) -> float:
 
 
 def _product(one: Estimate, other: Estimate) -> Estimate:
-    """Combines two effects; the bounds hold if those of both do."""
+    """Combines two effects. Its bounds hold if the bounds of both effects hold."""
     return Estimate(
         value=(1 + one.value) * (1 + other.value) - 1,
         low=(1 + one.low) * (1 + other.low) - 1,
@@ -323,8 +326,8 @@ def _product(one: Estimate, other: Estimate) -> Estimate:
 class HarmControl:
     """Chooses the share of the time for which rollouts are shut out. Pure: it holds only that choice.
 
-    Some slices are always closed, to measure: more above the bound, until the harm over all requests is
-    within it.
+    Some slices are always closed, to measure. If the harm is above the bound, more are closed until the harm
+    over all requests is within it.
     """
 
     def __init__(self, allowed: float) -> None:
@@ -333,7 +336,7 @@ class HarmControl:
         self._open = 1.0
         self._changed_s = -math.inf
         self._took_s = CONTROL_WINDOWS_S[0]
-        """How long it took to know the harm of the last retreat."""
+        """The seconds that it took to know the harm that caused the last retreat."""
 
     @property
     def is_retreating(self) -> bool:
@@ -361,10 +364,11 @@ class HarmControl:
     def update(
         self, report: HarmReport, now: float, latest: HarmReport | None = None, seconds: float = 0.0
     ) -> None:
-        """Adapts the choice to a report on so many seconds, and to the ``latest`` one, from latest_start().
+        """Adapts the choice to a report on ``seconds``, and to the ``latest`` one, from latest_start().
 
-        Rollouts are let in again step by step when the harm has been unknown for as long as it took to know
-        it, in larger steps if that was long, or without requests for a minute.
+        Rollouts are let in again step by step while the harm is known to be within the bound. They also are
+        once the harm has been unknown for as long as it took to know it, in larger steps if that was long, or
+        after a minute without requests.
         """
         tails, before = report.tails, self._open
         recent = latest.tails if latest is not None else []

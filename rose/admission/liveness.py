@@ -1,6 +1,6 @@
 """Which process is on the other side of the board, and whether it still lives.
 
-An identity stays distinct when its pid is used again. Both sides must share a pid namespace.
+An identity stays distinct when another process gets its pid. Both sides must share a pid namespace.
 """
 
 import os
@@ -12,19 +12,20 @@ STAT_BYTES = 1024
 
 
 def own_identity() -> int:
-    """This process as one word: its start time in clock ticks, shifted by PID_BITS, and its pid below."""
+    """Returns this process as one word: its start time in clock ticks above PID_BITS bits of its pid."""
     ticks = _start_ticks(os.getpid())
     assert ticks is not None
     return ticks << PID_BITS | os.getpid()
 
 
 def pid_of(identity: int) -> int:
-    """The pid in an identity; 0 for NOBODY."""
+    """Returns the pid in an identity; 0 for NOBODY."""
     return identity & ((1 << PID_BITS) - 1)
 
 
 def is_alive(identity: int) -> bool:
-    """Whether that very process runs; a zombie does not. Too slow for every step: tens of microseconds."""
+    """Returns whether the identity's process runs; a zombie does not. It takes tens of microseconds, too long
+    for every step."""
     return identity != NOBODY and _start_ticks(pid_of(identity)) == identity >> PID_BITS
 
 

@@ -1,11 +1,12 @@
-"""The step-time model of a running engine, kept true by its own steps.
+"""The step-time model of a running engine, which follows the engine's own steps.
 
-It keeps a sliding window of observed steps, and is cautious where it knows little: a stale profile is widened
-within a few steps and refitted within a few hundred, and without a profile almost nothing is admitted.
+It keeps a sliding window of observed steps, and is cautious where it knows little. The bounds of a stale
+profile are widened within a few steps, and its costs are fitted again within a few hundred. Without a profile
+almost nothing is admitted.
 
-The first step of each size may be cold: it compiles kernels and touches memory for the first time, which no
-later step does again. It widens the bound like any other step, but only until another step of its size has
-shown what such a step costs, or for MIN_OBSERVATIONS steps.
+The first step of each size may be cold: it compiles kernels and touches memory for the first time. It widens
+the bound like any other step, but only until another step of its size has been seen, or for MIN_OBSERVATIONS
+steps.
 """
 
 import math
@@ -31,7 +32,8 @@ WINDOW_STEPS = 256
 REFRESH_STEPS = 8
 # A refit takes less than 1 ms of the engine's time.
 REFIT_STEPS = 256
-# A fit on the steps that happened to come, not on a planned grid, extrapolates: it keeps at least this ratio.
+# A fit on an engine's own traffic, and not on a planned grid of steps, extrapolates. It keeps at least this
+# ratio.
 UNPLANNED_RATIO = 2.0
 
 
@@ -54,12 +56,14 @@ class _Seen:
 class OnlineStepTime:
     """A step-time model that follows the last steps. One thread uses it, the engine's.
 
-    With a profile it starts from the profile's costs, and the window's ratio and margin, which are not better
-    than the profile's until the window has more than a few steps. Every REFIT_STEPS the costs are fitted
-    again, to the window and the profile's own steps. Without a profile it is UNPROFILED, so that rollouts run
-    one small step at a time and only while serving is idle, until the window has MIN_OBSERVATIONS steps of
-    different prefill and decode sizes, without the first one of a size that has had others. From then on it
-    is a fit of those with a doubled safety ratio, and they take the place of the profile's steps.
+    With a profile, it starts from the profile's costs. Its ratio and margin are the window's, but not better
+    than the profile's until the window has MIN_OBSERVATIONS steps. Every REFIT_STEPS the costs are fitted
+    again, to the window and the profile's own steps.
+
+    Without a profile it is UNPROFILED, so rollouts run one small step at a time and only while serving is
+    idle. This lasts until the window has MIN_OBSERVATIONS steps of different prefill and decode sizes, not
+    counting the first step of a size that has had others. From then on it is a fit of these steps with a
+    safety ratio of at least UNPLANNED_RATIO, and they take the place of the profile's steps.
     """
 
     def __init__(
@@ -90,12 +94,12 @@ class OnlineStepTime:
 
     @property
     def model(self) -> StepTimeModel:
-        """The model that steps are admitted by now."""
+        """The model by which steps are admitted now."""
         return self._model
 
     @property
     def observed(self) -> StepTimeModel:
-        """The model without the caution for a fit on steps that happened to come."""
+        """The model without UNPLANNED_RATIO, the caution for a fit on an engine's own traffic."""
         return self._observed
 
     @property
@@ -127,7 +131,7 @@ class OnlineStepTime:
 
     def _refresh(self) -> None:
         counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
-        # The only step of a size says more about it than none, however cold it was.
+        # The only step of a size is used even if it was cold, because it says more than no step.
         steps = [seen.step for seen in self._window if seen.counts_until > 0]
         if self._base is None and _has_variety(steps):
             self._planned, self._planned_base = steps, fit(steps)
@@ -140,7 +144,7 @@ class OnlineStepTime:
             return
         ratio_q99, margin_s = _errors_of(counted)
         if len(counted) < MIN_OBSERVATIONS:
-            # With so few steps a better figure than the profile's is not trusted; a worse one counts at once.
+            # With few steps a better figure than the profile's is not trusted. A worse one counts at once.
             ratio_q99 = max(ratio_q99, self._base.ratio_q99)
             margin_s = max(margin_s, self._base.margin_s)
         self._observed = replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s)
@@ -154,12 +158,12 @@ class OnlineStepTime:
 
 
 def _has_variety(steps: Sequence[StepObservation]) -> bool:
-    # A cost that no two steps tell apart would be fitted as 0, and its steps would be admitted as free.
+    # A cost that the steps do not show would be fitted as 0, and would then be admitted as free.
     prefills = {o.prefill_tokens for o in steps if o.prefill_tokens > 0}
     decodes = {o.num_decodes for o in steps if o.num_decodes > 0}
     if len(steps) < MIN_OBSERVATIONS or min(len(prefills), len(decodes)) < 2:
         return False
-    # Where every step is full, the fewer decodes the more prefill, and a step's base is anyone's guess.
+    # If every step is full, decodes and prefill tokens have a constant sum, and the base can't be told apart.
     sizes = np.array([(1, o.prefill_tokens, o.num_decodes) for o in steps])
     return int(np.linalg.matrix_rank(sizes)) == 3
 

@@ -23,7 +23,7 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile belongs to."""
+    """What a profile is valid for."""
 
     model: str
     hardware: str
@@ -100,7 +100,7 @@ def observation_of(values: Sequence[float]) -> StepObservation:
 
 
 def nearest_profile(directory: Path, key: ProfileKey) -> str:
-    """Says how the profile of this model that fits best differs from ``key``; empty if the model has none."""
+    """Returns how the model's nearest profile differs from ``key``; empty if the model has none."""
     wanted, nearest = asdict(key), list[str]()
     for path in directory.glob("*.json"):
         try:

@@ -1,8 +1,8 @@
-"""Which SLOs an engine can reach at all, by its own step times, and which bounds of harm can be shown.
+"""Which SLOs an engine can reach by its own step times, and which bounds of harm can be shown.
 
-An SLO that can't be reached is an operator's mistake and is refused: with it the gate would refuse every
-rollout step without saying why. An SLO that serving misses at its load is told, so that rollouts are not
-blamed for it.
+An SLO that can't be reached is an operator's mistake and is refused, because the gate would refuse every
+rollout step under it without saying why. An SLO that serving misses at its load is reported, so that rollouts
+are not blamed for it.
 """
 
 import math
@@ -29,7 +29,7 @@ def floors_s(model: StepTimeModel, tokens_per_step: int = 1) -> tuple[float, flo
 
 
 def unreachable_slo(slo: SLO, floors_s: tuple[float, float], deployment: Deployment) -> str | None:
-    """Says why an SLO is below the engine's ``floors_s`` and what could be reached; None if it is not.
+    """Returns why an SLO is below the engine's ``floors_s`` and what could be reached; None if it is not.
 
     A prefiller has no TPOT to keep, and a decoder no TTFT.
     """
@@ -45,7 +45,7 @@ def unreachable_slo(slo: SLO, floors_s: tuple[float, float], deployment: Deploym
 
 
 def missed_slo(slo: SLO, alone_s: Mapping[str, tuple[float, float]], deployment: Deployment) -> str | None:
-    """Says which SLOs serving misses without rollouts too, at the load that it has; None if it misses none.
+    """Returns which SLOs serving misses at its load even without rollouts; None if it misses none.
 
     ``alone_s`` has the P99 of "ttft" and "tpot" without rollouts, and its lower bound, which decides.
     """
@@ -62,14 +62,14 @@ def missed_slo(slo: SLO, alone_s: Mapping[str, tuple[float, float]], deployment:
 
 
 def is_kept(latency: str, deployment: Deployment) -> bool:
-    """Whether an engine has this latency to keep, "ttft" or "tpot"."""
+    """Whether an engine with this deployment has the latency ("ttft" or "tpot") to keep."""
     elsewhere = {"ttft": Deployment.DECODE, "tpot": Deployment.PREFILL}
     return deployment is not elsewhere[latency]
 
 
 def bound_problem(allowed: float) -> str | None:
-    """Says why no traffic can show within a day whether a P99 differs by more than ``allowed``, and which
-    bound can be shown. None if some traffic can show it."""
+    """Returns why no traffic can show within a day whether a P99 differs by more than ``allowed``, and which
+    bound can be shown; None if some traffic can show it."""
     slices_a_day = DAY_S / SLICE_S * MEASURING_SHARE
     shown = STUDENT_Z * LEAST_NOISE / math.sqrt(slices_a_day)
     if allowed >= shown:

@@ -46,14 +46,13 @@ from rose.types import Role
 logger = logging.getLogger(__name__)
 
 # A check of a process costs up to 100 us, and the state of a dead serving engine stays closed anyway. Between
-# a
-# grant and its step there is no time for a check, unless no wait came before in which it could be made.
+# a grant and its step there is no time for a check, so it is made there only if no wait came before.
 LIVENESS_INTERVAL_NS = 100_000_000
 MAX_LIVENESS_AGE_NS = 300_000_000
 MAX_LAYERS_AHEAD = 2
 """How many layers a GPU's queue may hold beyond the one that runs. The queue has to empty before a pause."""
 MAX_PAUSE_S = 10.0
-"""No step of serving takes so long, and neither does a slice in which rollouts are shut out."""
+"""Longer than any step of serving, or any slice in which rollouts are shut out."""
 _CLAIM = BoardWord.CLAIM
 _GIVE_WAY_NS, _WAITS_FOR_NS = to_ns(GIVE_WAY_S), to_ns(WAITS_FOR_S)
 _DECLINE_WORD = {reason: BoardWord.R_DECLINES + i for i, reason in enumerate(REASONS)}
@@ -79,7 +78,7 @@ class RolloutSide:
         """The guest's place on the board."""
         self._at = at = SLOT_WORDS * self.slot
         self._words = words
-        self._load = words.load  # looked up once: it is called before every step, and during every wait
+        self._load = words.load  # looked up once, because it is called before every step and in every wait
         self._serving_alive = True
         self._checked_ns = -MAX_LIVENESS_AGE_NS
         self._losses: set[int] = set()
@@ -90,10 +89,10 @@ class RolloutSide:
         self._waits, self._taken = False, 0
         for word in (BoardWord.R_WANT, BoardWord.R_STARTED, BoardWord.R_PAUSED, BoardWord.R_WAITS):
             words.store(word + at, 0)
-        # It goes behind the guests that wait: one that dies in every step must not pass them for ever.
+        # A new guest goes behind those that wait: one that dies in every step must not always pass them.
         for word in (BoardWord.R_HEARTBEAT, BoardWord.R_LAST_END):
             words.store(word + at, time.monotonic_ns())
-        self._release()  # what a predecessor died with
+        self._release()  # the claim with which a predecessor may have died
 
     def set_want(self, wants: bool, min_step_s: float = 0.0) -> None:
         """Publishes whether this guest has anything to run, and the shortest step that it could use.
@@ -107,7 +106,7 @@ class RolloutSide:
             self._stop_waiting()
 
     def view(self) -> ServingView:
-        """Reads what the serving engines published last, for the gate: what the strictest of them allows."""
+        """Returns, for the gate, what the strictest of the serving engines allows by its last publication."""
         load = self._load
         now_ns = time.monotonic_ns()
         # The claim is read first: words read after it can only be newer, and try_begin then refuses.
@@ -138,15 +137,15 @@ class RolloutSide:
         )
 
     def _look_around(self) -> None:
-        """Learns which serving engines have come. During a step only the claim shows a newcomer, and not its
-        announcements."""
+        """Learns which serving engines have come. During a step only the claim shows a new engine; its
+        announcements do not."""
         self._servings, self._guests = parties(self._words)
 
     def try_begin(self, est_end_s: float, view: ServingView) -> bool:
         """Takes the GPU for one step that was decided on ``view``.
 
-        ``est_end_s`` is when the step ends (time.monotonic, error included). Returns False if serving was
-        faster or has published since, or another guest has stepped: the caller has to decide again.
+        ``est_end_s`` is when the step ends (time.monotonic, error included). Returns False if serving has
+        taken the GPU or published since, or another guest has stepped. The caller has to decide again.
         """
         return is_open(view.seq) and self._serving_alive and self._take(view.seq, est_end_s)
 
@@ -180,14 +179,15 @@ class RolloutSide:
     def end_step(self, num_tokens: int) -> None:
         """Hands the GPU back after a step that made or prefilled ``num_tokens`` rollout tokens.
 
-        A step of 0 tokens is not counted, and so ends serving's offers until its next step.
+        A step of 0 tokens is not counted, which ends serving's offers until its next step.
         """
         words, at = self._words, self._at
         now_ns = time.monotonic_ns()
         started_ns = words.load(BoardWord.R_STARTED + at)
         assert started_ns > 0, "end_step without try_begin"
         words.store(BoardWord.R_STARTED + at, 0)
-        # Counted before the release: serving, once woken, sees by it that its grant was used for a step.
+        # The step is counted before the release, so that serving sees that its grant was used once it is
+        # woken.
         if num_tokens > 0:
             words.add(BoardWord.R_STEPS + at, 1)
         words.store(BoardWord.R_LAST_END + at, now_ns)
@@ -197,8 +197,8 @@ class RolloutSide:
         words.store(BoardWord.R_HEARTBEAT + at, now_ns)
 
     def is_called(self) -> bool:
-        """Whether serving wants the GPU now, or a request is on its way to it, or another guest has it: this
-        one was stopped for so long that it was given up. It is asked at every layer."""
+        """Whether serving wants the GPU, a request is on its way to it, or another guest has the GPU because
+        this one was stopped for too long. It is asked at every layer."""
         if not has_gpu(self._load(_CLAIM), self.slot):
             return True
         return is_arrival_pending(self._words, self._servings, time.monotonic_ns())
@@ -216,8 +216,8 @@ class RolloutSide:
     def try_resume(self, left_s: float, paused_s: float) -> Resumed:
         """Takes the GPU for the rest of a step: ``left_s``, error included, after a pause of ``paused_s``.
 
-        A serving engine that is dead, or silent for MAX_PAUSE_S, holds nobody up: the step had its grant.
-        Nor do several with work after that time.
+        A serving engine that is dead or was silent for MAX_PAUSE_S does not hold the step up, because the
+        step had its grant. After that time, neither do several engines with work.
         """
         view = self.view()
         est_end_s = time.monotonic() + left_s
@@ -232,10 +232,10 @@ class RolloutSide:
         return Resumed.WITH_GRANT if view.has_work else Resumed.WHILE_IDLE
 
     def _is_held_up_by_nobody(self, claim: int, paused_s: float) -> bool:
-        """Whether no guest has the claim, and each serving engine with work is dead, lends its time or went
-        silent.
+        """Whether no guest has the claim, and each serving engine with work is dead, silent or lends its
+        time.
 
-        Of several with work none offers a grant, so they hold the rest of a step up for MAX_PAUSE_S at most.
+        Several engines with work offer no grants, so they hold a step up for MAX_PAUSE_S at most.
         """
         silent_since_ns = time.monotonic_ns() - to_ns(MAX_PAUSE_S)
         states = {at: state_of(claim, at // SLOT_WORDS) for at in self._servings}
@@ -253,7 +253,7 @@ class RolloutSide:
     def decline(self, view: ServingView, reason: GateReason) -> None:
         """Counts a refusal and answers an offered grant, so that serving stops waiting for this guest."""
         self._words.add(_DECLINE_WORD[reason], 1)
-        # A guest that can't have the grant before another has had its turn still waits for it.
+        # NO_GRANT is no answer: the guest waits for the grant until another one has had its turn.
         if reason is not GateReason.NO_GRANT:
             self._answer(view.grant)
 
@@ -279,7 +279,8 @@ class RolloutSide:
                 self._waits = True
             if self.may_try():
                 return True
-            # Stored even if it is too late for the grant: serving offers none to a process that seems gone.
+            # Stored even if it is too late for the grant, because serving offers none to a process that seems
+            # gone.
             words.store(BoardWord.R_HEARTBEAT + at, now_ns)
             if now_ns >= until_ns:
                 return False
@@ -289,7 +290,8 @@ class RolloutSide:
                     if not is_open(words.load(_CLAIM)):
                         words.wait(BoardWord.GUEST_BELL, seen, (until_ns - now_ns) / 1e9)
                     return False
-                self._answer(words.load(BoardWord.GRANTS))  # of no use, and another serving engine may wait
+                # The grants are of no use, and another serving engine may wait for the answer.
+                self._answer(words.load(BoardWord.GRANTS))
             # Nobody rings when a guest that should go first has let its time pass.
             wake_ns = until_ns if self._gives_way_since_ns is None else now_ns + _GIVE_WAY_NS
             words.wait(BoardWord.GUEST_BELL, seen, (min(wake_ns, until_ns) - now_ns) / 1e9)

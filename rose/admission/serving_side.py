@@ -73,7 +73,7 @@ class ServingSide:
         """The engine's place on the board."""
         self._at = SLOT_WORDS * self.slot
         self._words = words
-        self._load = words.load  # looked up once: it is called before every step
+        self._load = words.load  # looked up once, because it is called before every step
         self._is_stepping = False
         self._has_pending: bool | None = None  # nothing is published yet
         self._claim = 0
@@ -171,7 +171,7 @@ class ServingSide:
         if self._is_stepping:
             return
         self._set_state(_OPEN if view.has_work else _IDLE)
-        # In OPEN guests can do nothing until offer_grant rings: waking them would only cost a switch.
+        # In OPEN, guests can do nothing until offer_grant rings, so waking them would only cost a switch.
         if not view.has_work:
             words.add(BoardWord.GUEST_BELL, 1)
             if self.is_wanted:
@@ -190,7 +190,7 @@ class ServingSide:
     def absorb_arrival(self, arrival_s: float) -> None:
         """Says that the scheduler has a request that was at the front end by ``arrival_s`` (time.monotonic).
 
-        From here on has_work and has_pending_prefill stand for the announcements up to then. Later ones of
+        From here on has_work and has_pending_prefill replace the announcements up to then. Later requests of
         the same burst are still on their way.
         """
         absorb_arrival(self._words, arrival_s, self.slot)
@@ -237,7 +237,7 @@ class ServingSide:
         is_called: Callable[[], bool] = lambda: False,
         grace_s: float = GRACE_S,
     ) -> float:
-        """Offers grants while guests use them and slack is left: a guest's step is often a part of the slack.
+        """Offers grants while guests use them and slack is left, because a step often uses only a part of it.
 
         Ends on an announced arrival, and when ``is_called`` says that the engine has other work. Returns the
         seconds waited.
@@ -288,7 +288,7 @@ class ServingSide:
         load = self._load
         if not load(_WANT + guest):
             return False
-        # Each offer to a process that is gone or stopped would cost the whole hand-over, step after step.
+        # Offers to a process that is gone or stopped would cost the whole hand-over at every step.
         if self._is_silent(guest):
             return False
         return now_ns + load(BoardWord.R_MIN_STEP + guest) <= latest_ns
@@ -300,8 +300,8 @@ class ServingSide:
     def _await_grant(
         self, grant: int, guests: list[int], give_up_ns: int, latest_ns: int, grace_s: float
     ) -> list[int]:
-        """Waits until a grant is used or of no use any more; returns the guests that had the whole time and
-        gave no answer."""
+        """Waits until a grant is used or can no longer be used; returns the guests that gave no answer in the
+        whole time."""
         words = self._words
         arrivals = words.load(BoardWord.S_ARRIVALS + self._at)
         while True:
@@ -310,7 +310,7 @@ class ServingSide:
             if guest_of(claim) >= 0:
                 self._await_guest(grace_s, latest_ns)
                 return []
-            # No longer GRANTED: the step is over.
+            # If the state is no longer GRANTED, the step is over.
             is_over = state_of(claim, self.slot) != _GRANTED or has_work_beside(claim, self.slot)
             silent = [at for at in guests if self._owes_an_answer(at, grant)]
             if is_over or not silent or words.load(BoardWord.S_ARRIVALS + self._at) != arrivals:
@@ -355,7 +355,7 @@ class ServingSide:
         identity = words.load(BoardWord.R_IDENTITY + SLOT_WORDS * guest)
         if is_alive(identity):
             return False
-        # No other process can have got it since: this engine's own state shuts it.
+        # No other guest can have taken it since, because this engine's own state prevents that.
         if guest_of(change(words, _CLAIM, lambda claim: released(claim, guest))) == guest:
             words.store(BoardWord.R_WANT + SLOT_WORDS * guest, 0)
             words.add(BoardWord.S_DEATHS + self._at, 1)

@@ -1,10 +1,10 @@
-"""How long serving can wait: the paper's slacks, and the latest start times we use instead.
+"""How long serving can wait: the paper's slacks, and the latest start times that ROSE uses instead.
 
 The arithmetic of deadlines is pure: functions of times in seconds on one clock.
 
 The printed equations leave out the prefills that are queued ahead of a request, the decodes that share its
-steps, and the length of the rollout step itself (the gate adds that one). The corrected form says when the
-next serving step must start. That is an absolute time, so it does not go stale.
+steps, and the length of the rollout step itself, which the gate adds. The corrected form is the time when the
+next serving step must start. As an absolute time it does not go stale.
 """
 
 import math
@@ -35,7 +35,7 @@ class PendingPrefill:
 
     @property
     def pairs(self) -> float:
-        """What is left of it as prefill pairs."""
+        """The prefill pairs of its remaining tokens."""
         return attended_pairs(self.remaining_tokens, self.computed_tokens)
 
 
@@ -51,8 +51,8 @@ class ActiveDecode:
 
 
 class TokenTimes:
-    """One decoding request. It is changed in place: a frozen value per token would cost more than the
-    gate."""
+    """The token times of one decoding request. It is changed in place, because a frozen value per token would
+    cost more than the gate."""
 
     __slots__ = (
         "due_s",
@@ -89,12 +89,12 @@ class TokenTimes:
 
 
 def ttft_slack(now: float, arrival_s: float, ttft_s: float, prefill_s: float) -> float:
-    """(arrival + budget) - now - T_prf, as printed. Source: ROSE §4.1 eq. 1."""
+    """Returns (arrival + budget) - now - T_prf, as printed. Source: ROSE §4.1 eq. 1."""
     return (arrival_s + ttft_s) - now - prefill_s
 
 
 def tpot_slack(now: float, last_token_s: float, tpot_s: float, decode_s: float) -> float:
-    """(last token + budget) - now - T_dec(b), as printed. Source: ROSE §4.1 eq. 2."""
+    """Returns (last token + budget) - now - T_dec(b), as printed. Source: ROSE §4.1 eq. 2."""
     return (last_token_s + tpot_s) - now - decode_s
 
 
@@ -108,9 +108,9 @@ def literal_latest_start(
     chunk_tokens: int,
     context_tokens: float = 0,
 ) -> float:
-    """now + the least of the printed slacks over all requests. Source: ROSE §4.1 eqs 1, 2.
+    """Returns now plus the least of the printed slacks over all requests. Source: ROSE §4.1 eqs 1, 2.
 
-    The minimum of both where prefill and decode share an instance: ROSE §4.3, PD collocation.
+    It is the minimum of both where prefill and decode share an instance (ROSE §4.3, PD collocation).
     """
     active = list(decodes)
     decode_s = model.predict(0, len(active), context_tokens)
@@ -132,7 +132,7 @@ def latest_start_ttft(
     decode_tokens: int = 1,
     context_tokens: float = 0,
 ) -> float:
-    """When the next serving step must start so that every waiting request meets its TTFT.
+    """Returns when the next serving step must start so that every waiting request meets its TTFT.
 
     `pending` is in queue order. A request's first token needs all prefill ahead of it and its own, in
     steps of `chunk_tokens` (serving's token budget of a step) that the decodes share, each with
@@ -163,11 +163,12 @@ def token_due(
 ) -> float:
     """Returns when a request's next token is due, with the unspent budget of its earlier tokens.
 
-    After n tokens the last one counts as if it came at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B): a
-    request ahead of its pace may spend what it saved, but at most two budgets at once, and one behind must
-    catch up. The mean over the answer stays within B, and ``itl_cap_s`` bounds each single gap. The next
-    serving step must start early enough to end by the least due time of all decodes. Where a step gives a
-    decode ``tokens_per_step``, the two budgets are those of so many tokens, as its gaps lie between steps.
+    After n tokens the last one counts as if it came at min(t_first + (n-1) * 0.95 * B, t_last + 2 * B). So a
+    request ahead of its pace may spend what it saved, but at most two budgets at once, and a request behind
+    its pace must catch up. The mean over the answer stays within B, and ``itl_cap_s`` bounds each single gap.
+    If a step gives a decode several tokens (``tokens_per_step``), the limit is two budgets for each of these
+    tokens, because gaps lie between steps. The next serving step must end by the least due time of all
+    decodes.
     Source: ROSE §4.1 eq. 2, with this bank for t_last and (deadlines.py) the mixed step for T_dec(b).
     The arguments are plain numbers because this runs once per serving token.
     """
@@ -179,10 +180,10 @@ def token_due(
 
 
 def shrunk_target(target_s: float, load: float) -> float:
-    """Returns the TPOT target under load: the whole target up to half full, then falling to 0 at full.
+    """Returns the TPOT target under load: the whole target up to a load of 0.5, then falling to 0 at 1.
 
-    ``load`` is the greater of serving's batch against max_num_seqs and its KV against what it may hold.
-    Spending TPOT slack keeps requests in the batch for longer, which near either limit becomes queueing.
+    ``load`` is the greater of two shares: serving's batch of max_num_seqs, and its KV of what it may hold.
+    Spending TPOT slack keeps requests in the batch for longer, and near either limit others then queue.
     """
     return target_s * min(1.0, max(0.0, 2.0 * (1.0 - load)))
 

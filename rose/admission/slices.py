@@ -10,7 +10,8 @@ from functools import lru_cache
 SLICE_S = 0.1
 """The length of a slice: several serving steps, and short against the drift of the traffic."""
 GROUP_SLICES = 40
-"""So many consecutive slices have the same number of closed ones, at random places among them."""
+"""The number of consecutive slices in a group. All groups have the same number of closed slices, at random
+places."""
 _MASK = (1 << 64) - 1
 
 

@@ -1,8 +1,8 @@
-"""Which rollout requests have stood still for too long.
+"""Which rollout requests have made no progress for too long.
 
-A request's clock runs while it has an engine slot, and either no step of the engine runs, because the gate
-refuses it, or serving has the memory that the request needs while others step. The caller reports the ids
-and the steps; nothing is aborted here. Source: ROSE §4.1, no progress for a fixed timeout.
+A request's clock runs while it has an engine slot and can't step: either the gate refuses the engine's steps,
+or serving has the memory that the request needs while others step. The caller reports the ids and the steps,
+and nothing is aborted here. Source: ROSE §4.1, no progress for a fixed timeout.
 """
 
 from collections.abc import Collection
@@ -11,18 +11,19 @@ from collections.abc import Collection
 class StallTracker:
     """Clocks of requests without progress, for one thread.
 
-    Holding a slot while serving keeps the GPU or its memory does count: that is the stall. Waiting for a slot
-    does not count: the router bounds the queue. Nor does waiting behind other requests' prefill, or for
-    memory that they have: on another engine, or on this one again, the request would be the last in line once
-    more. Time in which the engine is
-    deactivated does not count: the router knows about that.
+    Holding a slot while serving keeps the GPU or its memory counts as a stall. Three kinds of waiting do not:
+
+    - for a slot, because the router bounds the queue;
+    - behind other requests' prefill, or for memory that they have, because the request would be the last in
+      line again wherever it was sent;
+    - while the engine is deactivated, because the router knows that.
     """
 
     def __init__(self, timeout_s: float) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._timeout_s = timeout_s
-        self._since: dict[str, float] = {}  # in active seconds, like all that follow; oldest slots first
+        self._since: dict[str, float] = {}  # in seconds in which the engine was active; oldest slots first
         self._inactive_s = 0.0
         self._deactivated_at: float | None = None
 
@@ -35,8 +36,8 @@ class StallTracker:
             self._since.setdefault(request_id, at)
 
     def stepped(self, now: float, refused: Collection[str] = ()) -> None:
-        """Restarts the clocks at the end of a step that computed tokens of any request, but not those of the
-        requests whose memory serving has: they were not in line for a step."""
+        """Restarts the clocks at the end of a step that computed tokens of any request, except for
+        ``refused``: requests whose memory serving has, and which were not in line for the step."""
         at = self._active_s(now)
         for request_id in self._since.keys() - set(refused):
             self._since[request_id] = at

@@ -1,8 +1,8 @@
 """How long one engine step takes: a linear cost model and its fit.
 
-Every admission rests on it: it predicts the seconds of a step from its prefill tokens and what they attend,
-its decoding sequences and their context. A prediction that admits includes its own error: the 99th percentile
-of observed/predicted, and a margin.
+The model predicts the seconds of a step from its prefill tokens and what they attend, its decoding sequences
+and their context. A prediction by which a step is admitted includes its error: the 99th percentile of
+observed/predicted, and a margin.
 """
 
 import math
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 MIN_MARGIN_S = 0.0005
 # Fewer observations than this say nothing about a 99th percentile.
 MIN_OBSERVATIONS = 32
-# A leading observation this much slower than the fit is a warm-up (lazy allocation, first-use compile).
+# A first observation that exceeds the fit by this factor is a warm-up (lazy allocation, first-use compile).
 WARM_UP_RATIO = 1.5
 # Huber's constant: residuals beyond 1.345 robust standard deviations lose weight.
 HUBER_SIGMAS = 1.345
@@ -25,8 +25,8 @@ FIT_ROUNDS = 12
 # A refit runs between two steps of an engine, so it takes fewer rounds (one takes about 0.1 ms).
 REFIT_ROUNDS = 4
 PLANNED_WEIGHT = 0.1
-# No step is free, whatever is left of it once steps of other sizes have been fitted: the base is at least
-# this part of the quickest step.
+# The base is at least this part of the quickest step, because no step is free, even if the other costs
+# explain all observed times.
 LEAST_BASE = 0.05
 
 Floats = NDArray[np.float64]
@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What one step computes, as far as its time depends on it."""
+    """What one step computes, in the sizes that its time depends on."""
 
     prefill_tokens: int
     num_decodes: int
@@ -97,7 +97,7 @@ class StepTimeModel:
 
     @property
     def costs(self) -> tuple[float, float, float, float, float]:
-        """The seconds of a step as such, and of a prefill token, a decode, a context token and a pair."""
+        """The seconds of an empty step, a prefill token, a decode, a context token and a prefill pair."""
         return (
             self.base_s,
             self.per_prefill_token_s,
@@ -108,7 +108,7 @@ class StepTimeModel:
 
     @property
     def tokens_per_pair(self) -> float:
-        """The seconds of a pair in those of a prefill token; 0 while a token's are unknown."""
+        """The seconds of a pair over those of a prefill token; 0 while a token's are unknown."""
         token_s = self.per_prefill_token_s
         return self.per_prefill_pair_s / token_s if token_s > 0 else 0.0
 
@@ -192,7 +192,7 @@ class StepTimeModel:
 
     @classmethod
     def of_costs(cls, costs: Floats) -> "StepTimeModel":
-        """Inverts ``costs``, without an error."""
+        """Inverts ``costs``. The model has no error."""
         base, prefill, decode, context, pair = (float(cost) for cost in costs)
         return cls(
             base_s=base,
@@ -212,8 +212,8 @@ def _units_within(room_s: float, unit_s: float, most: int) -> int:
 
 
 UNPROFILED = StepTimeModel(base_s=1.0, per_prefill_token_s=0.01, per_decode_s=0.01, ratio_q99=2.0)
-"""Stands for a missing profile. It is so slow that no rollout step fits the slack of a serving engine with
-work, so the gate admits only its smallest step, and only while serving is idle."""
+"""Stands for a missing profile. Its steps are so slow that none fits the slack of a serving engine with work,
+so the gate admits only its smallest step, and only while serving is idle."""
 
 
 def fit(observations: Sequence[StepObservation]) -> StepTimeModel:
@@ -230,11 +230,11 @@ def fit(observations: Sequence[StepObservation]) -> StepTimeModel:
 def refit(
     base: StepTimeModel, planned: Sequence[StepObservation], recent: Sequence[StepObservation]
 ) -> StepTimeModel:
-    """Fits ``recent`` steps, and where they say nothing keeps the shape of ``planned`` ones.
+    """Fits ``recent`` steps, and keeps the shape of ``planned`` ones for sizes without recent steps.
 
-    The planned steps made ``base``, on this or a quicker day. They count as if all of them had taken as much
-    longer as the recent steps did at the median, and together for PLANNED_WEIGHT of the recent steps.
-    The result has the costs alone: its error is for the caller to find.
+    ``base`` was fitted to the planned steps. Their times are scaled by the median ratio of the recent steps
+    to ``base``, and together they weigh PLANNED_WEIGHT of the recent steps. The result has only costs; the
+    caller determines its error.
     """
     recent_rows, recent_s = _design(recent)
     slowdown = float(np.median(recent_s / (recent_rows @ np.array(base.costs))))
@@ -261,7 +261,7 @@ def drop_warm_up(observations: Sequence[StepObservation]) -> list[StepObservatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitErrors:
-    """How far a model is from a set of observations."""
+    """The errors of a model on a set of observations."""
 
     num_observations: int
     error_p50_s: float
@@ -308,7 +308,7 @@ def _fit_robust(
 ) -> Floats:
     """Solves non-negative least squares on relative errors, reweighted after Huber.
 
-    ``trust`` weights each observation, 1 without it.
+    ``trust`` is the weight of each observation; without it all weigh 1.
     """
     relative_rows = rows / seconds[:, None]
     ones = np.ones_like(seconds)

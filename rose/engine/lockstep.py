@@ -24,6 +24,6 @@ def lockstep_problem(config: VllmConfig, mode: GateMode) -> str | None:
     if not in_lockstep(config) or mode in (GateMode.IDLE, GateMode.OFF):
         return None
     return (
-        f"gate {mode} lends rollouts the time between two steps, and the other ranks would wait in theirs: "
+        f"gate {mode} lends rollouts the time between two steps, and the other ranks would wait in theirs; "
         f"use gate idle"
     )

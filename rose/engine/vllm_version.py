@@ -33,6 +33,11 @@ def supported_range() -> str:
     return f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
 
 
+def lacks(what: str) -> ConfigError:
+    """Returns the error for a vLLM that lacks a class, method or argument that ROSE uses."""
+    return ConfigError(f"vLLM has no {what}, which rose needs; install vllm {supported_range()}")
+
+
 def has_sleep_backends() -> bool:
     """Returns whether this vLLM lets plugins free and restore the memory of an engine's weights."""
     return find_spec("vllm.device_allocator.sleep_mode_backend") is not None
@@ -51,6 +56,6 @@ def check_versions(additional_config: Mapping[str, Any], process: str) -> None:
     configured = additional_config.get(VERSIONS_KEY, "another version of rose")
     if configured != versions():
         raise ConfigError(
-            f"{process} runs {versions()}, and the engine was configured by a process with {configured}: "
+            f"{process} runs {versions()}, and the engine was configured by a process with {configured}; "
             f"give all ranks of an engine one environment with one version of each, and start it again"
         )

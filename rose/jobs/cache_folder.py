@@ -17,7 +17,8 @@ _LOCK = ".lock"
 
 
 class CacheFolder:
-    """A folder of its own, for as long as this process lives or until `close`. Its name stays the same."""
+    """A folder that belongs to this process until the process ends or calls `close`. Its name stays the
+    same."""
 
     def __init__(self, path: Path) -> None:
         """Removes what killed runners have left beside it, and under its name. Raises: OSError."""

@@ -317,6 +317,6 @@ class HostEngine:
 
 
 def job_files(folder: Path, cache_root: Path) -> Path:
-    """Returns the folder of job files, by channel as the cache is: another scheduler may have a job of the
-    same name, and the same folder."""
+    """Returns the folder of job files. Each channel has its own, like the cache, because another scheduler
+    may have a job of the same name in the same folder."""
     return folder / "jobs" / cache_root.name

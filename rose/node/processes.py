@@ -35,7 +35,8 @@ GRACE_S = 15.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 25
 CAUSE_LINES = 400
-"""Two tracebacks of vLLM, of the engine core and of its API server, have about 150 lines."""
+"""How many last lines of a log are searched for a cause. The tracebacks of vLLM's engine core and of its API
+server have about 150 lines together."""
 _VLLM_ERROR = re.compile(
     r"^\(\w+ pid=\d+\) ERROR [^\]]*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE
 )

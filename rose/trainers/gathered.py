@@ -65,7 +65,7 @@ class GatheredWeights:
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, has_tied_head: bool) -> None:
         """Publishes a version. ``weights`` is read to its end on every rank, because each tensor is gathered
         by all of them. A head that is tied to the embeddings is left out. Raises: RelayError, WorkerError,
-        ValueError; this also where the tensors or their order are others than those of the first version."""
+        ValueError, also if the tensors or their order differ from those of the first version."""
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
         run = self._of_one_run() if self.publisher is None else {}
         published = (each for each in weights if not (has_tied_head and each[0] == HEAD))

@@ -321,7 +321,7 @@ def test_a_page_of_another_layout_is_refused(words: Words, look: Callable[[Words
 
 
 def test_a_short_page_is_refused() -> None:
-    with pytest.raises(BoardError, match=f"{board.NUM_WORDS} words, the page has 8"):
+    with pytest.raises(BoardError, match=f"{board.NUM_WORDS} words, and the page has 8"):
         RolloutSide(Words(bytearray(64)))
 
 

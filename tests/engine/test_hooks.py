@@ -44,7 +44,7 @@ def test_a_patch_without_its_target_says_that_this_vllm_is_not_supported() -> No
     class Engine:
         pass
 
-    with pytest.raises(ConfigError, match=r"vLLM has no Engine.step: this version is not supported by rose"):
+    with pytest.raises(ConfigError, match=r"vLLM has no Engine.step, which rose needs; install vllm 0.30 to"):
         patches._wrap(Engine, "step", before=lambda _: None)
 
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 FOLD_TIMEOUT_S = 300.0
 """After this time the trainer sends a snapshot itself, when the chain has become too long once more."""
 RESTART_S = 0.1
-"""No relay starts again in less, so one is not asked whether it did while a version was written faster."""
+"""No relay starts again faster. So if a version was written in less time, its relay has not restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +136,8 @@ class VersionChain:
         self._folding = None
 
     def require_claim(self, num_bytes: int) -> bool:
-        """Returns False, as no snapshot follows a snapshot of any size. Raises: RelayError where the relay no
-        longer has what precedes all versions, or has another trainer's.
+        """Returns False, because after a snapshot no other is due, whatever its size. Raises: RelayError if
+        the relay no longer has this trainer's claim of the run, or has another trainer's.
         """
         if self.is_announced:  # so HEAD stands in the relay, unless that is a new one
             is_there = self._relay.get(keys.head_key(self._run_id)) is not None

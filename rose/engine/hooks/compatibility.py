@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
 UNCOUNTED_DRAFTERS = ("custom_class", "extract_hidden_states")
-"""Methods of speculative decoding that keep KV in a way of their own, or keep something else there."""
+"""Methods of speculative decoding that keep KV, or other data, in a way that vLLM does not describe."""
 DEPLOYMENTS = {"kv_producer": Deployment.PREFILL, "kv_consumer": Deployment.DECODE}
 """The deployment for each of vLLM's kv_role. kv_both implies none: such a connector is a cache beside a
 collocated engine, or belongs to a prefiller or a decoder."""
@@ -40,13 +40,13 @@ def check_parallelism(engine_args: Any, *, has_pool: bool) -> int:
         if has_pool and size > 1:
             raise ConfigError(
                 f"--{kind.replace('_', '-')}-parallel-size {size}: ranks that keep different tokens of a "
-                f"request have not been tested in a slab pool: use --tensor-parallel-size or "
+                f"request have not been tested in a slab pool; use --tensor-parallel-size or "
                 f"--pipeline-parallel-size, or leave --pool out"
             )
     if engine_args.nnodes > 1:
         what = "a slab pool is" if has_pool else "the copy of new weights that all ranks read is"
         raise ConfigError(
-            f"--nnodes {engine_args.nnodes}: {what} on one host, and so are the ranks: use one host"
+            f"--nnodes {engine_args.nnodes}: {what} on one host, so all ranks must be; use one host"
         )
     num_ranks: int = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
     num_ranks *= sizes["prefill_context"]  # those of decode_context are tensor-parallel ones
@@ -69,21 +69,21 @@ def check_data_parallelism(engine_args: Any) -> None:
     if is_split:
         raise ConfigError(
             f"--data-parallel-size {size} with ranks behind other API servers, on other hosts or on Ray: the "
-            f"ranks of a ROSE engine are on one host: leave vLLM's other --data-parallel flags out, or start "
-            f"an engine for each host, and let the router balance them"
+            f"ranks of a ROSE engine are on one host; leave vLLM's other --data-parallel flags out, or start "
+            f"an engine for each host and let the router balance them"
         )
 
 
 def check_api_servers(settings: EngineSettings, engine_args: Any) -> None:
-    """Refuses several API servers before an engine whose versions, loans or ranks only one of them would know
-    of. Raises: ConfigError.
+    """Refuses several API servers for an engine whose versions, loans or ranks only one of them would know.
+    Raises: ConfigError.
     """
     count = getattr(engine_args, "_api_process_count", 1)
     if count > 1 and (settings.is_updated or engine_args.data_parallel_size > 1):
         raise ConfigError(
             f"--api-server-count {count}: an engine that takes new weights or has data-parallel ranks needs "
             f"one API server, because each knows only the updates and loans that it received itself (vllm "
-            f"serve starts one for each data-parallel rank by default): add --api-server-count 1"
+            f"serve starts one for each data-parallel rank by default); add --api-server-count 1"
         )
 
 
@@ -98,8 +98,8 @@ def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig |
     if settings.role is Role.ROLLOUT:
         if derived is not None:
             raise ConfigError(
-                f"--kv-transfer-config kv_role {kv_role}: a rollout engine computes both phases wherever it "
-                f"runs: leave the connector out, or set kv_both if it is a cache"
+                f"--kv-transfer-config kv_role {kv_role}: a rollout engine always computes both "
+                f"phases; leave the connector out, or set kv_both if it is a cache"
             )
         return settings
     wanted = settings.deployment
@@ -110,12 +110,12 @@ def resolve_deployment(settings: EngineSettings, kv_transfer: KVTransferConfig |
     if kv_role is None:
         raise ConfigError(
             f"--additional-config: '{CONFIG_KEY}.deployment' is {wanted}, but nothing carries KV between "
-            f"prefiller and decoder: set --kv-transfer-config, or leave deployment out"
+            f"prefiller and decoder; set --kv-transfer-config, or leave deployment out"
         )
     if derived not in (None, wanted):
         raise ConfigError(
             f"--additional-config: '{CONFIG_KEY}.deployment' is {wanted}, but --kv-transfer-config has "
-            f"kv_role {kv_role}, which says {derived}: drop one of the two"
+            f"kv_role {kv_role}, which says {derived}; drop one of the two"
         )
     return settings
 
@@ -143,7 +143,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
 
 
 def _check_lockstep(config: VllmConfig, settings: EngineSettings) -> None:
-    """Refuses data-parallel ranks that compute every step together, but in a serving engine that gives its
+    """Refuses data-parallel ranks that compute every step together, except in a serving engine that gives its
     GPUs to rollouts only while all ranks are idle."""
     if not in_lockstep(config):
         return
@@ -154,7 +154,7 @@ def _check_lockstep(config: VllmConfig, settings: EngineSettings) -> None:
     )
     if settings.is_updated:
         raise ConfigError(
-            f"{what}, so none can wait for its own grant or weights: use --tensor-parallel-size, or start an "
+            f"{what}, so none can wait for its own grant or weights; use --tensor-parallel-size, or start an "
             f"engine for each replica"
         )
     if problem := lockstep_problem(config, settings.gate_mode):
@@ -162,7 +162,7 @@ def _check_lockstep(config: VllmConfig, settings: EngineSettings) -> None:
 
 
 def _check_slo(config: VllmConfig, settings: EngineSettings) -> None:
-    """Refuses an SLO that the engine's profile says it can't reach, with what it can."""
+    """Refuses an SLO that the engine can't reach by its profile. The error says what it can reach."""
     from rose.engine.scheduling.recorder import num_draft_tokens, profile_key  # imports vllm
 
     stored = load_profile(Settings.from_environment().profile_dir, profile_key(config))
@@ -178,19 +178,19 @@ def _check_model(model: ModelConfig) -> None:
     if model.is_encoder_decoder:
         raise ConfigError(
             f"--model {model.model}: it is an encoder-decoder, and a slab pool holds the KV and states of "
-            f"decoders alone: serve it without --pool"
+            f"decoders alone; serve it without --pool"
         )
 
 
 def _check_states(config: VllmConfig) -> None:
-    """Refuses what a model whose layers keep states can't have in a slab pool."""
+    """Refuses KV connectors for a model whose layers keep states."""
     model = config.model_config
     if not (model.is_hybrid or model.is_attention_free):
         return
     if config.kv_transfer_config is not None:
         raise ConfigError(
             f"--model {model.model} with --kv-transfer-config: its layers keep states, and a slab pool gives "
-            f"connectors attention's KV alone: leave --kv-transfer-config out, or serve without --pool"
+            f"connectors attention's KV alone; leave --kv-transfer-config out, or serve without --pool"
         )
 
 
@@ -199,7 +199,7 @@ def _check_pipeline(config: VllmConfig) -> None:
     if size > 1 and config.kv_transfer_config is not None:
         raise ConfigError(
             f"--kv-transfer-config with --pipeline-parallel-size {size}: no connector has been tested with a "
-            f"pipeline in a slab pool: use --tensor-parallel-size, or serve without --pool"
+            f"pipeline in a slab pool; use --tensor-parallel-size, or serve without --pool"
         )
 
 
@@ -209,7 +209,7 @@ def _check_speculation(config: VllmConfig) -> None:
     if speculative is not None and speculative.method in UNCOUNTED_DRAFTERS:
         raise ConfigError(
             f"--speculative-config method {speculative.method}: vLLM does not say which KV it keeps, so a "
-            f"slab pool can't hold it: use ngram, a draft model, EAGLE or MTP, or serve without --pool"
+            f"slab pool can't hold it; use ngram, a draft model, EAGLE or MTP, or serve without --pool"
         )
 
 
@@ -218,5 +218,5 @@ def _check_scheduling(config: VllmConfig, settings: EngineSettings) -> None:
     if is_gated and not config.scheduler_config.enable_chunked_prefill:
         raise ConfigError(
             "chunked prefill is off (--no-enable-chunked-prefill, or latent attention on a CPU): the gate "
-            "splits rollouts' prefills to fit them into serving's slack: leave it on, or set --gate off"
+            "splits rollouts' prefills to fit them into serving's slack; leave it on, or set --gate off"
         )

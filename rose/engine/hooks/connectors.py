@@ -1,9 +1,9 @@
 """Which KV connectors a serving engine in a slab pool may use, by what they do with its memory.
 
-Owns what is known of the connectors. One that copies within a step needs nothing of ROSE. One that registers
-the memory gets the transfer window (kv_range.py), and its slabs stay while it uses them: those of a request
-whose blocks it keeps, and what connector_holds.py knows of. Its peer need not have slabs: a layer's part of a
-block has the bytes that it has there. Never changes a setting.
+Owns what is known of the connectors. A connector that copies within a step needs nothing of ROSE. One that
+registers the memory gets the transfer window (kv_range.py), and slabs stay while it uses them: those of a
+request whose blocks it keeps, and those that connector_holds.py lists. Its peer need not have slabs, because
+a layer's part of a block has the same bytes in both. Never changes a setting.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ whole allocation of cudaMalloc."""
 
 
 TRANSIENT = {"NixlBaseConnector", "MooncakeConnector", "DecodeBenchConnector"}
-"""Those of them that keep the KV of no request for another one."""
+"""Connectors that keep no KV of one request for another."""
 EMPTIED_SPEC = "CPUOffloadingSpec"
-"""The spec of OffloadingConnector that it empties. A spec with further tiers keeps what is in these."""
+"""The spec of OffloadingConnector whose store vLLM can empty. A spec with further tiers keeps what is in
+them."""
 
 
 def check_emptied(config: VllmConfig) -> None:
@@ -50,7 +51,7 @@ def check_emptied(config: VllmConfig) -> None:
         if problem := _store_problem(one):
             raise ConfigError(
                 f"--kv-transfer-config {one.kv_connector}: {problem}, so it would give out KV of old weights "
-                f"once new ones have come: use OffloadingConnector with {EMPTIED_SPEC}, or leave "
+                f"once new ones have come; use OffloadingConnector with {EMPTIED_SPEC}, or leave "
                 f"--takes-weights out on a serving engine"
             )
 
@@ -75,13 +76,13 @@ def _store_problem(config: KVTransferConfig) -> str | None:
 
 
 def check_connectors(config: VllmConfig, role: Role) -> None:
-    """Raises: ConfigError for a connector that can't work in a slab pool, or that nothing is known of."""
+    """Raises: ConfigError for a connector that can't work in a slab pool, or that ROSE does not know."""
     if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
         return
     if role is Role.ROLLOUT:
         raise ConfigError(
             f"--kv-transfer-config {config.kv_transfer_config.kv_connector}: a cut takes a rollout engine's "
-            f"slabs while a connector may still read them: use KV connectors in the serving engine alone"
+            f"slabs while a connector may still read them; use KV connectors in the serving engine alone"
         )
     for one in _connectors(config.kv_transfer_config):
         if problem := _problem(one, has_latents=config.model_config.use_mla):
@@ -89,7 +90,7 @@ def check_connectors(config: VllmConfig, role: Role) -> None:
 
 
 def preferred_layout(config: VllmConfig) -> str | None:
-    """Returns the KV layout that the connector asks vLLM for, which its peers have then; None without one."""
+    """Returns the KV layout that the connector asks vLLM for, and which its peers use; None without one."""
     if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
         return None
     connector: Any = _load(config.kv_transfer_config)
@@ -113,7 +114,7 @@ def _problem(config: KVTransferConfig, *, has_latents: bool) -> str | None:
     loaded."""
     if config.kv_connector in EXPORTING:  # some can't be loaded without packages that are not vLLM's
         return (
-            "it exports the KV cache to another process by CUDA IPC handles, and slabs have none: use "
+            "it exports the KV cache to another process by CUDA IPC handles, and slabs have none; use "
             "LMCacheConnectorV1 or OffloadingConnector"
         )
     connector = _load(config)
@@ -123,14 +124,14 @@ def _problem(config: KVTransferConfig, *, has_latents: bool) -> str | None:
         # side: that reads memory without a slab, and what it loads is lost.
         return (
             "it takes a layer's blocks of latent attention for one piece of memory, and in a slab pool every "
-            "block has all layers: use another connector"
+            "block has all layers; use another connector"
         )
     registers = _registers(connector)
     if not registers or names & KNOWN.keys():
         return None
     return (
         f"it keeps addresses of the KV cache ({registers}), and rose does not know whether it keeps a "
-        f"request's blocks as long as it uses them: use one of {', '.join(_names())}, or a connector that "
+        f"request's blocks as long as it uses them; use one of {', '.join(_names())}, or a connector that "
         f"copies within the step, as ExampleConnector does"
     )
 
@@ -146,7 +147,10 @@ def _load(config: KVTransferConfig) -> type:
     try:
         connector: type = KVConnectorFactory.get_connector_class(config)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--kv-transfer-config {config.kv_connector}: can't be loaded: {error}") from error
+        raise ConfigError(
+            f"--kv-transfer-config {config.kv_connector} can't be loaded ({error}); check its "
+            f"name and its packages"
+        ) from error
     return connector
 
 

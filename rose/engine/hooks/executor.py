@@ -1,9 +1,10 @@
-"""vLLM's executor for several ranks, whose answer queues stay in step when a call fails, whose blocks lie
-alike, and which waits for rollout ranks at their own priority.
+"""vLLM's executor for several ranks. It keeps their answer queues in step when a call fails, and waits for
+rollout ranks at their own priority.
 
 vLLM 0.30-0.33 stops reading at the first rank that answers with an error. The other ranks' answers then stay
-in their queues, and every later call would read those of the call before it.
-It also tells the ranks and the scheduler how large a block is in the largest stage of a pipeline.
+in their queues, and every later call would read the answers of the call before it.
+
+The executor also tells the ranks and the scheduler how large a block is in a pipeline's largest stage.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ It rests on these facts:
 - The address range never changes, so CUDA graphs that were captured over it stay valid. Capture, padding
   and warm-up touch only block 0, whose slab stays mapped.
 - A step may read a slab until it has completed. With async scheduling two are in flight when a request ends
-  and its slabs leave. So they are unmapped when the output of the last step that knew them is there
-  (rose/engine/memory/step_fence.py), and the device goes on. A drafter computes behind that output, and a KV
-  connector copies beside it: with one of them, unmapping waits for the device.
+  and its slabs leave. So slabs are unmapped when the output of the last step that knew them is there
+  (rose/engine/memory/step_fence.py), while the device goes on. A drafter computes after that output, and a KV
+  connector copies beside it, so with either of them unmapping waits for the device.
 - Mapping waits for no step. The zeroing is queued on the model's stream, ahead of the step; with a KV
   connector, whose loads run beside that stream, it is done when the mapping returns.
-- Positions without a slab are guarded: a stray read finds zeros and ends no context. The guards of a batch
-  come as soon as its slabs have been released. A stray read faults while a slab is exchanged for a guard, or
-  a guard for a slab.
+- Positions without a slab are guarded, so that a stray read finds zeros and ends no context. The guards of a
+  batch come as soon as its slabs have been released. A stray read faults only while a slab is exchanged for a
+  guard, or a guard for a slab.
 """
 
 from __future__ import annotations

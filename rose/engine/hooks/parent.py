@@ -1,9 +1,9 @@
-"""Ends a process of an engine after the process that started it, however that one ended.
+"""Ends a process of an engine when the process that started it has ended, in whatever way.
 
-Why: vLLM 0.32 tells a rank that its engine core is gone, and the rank ends when it asks for its next step. A
-rank in an all-reduce waits for the others instead, for ever if one of them has ended, and keeps a core or a
-GPU busy. An engine core does not notice at all that its API server is gone. Either would keep the engine's
-slabs, because the pool waits for the last of its processes.
+Why: in vLLM 0.32 a rank ends once it asks for its next step and learns that its engine core is gone. But a
+rank in an all-reduce waits for the other ranks, for ever if one of them has ended, and keeps a core or a GPU
+busy. An engine core does not notice that its API server is gone. Both keep the engine's slabs, because the
+pool waits for the last of its processes.
 """
 
 import logging
@@ -19,13 +19,13 @@ from rose.memory.pool.processes import is_readable
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL. vLLM gives ranks that are told to end 4 s."""
+"""The time between SIGTERM and SIGKILL. vLLM gives ranks that are told to end 4 s."""
 
 
 def end_with_parent() -> None:
     """Has this process end once its parent has: by SIGTERM, and by SIGKILL after ``GRACE_S``.
 
-    Does nothing in a process that multiprocessing did not start: its starter may well end before it.
+    It does nothing in a process that multiprocessing did not start, whose starter may rightly end before it.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -40,8 +40,8 @@ def _end_after(parent: BaseProcess) -> None:
     except ProcessLookupError:
         pass
     else:
-        # multiprocessing's own sentinel is a pipe that forked siblings hold open too. It shows whether the
-        # pid already had another process when it was opened.
+        # multiprocessing's own sentinel does not do, because forked siblings hold its pipe open too. But it
+        # shows whether the pid already belonged to another process when it was opened.
         if parent.is_alive():
             is_readable(pidfd, None)
         os.close(pidfd)

@@ -25,6 +25,15 @@ from rose.engine.hooks.compatibility import (
 )
 from rose.engine.hooks.parent import end_with_parent
 from rose.engine.settings import CONFIG_KEY, EngineSettings
+from rose.engine.vllm_version import (
+    VERSIONS_KEY,
+    has_sleep_backends,
+    is_supported,
+    lacks,
+    supported_range,
+    versions,
+    vllm_version,
+)
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.host_memory import available_bytes
 from rose.memory.pool.pool_memory import PoolSize
@@ -113,7 +122,7 @@ def write_cpu_latents_between_layers() -> None:
 
     original = getattr(CPUMLAImpl, "do_kv_cache_update", None)
     if original is None:
-        raise ConfigError("vLLM has no CPUMLAImpl.do_kv_cache_update: this version is not supported by rose")
+        raise lacks("CPUMLAImpl.do_kv_cache_update")
     if getattr(original, _MARK, False):
         return
 
@@ -151,17 +160,15 @@ def continue_from_generated_tokens() -> None:
 def stream_routed_experts() -> None:
     """Adds which experts processed a turn's tokens to the last event of a streamed completion.
 
-    Why: vLLM tells it with --enable-return-routed-experts, but streams it on /inference/v1/generate alone,
-    and routers stream completions. vLLM 0.32-0.33.
+    Why: with --enable-return-routed-experts, vLLM streams the experts on /inference/v1/generate alone, and
+    routers stream completions. vLLM 0.32-0.33.
     """
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
     original = getattr(OpenAIServingCompletion, "completion_stream_generator", None)
     if original is None or [*inspect.signature(original).parameters][1:4] != _STREAM_PARAMETERS:
-        raise ConfigError(
-            "vLLM has no OpenAIServingCompletion.completion_stream_generator"
-            f"({', '.join(_STREAM_PARAMETERS)}, ...): this version is not supported by rose"
-        )
+        parameters = ", ".join(_STREAM_PARAMETERS)
+        raise lacks(f"OpenAIServingCompletion.completion_stream_generator({parameters}, ...)")
     if getattr(original, _MARK, False):
         return
 
@@ -203,15 +210,13 @@ def report_chosen_cores(client: Any, report: Callable[[int, float], None]) -> No
     """Calls ``report`` with the data-parallel rank that vLLM has chosen for a request, and the request's
     time of arrival.
 
-    Why: a front end rings the boards of all ranks, as vLLM balances the load behind tokenization. Those of
-    the ranks that do not get the request must not hold rollouts back. vLLM 0.30-0.33.
+    Why: a front end announces a request to all ranks, because vLLM chooses the rank only after tokenization.
+    The announcement must not hold rollouts back at the ranks that do not get the request. vLLM 0.30-0.33.
     """
     choose = getattr(client, "get_core_engine_for_request", None)
     if choose is None or not hasattr(client, "_call_utility_async"):
-        raise ConfigError(
-            f"vLLM's {type(client).__name__} has no get_core_engine_for_request or _call_utility_async: "
-            f"this version is not supported by rose with --data-parallel-size"
-        )
+        client_class = type(client).__name__
+        raise lacks(f"{client_class}.get_core_engine_for_request or {client_class}._call_utility_async")
     if getattr(choose, _MARK, False):
         return
 
@@ -257,7 +262,7 @@ def _wrap(
     """
     original = getattr(owner, name, None)
     if original is None:
-        raise ConfigError(f"vLLM has no {owner.__name__}.{name}: this version is not supported by rose")
+        raise lacks(f"{owner.__name__}.{name}")
     if getattr(original, _MARK, False):
         return
 
@@ -273,14 +278,6 @@ def _wrap(
 
 
 def _apply(settings: EngineSettings, engine_args: Any) -> None:
-    from rose.engine.vllm_version import (
-        VERSIONS_KEY,
-        is_supported,
-        supported_range,
-        versions,
-        vllm_version,
-    )
-
     if not is_supported(vllm_version()):
         raise ConfigError(f"vllm {vllm_version()} is not supported by rose; install {supported_range()}")
 
@@ -341,8 +338,6 @@ def _can_free_weights() -> bool:
     """Whether vLLM has its allocator whose memory on a GPU can be freed, which deactivation needs."""
     from vllm.device_allocator.cumem import cumem_available
 
-    from rose.engine.vllm_version import has_sleep_backends
-
     return has_sleep_backends() and cumem_available
 
 
@@ -355,7 +350,8 @@ def _platform() -> tuple[str, BackendKind]:
     if current_platform.is_cuda():
         return "rose.engine.hooks.gpu_worker.RoseGPUWorker", BackendKind.CUDA
     raise ConfigError(
-        f"rose engines run on vLLM's CPU and CUDA platforms, this is {current_platform.device_type}"
+        f"vLLM runs on {current_platform.device_type}, and rose engines run on its CPU and CUDA platforms; "
+        f"install vLLM for one of these"
     )
 
 
@@ -373,7 +369,7 @@ def _pool_for(pool: str, num_ranks: int, backend: BackendKind) -> PoolSize:
     size.check_ranks(pool, num_ranks)
     if size.backend is not backend:
         raise ConfigError(
-            f"pool {pool} has {size.backend} slabs, this engine computes on {backend} memory: start the pool "
-            f"with --backend {backend}"
+            f"pool {pool} has {size.backend} slabs, and this engine computes on {backend} memory; "
+            f"start the pool with --backend {backend}"
         )
     return size

@@ -78,7 +78,9 @@ class RoseWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         engine, num_tokens = self.weight_transfer_engine, scheduler_output.total_num_scheduled_tokens
         if num_tokens > 0 and isinstance(engine, StagedWeightEngine) and engine.is_mixed:
-            raise FrameError("an update of the weights broke off and left them of no version: start again")
+            raise FrameError(
+                "an update of the weights broke off and left them of no version; start the engine again"
+            )
         self._rose.apply(scheduler_output)
         return super().execute_model(scheduler_output)
 
@@ -103,7 +105,7 @@ class RoseWorker(Worker):
         return self._staged_weights().state_hash
 
     def give_up_weights(self) -> None:
-        """Says that the weights are of no version: other data-parallel ranks have those of another."""
+        """Marks the weights as of no version, because other data-parallel ranks have another version."""
         self._staged_weights().is_mixed = True
 
     def end_weight_update(self) -> None:
@@ -144,7 +146,8 @@ class RoseWorker(Worker):
 
 
 class EngineRank:
-    """ROSE's state of one worker. It is an object of its own, as vLLM's worker may use any attribute name."""
+    """ROSE's state of one worker. It is an object of its own because vLLM's worker may use any attribute
+    name."""
 
     def __init__(self, worker: Worker) -> None:
         if worker.parallel_config.world_size > 1:  # else it may be a thread of the caller's program
@@ -222,7 +225,7 @@ class EngineRank:
             connector = self._worker.vllm_config.kv_transfer_config.kv_connector
             raise PoolError(
                 f"--kv-transfer-config {connector}: it allocates the KV cache itself, and in a slab pool its "
-                f"memory is the pool's: choose another protocol (rdma or tcp for Mooncake), or serve without "
+                f"memory is the pool's; choose another protocol (rdma or tcp for Mooncake), or serve without "
                 f"--pool"
             )
 

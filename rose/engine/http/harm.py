@@ -38,8 +38,8 @@ from rose.types import Deployment, GateMode
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_HOURLY = 6
-"""The hour is estimated once in so many looks, because that costs more, and the result changes slowly. Until
-its harm is known, it is estimated at every look: then little has been recorded in it."""
+"""The hour is estimated once in this many looks, because that costs more, and the result changes slowly.
+Until its harm is known, it is estimated at every look: then little has been recorded in it."""
 HOUR_S = 3600.0
 NUM_HOURS = 24
 MAX_TENANTS = 16

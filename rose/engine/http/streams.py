@@ -1,7 +1,7 @@
-"""Pauses an engine so that its streams have every token of the steps before, also those that they hold back
-until their interval is full.
+"""Pauses an engine so that its streams have every token of the steps before, including the tokens that they
+hold back until their interval is full.
 
-Owns the uses of the internals of vLLM's client and output processor, which have no public way to do it.
+Owns the uses of the internals of vLLM's client and output processor, for which there is no public method.
 Promises that no token is sent twice or out of order, and that an engine whose vLLM lacks what is used here
 does not start. It has run with vLLM 0.32. Runs on the API server's event loop.
 """
@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from rose.errors import ConfigError
+from rose.engine.vllm_version import lacks
 
 _STATE_FIELDS = ("detokenizer", "output_kind", "queue", "sent_tokens_offset", "stream_interval")
 _OUTPUT_PARAMETERS = ["self", "new_token_ids", "pooling_output", "finish_reason", "stop_reason"]
@@ -44,7 +44,7 @@ def check_output_processor(
     if make is None or [*inspect.signature(make).parameters][: len(_OUTPUT_PARAMETERS)] != _OUTPUT_PARAMETERS:
         lacking.append(f"{state.__name__}.make_request_output({', '.join(_OUTPUT_PARAMETERS[1:])})")
     if lacking:
-        raise ConfigError(f"vLLM has no {', '.join(lacking)}: this version is not supported by rose")
+        raise lacks(", ".join(lacking))
 
 
 def _fields(owner: type[object]) -> tuple[str, ...]:
@@ -61,7 +61,8 @@ async def pause_steps(client: AsyncLLM) -> None:
     """
     core: Any = client.engine_core
     await core.pause_scheduler_async(mode="keep", clear_cache=False)
-    # The outputs of the last steps came ahead of the answer. Whoever takes the empty ones has processed them.
+    # The outputs of the last steps came before the answer. Once the empty ones are taken, they were
+    # processed.
     core.outputs_queue.put_nowait(EngineCoreOutputs())
     while client.is_running and not core.outputs_queue.empty():
         await asyncio.sleep(0)

@@ -1,8 +1,9 @@
-"""Answers that go on where another engine was cut: the last tokens of a prompt count as generated.
+"""Continues answers that another engine has begun: the last tokens of a prompt count as generated.
 
 A router continues a cut answer from its prompt and the tokens generated so far, and says with
-``rose_generated`` how many those are. vLLM takes them all for a prompt: it would begin a grammar anew, and
-penalties, bad words and the detection of repetitions would not see them.
+``rose_generated`` how many of them were generated. vLLM alone would take all of them for a prompt. It would
+start a grammar again, and penalties, bad words and the detection of repetitions would not see the tokens.
+
 Promises that a request waits, as for any grammar, until its own has been advanced over those tokens, and that
 a request whose tokens the grammar refuses, or whose arguments the reasoning parser refuses, fails alone. Once
 scheduled, the request is in every respect like a preempted one that goes on in its own engine.
@@ -34,7 +35,8 @@ TEMPLATE_KWARGS_KEY = "rose_chat_template_kwargs"
 
 
 def num_generated(params: SamplingParams | None, tokens: Sequence[int] | None) -> int:
-    """Returns how many tokens at the end of a prompt were generated before; 0 unless that is a part of it."""
+    """Returns how many tokens at the end of a prompt were generated before; 0 if the request names no
+    number, or one that is not above 0 and below the prompt's length."""
     extra = params.extra_args if params is not None else None
     given = extra.get(GENERATED_KEY, 0) if extra is not None and tokens is not None else 0
     return given if type(given) is int and tokens is not None and 0 < given < len(tokens) else 0
@@ -44,14 +46,14 @@ def count_as_output(request: Request, data: NewRequestData) -> None:
     """Moves the generated tokens of a request from its prompt to its output, here and in what its worker is
     sent. Call once it has been scheduled for the first time.
 
-    Why so late: vLLM asserts that no more than the prompt of a new request is cached. Model Runner V1 takes
-    no output with a new request: its rank splits the tokens itself (continue_from_generated_tokens() in
+    Not earlier, because vLLM asserts that no more than the prompt of a new request is cached. Model Runner V1
+    takes no output with a new request: its rank splits the tokens itself (continue_from_generated_tokens() in
     hooks/patches.py).
     """
     params, tokens = request.sampling_params, request.prompt_token_ids
     count = num_generated(params, tokens)
     if not count or request.num_output_tokens:
-        return  # the latter has been here, and was preempted
+        return  # the request was moved before, and then preempted
     request.prompt_token_ids = tokens[:-count]
     request.num_prompt_tokens -= count
     request._output_token_ids.extend(tokens[-count:])
@@ -85,14 +87,15 @@ def take_over(request: Request, manager: Any) -> None:
 
 
 def _ready(request: Request, count: int, compiled: Future[Any], manager: Any) -> Any:
-    """Returns the grammar as the request needs it. Runs in the thread that compiled it, or in another one:
-    the grammar was put into their queue first, so that waiting for it can't stop them all.
+    """Returns the grammar, advanced over the request's generated tokens. Runs in one of the threads that
+    compile grammars. Waiting for ``compiled`` can't block them all, because it was queued first.
 
-    Raises: whatever a parser or a grammar raises; vLLM fails the request, as if it had not compiled.
+    Raises: whatever a parser or a grammar raises. vLLM then fails the request, as if the grammar had not
+    compiled.
     """
     grammar = compiled.result()
     try:
-        manager._get_reasoner(request)  # in a step its errors would end the engine
+        manager._get_reasoner(request)  # an error of it in a step would end the engine
         return _advanced(request, count, grammar, manager) if count else grammar
     except Exception as error:
         logger.warning("grammar not continued request=%s error=%s", request.request_id, error)
@@ -100,7 +103,7 @@ def _ready(request: Request, count: int, compiled: Future[Any], manager: Any) ->
 
 
 def _object(text: object) -> dict[str, Any] | None:
-    """Returns a JSON object; None for anything else, as a client may send what it likes."""
+    """Returns the JSON object in ``text``; None for anything else, because clients may send anything."""
     try:
         value = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -120,6 +123,6 @@ def _advanced(request: Request, count: int, grammar: Any, manager: Any) -> Any:
         structured_output_request=alone,
     )
     if not manager.accept_tokens(before, tokens[-count:]):
-        raise ValueError(f"the grammar allows not all of the {count} tokens that were generated before")
+        raise ValueError(f"the grammar does not allow all of the {count} tokens that were generated before")
     structured.reasoning_ended, structured.reasoner = alone.reasoning_ended, alone.reasoner
     return grammar

@@ -2,9 +2,9 @@
 
 The scheduler starts and ends the steps, and the worker in the same process asks ahead of each attention
 layer. A request that comes to an idle GPU then waits for a part of a layer, not of a step. Only gate mode
-``idle`` does this: in the others serving has lent the time of the whole step. With several ranks the
-workers are other processes, and steps are not interrupted; nor are those of a captured CUDA graph, in which
-no layer asks.
+``idle`` does this, because in the others serving has lent the time of the whole step. Steps are not
+interrupted with several ranks, whose workers are other processes, or in a captured CUDA graph, in which no
+layer asks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ATTENTION_CALLS = ("forward", "forward_mha", "forward_mqa")
 
 
 class StepInterrupt:
-    """The steps of one engine core; its one thread uses it."""
+    """Pauses the steps of one engine core, in that core's thread."""
 
     def __init__(self, side: RolloutSide) -> None:
         self._side = side
@@ -35,11 +35,11 @@ class StepInterrupt:
         self._paused_s = 0.0
 
     def begin(self, step_s: float) -> None:
-        """Says that a step has its grant, and how long it takes (error included)."""
+        """Notes that a step has its grant, and its predicted seconds (error included)."""
         self._ends_s = time.monotonic() + step_s
 
     def end(self) -> float:
-        """Says that the step is over; returns for how long it was paused."""
+        """Notes that the step is over; returns the seconds for which it was paused."""
         self._ends_s = None
         paused_s, self._paused_s = self._paused_s, 0.0
         return paused_s
@@ -76,7 +76,7 @@ _current: StepInterrupt | None = None
 
 
 def install(interrupt: StepInterrupt) -> None:
-    """Makes it the one that this process's layers ask."""
+    """Has this process's layers ask ``interrupt``."""
     global _current
     _current = interrupt
 

@@ -27,13 +27,13 @@ LEAST_STEP_S = 1e-6
 
 
 class StepRecorder:
-    """Times steps and fits the step-time model to them. Several may be in flight, and end in their order: a
-    step that waits behind another one takes the time between the two outputs.
+    """Times steps and fits the step-time model to them. Several may be in flight, and they end in their
+    order. A step that waits behind another one takes the time between the two outputs.
 
-    In a pipeline a step passes one stage after the other, and the steps in flight are in different ones. So
-    it takes longer than the time between two outputs: at most that time in each stage, where the stages take
-    equally long, and at most the time since it was begun. The model predicts how long it takes, as if it had
-    the pipeline alone.
+    In a pipeline, a step takes longer than the time between two outputs, because the steps in flight are in
+    different stages. It counts as taking that time in each stage, which holds if the stages take equally
+    long, but at most the time since it was begun. The model predicts the time of a step that has the pipeline
+    alone.
     """
 
     def __init__(self, key: ProfileKey, directory: Path, num_stages: int = 1) -> None:
@@ -49,9 +49,9 @@ class StepRecorder:
         """The shape of each step in flight, and when it was begun."""
         self._last_end_s = 0.0
         self.seconds = 0.0
-        """What the step that ended last took."""
+        """The seconds of the step that ended last."""
         self.predicted_s = 0.0
-        """What the model says of the step that ended last; 0 without a model."""
+        """The seconds that the model predicted for the step that ended last; 0 without a model."""
 
     @property
     def is_profiled(self) -> bool:
@@ -64,7 +64,7 @@ class StepRecorder:
 
     @property
     def observed_model(self) -> StepTimeModel:
-        """The model as the steps bear it out. ``model`` is more cautious without a profile."""
+        """The model that the steps support. Without a profile, ``model`` is more cautious."""
         return self._online.observed
 
     @property
@@ -82,14 +82,14 @@ class StepRecorder:
         self._in_flight.append((shape_of(output, requests), began_s))
 
     def leave_out(self, seconds: float) -> None:
-        """Says that the step that ends next stood still for so long."""
+        """Leaves out ``seconds`` for which the step that ends next was paused."""
         if self._in_flight:
             shape, began_s = self._in_flight[0]
             self._in_flight[0] = shape, began_s + seconds
 
     def end_of_steps(self) -> float:
         """Returns when the steps in flight will have ended, as the model predicts (time.monotonic)."""
-        free_s = [0.0] * (self._num_stages - 1) + [self._last_end_s]  # when each stage has no step any more
+        free_s = [0.0] * (self._num_stages - 1) + [self._last_end_s]  # when each stage will be free
         for shape, began_s in self._in_flight:
             stage_s, end_s = self.model.predict_step(shape) / self._num_stages, began_s
             for stage in range(self._num_stages):
@@ -97,8 +97,8 @@ class StepRecorder:
         return free_s[-1]
 
     def ended(self, now: float) -> float:
-        """Stops the clock of the oldest step when its output is there; returns by how many seconds it makes
-        the time with steps in flight longer."""
+        """Stops the clock of the oldest step when its output is there; returns how many seconds it adds to
+        the time with steps in flight."""
         assert self._in_flight, "a step ended that never started"
         shape, began_s = self._in_flight.popleft()
         busy_s = max(LEAST_STEP_S, now - max(began_s, self._last_end_s))
@@ -133,7 +133,7 @@ class StepRecorder:
 def shape_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> StepShape:
     """Returns the shape of a step that vLLM has just scheduled; its tokens already count as computed.
 
-    A decode counts once, however many draft tokens it brings. The model learns what it costs with them.
+    A decode counts once, whatever its number of draft tokens; the model learns its cost with them.
     """
     prefill = decodes = context = 0
     pairs = 0.0

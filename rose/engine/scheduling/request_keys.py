@@ -1,9 +1,9 @@
-"""What a request says to ROSE: keys that its client or a gateway may set in the OpenAI API's ``vllm_xargs``.
+"""The keys for ROSE that a client or a gateway may set in the OpenAI API's ``vllm_xargs``.
 
-Two keys are latency objectives of its own: milliseconds above 0, as a number or as text that is one. The
-third names its tenant, for the reports of harm, as the header X-Rose-Tenant does. The API server refuses
-other values (rose/engine/http/front_door.py). A request that reaches the engine by another way is never
-failed for them: it counts as if it had not named them, and a warning is logged.
+Two keys are the request's own latency objectives: milliseconds above 0, as a number or as text. The third
+names its tenant for the reports of harm, as the header X-Rose-Tenant does. The API server refuses other
+values (rose/engine/http/front_door.py). If a request with such a value reaches the engine in another way,
+the value is ignored and a warning is logged.
 """
 
 import logging

@@ -66,7 +66,7 @@ class RolloutScheduler(RoseScheduler):
             install(self._interrupt)
         self._is_stepping = False
         self._starved: tuple[int, ...] | None = None
-        """The memory state when a grant went unused. Asking again before it changes would only use up
+        """The memory state when a grant went unused. Asking again before the state changes would only use up
         serving's slack."""
         self._starved_until_s = 0.0
         spec = self.vllm_config.speculative_config
@@ -83,8 +83,8 @@ class RolloutScheduler(RoseScheduler):
             self._want_nothing()
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Stops the stall clock during a pause: its requests wait for new weights, or for the engine's own to
-        come back."""
+        """Stops the stall clock during a pause, in which requests wait for new weights, or for the engine's
+        own to come back."""
         super().set_pause_state(pause_state)
         if pause_state is PauseState.UNPAUSED:
             self._stalls.activate(time.monotonic())
@@ -161,7 +161,8 @@ class RolloutScheduler(RoseScheduler):
         side = self._side
         if side is None or not self._is_gated:
             return self._schedule(throttle_prefills)
-        self._drop_stale_drafts()  # or their tokens would be granted, and go to other sequences
+        # otherwise the grant would count their tokens, and other sequences would use them
+        self._drop_stale_drafts()
         limit = 0 if self.awaits_tokens() else self._ask_for_grant(side)
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = min(limit, most)
@@ -188,17 +189,20 @@ class RolloutScheduler(RoseScheduler):
         return output
 
     def _refused_by_serving(self, tenant: Tenant, has_tokens_left: bool) -> list[str]:
-        """Returns the waiting requests without memory because serving has it: the preempted, and all others
-        if a step with tokens left did not take them. What fits into this engine's slabs, or has no pool,
-        waits for other rollouts alone, and keeps its place in line: a long prompt that was sent away would
-        find the memory with short ones again whenever it came back."""
+        """Returns the ids of waiting requests that lack memory because serving has it.
+
+        These are the preempted requests, and all waiting ones if the last step had tokens left and did not
+        take them. A request that fits into this engine's own slabs is left out, because it waits only for
+        other rollouts. It keeps its place in line: a long prompt that was sent away would find the memory
+        taken by short ones whenever it came back.
+        """
         refused = {RequestStatus.PREEMPTED, *([RequestStatus.WAITING] if has_tokens_left else [])}
         waiting = [request for request in self.waiting_requests() if request.status in refused]
         return [request.request_id for request in waiting if not tenant.fits_alone(request)]
 
     def _ask_for_grant(self, side: RolloutSide) -> int:
         """Returns the token limit of a step that has a grant, or 0 without one. It sleeps while nothing else
-        is due, and up to the board's 20 ms after something is."""
+        is due, and up to the board's 20 ms longer."""
         candidate = self._candidate()
         view, wants = side.view(), candidate.num_decodes + candidate.prefill_tokens_waiting > 0
         side.set_want(wants, self._gate.shortest_step_s(view, candidate, self.recorder.model))
@@ -271,9 +275,9 @@ class RolloutScheduler(RoseScheduler):
                 prefill += max(0, remaining)
                 computed = max(computed, request.num_computed_tokens)
         for request in self.waiting_requests():
-            # vLLM takes a prompt that is cached but for a token together with room for drafts, or not at all.
+            # If all but one token of a prompt is cached, vLLM takes it only with room for its drafts.
             prefill += max(request.num_tokens, 1 + self.num_spec_tokens)
-            # vLLM finds out what is cached while it schedules: it may be all but the last token.
+            # vLLM finds out what is cached only while it schedules. It may be all but the last token.
             computed = max(computed, request.num_tokens - 1)
         now = time.monotonic()
         if not drafts and prefill == 0:

@@ -52,7 +52,7 @@ GATE_MODES = list(GateMode)
 
 
 class RoseScheduler(Scheduler):
-    """vLLM's scheduler for an engine with ROSE settings, whose subclasses are one per role."""
+    """vLLM's scheduler for an engine with ROSE settings. Each role has a subclass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
@@ -130,8 +130,8 @@ class RoseScheduler(Scheduler):
     def must_drain(self) -> bool:
         """Returns whether the steps in flight have to end before another one is scheduled.
 
-        They have to in a profiling run. The gate plans with steps that have the GPU alone. Such a step takes
-        the host's time and the device's; the time between two outputs shows no more than the longer one.
+        They have to in a profiling run, because the gate plans with steps that have the GPU alone. Such a
+        step takes the host's time plus the device's. The time between two outputs shows only the longer one.
         """
         return self.recorder.is_recording
 
@@ -177,7 +177,7 @@ class RoseScheduler(Scheduler):
     def _bound_in_flight(self) -> None:
         """Lets vLLM queue a step behind the one just scheduled, or has it wait for that one's output first.
 
-        Why: has_requests() has vLLM wait as well, but then its loop sleeps for 1 ms after the output.
+        Why not by has_requests(): vLLM would wait too, but its loop would sleep for 1 ms after the output.
         """
         if self._max_in_flight > 1:
             is_alone = len(self._in_flight) == 1
@@ -274,7 +274,8 @@ class RoseScheduler(Scheduler):
     def may_sleep_on(self) -> bool:
         """Returns whether nothing is due in the engine's loop: no input, no command, no change of the ledger.
 
-        It is False for an engine core in its caller's thread, which has no queue to look at."""
+        It is False for an engine core in its caller's thread, which has no input queue.
+        """
         return self._input_queue is not None and self._input_queue.empty() and not self._must_pass()
 
     def _watch(self) -> None:

@@ -47,9 +47,9 @@ class ServingScheduler(RoseScheduler):
     _slice: SliceTime | None = None
     """The steps of the present slice of time."""
     _has_told_floors = False
-    """Whether the log has told of an SLO below the floors, if it is."""
+    """Whether the SLO has been compared with the floors, and the log told if it is below them."""
     _is_in_wave = False
-    """Whether data-parallel ranks compute steps together now, with requests of this rank or without."""
+    """Whether the data-parallel ranks compute steps together now, with or without requests of this rank."""
     _context_tokens = 0
     """Computed tokens of the running requests. Summed once per step: a sum over hundreds of requests costs
     more than a publication."""
@@ -76,8 +76,8 @@ class ServingScheduler(RoseScheduler):
             self._tell_floors()
 
     def _tell_floors(self) -> None:
-        """Publishes which latencies the step times allow. The log tells once if an SLO is below them: an
-        engine with a profile did not start then, but one without learns it from its own steps."""
+        """Publishes which latencies the step times allow. The log says once if an SLO is below them. An
+        engine with such a profile does not start, but one without a profile learns it from its own steps."""
         if not self.recorder.is_profiled:
             return
         ttft_s, tpot_s = self._floors_s()
@@ -148,7 +148,7 @@ class ServingScheduler(RoseScheduler):
                 # The slack is that of a step with all decodes. A drained pipeline never joins them again.
                 self.max_num_scheduled_tokens = 0
                 return
-            # Steps that were begun with the gate off have no claim, and bear no rollout step beside them.
+            # Steps that were begun with the gate off have no claim, so no grant may be offered beside them.
             if not self.is_computing and self._offer_grants(side, now, view):
                 self.max_num_scheduled_tokens = 0
                 return
@@ -174,7 +174,7 @@ class ServingScheduler(RoseScheduler):
             self._deadlines.waited(waited_s, time.monotonic())
             return waited_s > 0 and self.has_input() and self._may_join()
         if self._must_let_finish(side):
-            # Whatever slack there is: the rest of a step that has begun, once.
+            # The rest of a step that has begun gets one grant, whatever the slack.
             waited_s = side.offer_grant(NEVER, handover_s, to_paused=True)
             self._deadlines.waited(waited_s, time.monotonic())
         return False
@@ -247,7 +247,7 @@ class ServingScheduler(RoseScheduler):
         return outputs
 
     def _record_harm(self, now: float) -> None:
-        """Passes on what tells the harm of rollouts: requests that have ended, and how long steps take."""
+        """Records what the harm of rollouts is estimated from: ended requests, and the seconds of steps."""
         ended, self._deadlines.ended = self._deadlines.ended, []
         # Without a gate, as while a profile is made, nothing is shut out and nothing compared.
         if self._records is None or self.tenant is None or not self._shares_compute:
@@ -304,14 +304,14 @@ class ServingScheduler(RoseScheduler):
     # Steps that all data-parallel ranks compute together -----------------------------------------------
 
     def begin_dummy_step(self) -> None:
-        """Claims the GPU for a step that this rank has no request in, as the other ranks wait for it there.
-        The claim lasts until the end of the wave."""
+        """Claims the GPU until the end of the wave, for a step without a request of this rank. The other
+        ranks wait for this rank in that step."""
         self._is_in_wave = True
         if self._shares_compute and self._side is not None:
             self._side.begin_step()
 
     def end_wave(self) -> None:
-        """Gives the GPU back: no rank has requests any more."""
+        """Gives the GPU back, because no rank has requests any more."""
         self._is_in_wave = False
         self._publish(time.monotonic())
 

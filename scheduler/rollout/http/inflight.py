@@ -80,7 +80,7 @@ class InFlight:
         finally:
             running.num_waiting -= 1
             if not running.num_waiting:
-                self._forget(key, running)  # a retry that comes before the task has ended begins anew
+                self._forget(key, running)  # a retry that comes before the task has ended starts again
                 running.task.cancel()
 
     def _forget(self, key: str, running: _Running) -> None:

@@ -247,7 +247,7 @@ class Service:
 
 
 def _key(request: web.Request, route: Route) -> str | None:
-    """Returns what two requests have in common that may share an answer; None if the client gave no key.
-    Another job's request, or one for another run's weights, is never the same."""
+    """Returns the key by which requests share an answer; None if the client gave none. Requests of other
+    jobs, or for other runs' weights, have other keys."""
     given = request.headers.get(IDEMPOTENCY_HEADER)
     return f"{request.path} {given} {route.run_id} {route.job}" if given is not None else None

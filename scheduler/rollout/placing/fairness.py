@@ -46,8 +46,8 @@ class _Found(Generic[Item, Kind, Place]):
 class _Queue(Generic[Item, Kind]):
     deficit: float = 0.0
     entries: dict[tuple[Kind, Hashable], deque[tuple[float, int, Item, float]]] = field(default_factory=dict)
-    """Kind and likeness -> (since, number, item, cost). The earliest of all goes first, and of equal ones the
-    lowest number."""
+    """(since, number, item, cost) by kind and likeness. The earliest goes first; of equal ones, the lowest
+    number."""
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
@@ -187,8 +187,8 @@ class FairQueue(Generic[Item, Kind]):
 
         `place` returns where an item would go, None for nowhere. `may_go` says whether any item of a kind
         could be placed, and `may_start` whether any of a job, so that a long queue of others is skipped.
-        `is_last` says of an item that goes nowhere whether the job's later items of its kind and likeness go
-        nowhere either.
+        `is_last` returns, for an item that goes nowhere, whether the job's later items of its kind and
+        likeness can go nowhere either.
         """
         candidates = list(self._candidates(place, may_go, may_start, is_last))
         if not candidates:

@@ -134,10 +134,10 @@ class Dispatcher:
                 self._places.withdraw(waiter)
 
     def check_room(self, name: str, num_turns: int) -> None:
-        """Refuses a call at once if some of its turns are sure to be refused, which would take seconds for
-        tens of thousands.
+        """Refuses a call at once if some of its turns would certainly be refused later. Starting tens of
+        thousands of turns takes seconds.
 
-        Raises: QueueFull if the job's queue and all workers together have no room for so many turns.
+        Raises: QueueFull if the job's queue and all workers together have no room for ``num_turns``.
         """
         limit, waiting = self._bound(self._jobs.get(name, self._clock()))
         most = limit - waiting

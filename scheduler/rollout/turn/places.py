@@ -343,8 +343,8 @@ class _Asking:
         return self._is_open[wants]
 
     def is_last(self, waiter: Waiter) -> bool:
-        """Whether a turn that goes nowhere shows that later ones with its wants and pinned version don't
-        either: it avoids no worker, and its policy looks at nothing else."""
+        """Whether, if this turn can go nowhere, later turns with its wants and pinned version can't either.
+        That holds if the turn avoids no worker and the policy looks at nothing else."""
         turn, now = waiter.turn, self._now
         is_free = not waiter.is_settled and not turn.avoid_until
         return is_free and self._policy.likeness(turn, now) == constraints(turn, now)

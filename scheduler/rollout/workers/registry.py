@@ -259,8 +259,8 @@ class Registry:
             self._workers.num_contests += 1  # other jobs can use it now
 
     async def refresh_models(self) -> None:
-        """Asks all live workers which models they serve, and which adapters they hold. Clients with a wrong
-        name may cause this without end, so it begins every _ROUND_S at most, for all that wait."""
+        """Asks all live workers which models they serve, and which adapters they hold. Clients with a
+        wrong name may cause many rounds, so one begins every _ROUND_S at most, for all clients that wait."""
         if self._next_round is None:
             self._next_round = asyncio.create_task(self._round())
             self._rounds.add(self._next_round)

@@ -85,8 +85,8 @@ class EmbeddedScheduler:
         return [Incoming(client=client, body=line) for line in lines] if client is not None else []
 
     def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
-        """On a full disk it waits for room, and so do all clients: an answer that is not kept is never
-        given."""
+        """On a full disk it waits for room, and all clients wait with it, because no answer is given before
+        it is stored."""
         if batch.rows or batch.events:
             self._store(batch)
         for outgoing in batch.outgoing:

@@ -226,7 +226,7 @@ class RedisClient:
         self._is_unsent = False
 
     def send(self, body: bytes) -> None:
-        """Waits while Redis has no room, but not for a command, whose user waits."""
+        """Waits while Redis has no room, except for a command, because its user waits."""
         while True:
             try:
                 number = self._convert(lambda: self._add(body))

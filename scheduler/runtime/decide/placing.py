@@ -197,8 +197,8 @@ class Groups:
         self._stale.add(group.name)
 
     def remove(self, job: str, name: str) -> Group:
-        """Removes a job from a group, and the group if it was formed for its jobs and has none left. A later
-        group of its name has none of its drained nodes."""
+        """Removes a job from a group, and removes a group that was formed for its jobs when it has none left.
+        Its drained nodes are forgotten with it."""
         if self.leaving.get(job) == name:
             del self.leaving[job]
         rest = self.by_name[name].without(job)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # numpy takes half as long to load as all else that a job nee
 _INDEX = "index.json"
 _SET = "set.bin"
 _CLAIM = "claim"
-"""An empty file as long as a rank's set, for the other ranks: it takes no memory, so it never fails to be
-written where there is none. It is made before the set."""
+"""An empty file as long as a rank's set, which shows the set's size to the other ranks. It takes no memory,
+so it can be written when none is left. It is made before the set."""
 _ALIGN_BYTES = 64
 """Where an array may begin in the file: at a cache line."""
 

@@ -142,7 +142,7 @@ class Progress:
         kind = _phase_named(phase)
         move, num_moved = _loop.moves.get(kind), _loop.num_moved
         keep = job.report(kind, num_done, num_total, num_tokens if move is not None else None, lengths)
-        # No thread waits for another one's move, which may wait for what that thread does.
+        # A thread does not wait for another thread's move, because that move may wait for this thread.
         if keep is None or move is None or not _loop.moving.acquire(blocking=False):
             return
         try:

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "rollout producer": (
         "rollout",
         {"kv_transfer_config": {**EXAMPLE, "kv_role": "kv_producer"}},
-        "kv_role kv_producer: a rollout engine computes both phases wherever it runs",
+        "kv_role kv_producer: a rollout engine always computes both phases; leave",
     ),
     "speculation": (
         "serving",
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "API servers of replicas": (
         "serving",
         {"_api_process_count": 2, "data_parallel_size": 2},
-        "vllm serve starts one for each data-parallel rank by default): add --api-server-count 1",
+        "vllm serve starts one for each data-parallel rank by default); add --api-server-count 1",
     ),
     "no store": ("serving", {**connector("NixlConnector"), **TAKES_WEIGHTS}, ""),
     "split replicas": (
@@ -180,7 +180,7 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
     cases.append(engine_args(experts, "serving", {"data_parallel_size": 2}))
     spends = {"rose": {"role": "serving", "pool": POOL, "spend_slo": 0.5}}
     cases.append(engine_args(experts, "serving", {"data_parallel_size": 2, "additional_config": spends}))
-    expected += ["", "the other ranks would wait in theirs: use gate idle"]
+    expected += ["", "the other ranks would wait in theirs; use gate idle"]
     hybrid, drafts = make_mamba_model(folder / "hybrid"), CASES["speculation"][1]
     cases.append(engine_args(hybrid, "serving", {"enable_prefix_caching": True}))
     cases.append(engine_args(hybrid, "rollout", drafts))

@@ -75,7 +75,7 @@ async def test_the_last_event_of_each_choice_has_its_rows_and_nothing_else_chang
 
 def test_a_vllm_without_the_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Completion, "completion_stream_generator", lambda self, request: None)
-    with pytest.raises(ConfigError, match=r"completion_stream_generator.*not supported by rose"):
+    with pytest.raises(ConfigError, match=r"completion_stream_generator.*which rose needs; install vllm"):
         patches.stream_routed_experts()
 
 

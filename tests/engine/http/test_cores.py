@@ -190,5 +190,5 @@ async def test_ranks_that_woke_up_with_two_versions_take_no_turns_until_they_hav
 
 
 def test_a_vllm_that_chooses_ranks_elsewhere_is_not_supported() -> None:
-    with pytest.raises(ConfigError, match="object has no get_core_engine_for_request"):
+    with pytest.raises(ConfigError, match=r"vLLM has no object.get_core_engine_for_request"):
         report_chosen_cores(object(), lambda *_: None)

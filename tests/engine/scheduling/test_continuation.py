@@ -88,7 +88,7 @@ def test_a_compiled_grammar_is_advanced_in_another_thread_than_the_steps() -> No
 def test_tokens_that_the_grammar_refuses_fail_their_request_alone() -> None:
     made, manager = request([1, 2, 11], rose_generated=1), Manager()
     take_over(made, manager)
-    assert "allows not all of the 1 tokens" in str(outcome(made))
+    assert "does not allow all of the 1 tokens" in str(outcome(made))
 
 
 @pytest.mark.parametrize("generated", [0, -1, 4, 1.5, "2", None])
