@@ -152,8 +152,8 @@ class ServerProcess:
 
         Nothing of the group runs any more when it returns: what they used is free for others.
         """
-        if self._process is None:
-            return None
+        if self._process is None or self._process.returncode is not None:
+            return self._exit_status  # once it is reaped, another process may have its pid
         self.send_signal(signal.SIGTERM)
         if self.wait(grace_s) is None:
             logger.warning(
@@ -207,6 +207,12 @@ class ProcessGroup:
     def start(self, server: ServerProcess) -> ServerProcess:
         """Starts ``server`` and takes it over."""
         self._servers.append(server)
+        return server.start()
+
+    def replace(self, dead: ServerProcess, server: ServerProcess) -> ServerProcess:
+        """Starts ``server`` in place of one that has ended, of which nothing is left then."""
+        dead.stop()
+        self._servers[self._servers.index(dead)] = server
         return server.start()
 
     def dead(self) -> list[ServerProcess]:
