@@ -65,6 +65,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._exit_status: int | None = None
+        self._is_reaped = False
 
     @property
     def pid(self) -> int:
@@ -152,8 +153,8 @@ class ServerProcess:
 
         Nothing of the group runs any more when it returns: what they used is free for others.
         """
-        if self._process is None or self._process.returncode is not None:
-            return self._exit_status  # once it is reaped, another process may have its pid
+        if self._process is None or self._is_reaped:  # another process may have its pid by now
+            return self._exit_status
         self.send_signal(signal.SIGTERM)
         if self.wait(grace_s) is None:
             logger.warning(
@@ -162,6 +163,7 @@ class ServerProcess:
         if left := watcher.kill_group(self.pid, GRACE_S):
             logger.error("still there after SIGKILL name=%s pids=%s", self.name, left)
         self._exit_status = self._process.wait()
+        self._is_reaped = True
         if self._watcher is not None:
             self._watcher.kill()
             self._watcher.wait()
