@@ -137,7 +137,8 @@ def _watch(
         if reported.intersection(pools) and time.monotonic() - started_at_s >= POOL_PAUSE_S:
             started_at_s = time.monotonic()
             anew = zip(pools, new_pools(), strict=True)
-            pools = [group.start(new) if old in reported else old for old, new in anew]
+            pools = [group.replace(old, new) if old in reported else old for old, new in anew]
+            reported.intersection_update(group.servers)
         time.sleep(WATCH_S)
 
 

@@ -4,6 +4,7 @@
 and what engines leave behind is removed.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +170,14 @@ def make_staging_dir(engine: EngineConfig, settings: Settings) -> Path:
 
 
 def remove_staging_dir(engine: EngineConfig, settings: Settings) -> None:
-    """Removes the folder in memory: in /dev/shm it would take that memory until the next boot."""
+    """Removes the folder in memory: in /dev/shm it would take that memory until the next boot. It stays if a
+    subscriber has it, that of an engine which was started again by hand."""
     if engine.staging is None:
-        shutil.rmtree(settings.staging_root / engine.name, ignore_errors=True)
+        with suppress(FileNotFoundError, BlockingIOError), ExitStack() as opened:
+            folder = os.open(settings.staging_root / engine.name, os.O_RDONLY)
+            opened.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(settings.staging_root / engine.name, ignore_errors=True)
 
 
 def remove_status_page(engine: EngineConfig, server: ServerProcess, settings: Settings) -> None:

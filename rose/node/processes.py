@@ -73,6 +73,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._exit_status: int | None = None
+        self._is_reaped = False
 
     @property
     def pid(self) -> int:
@@ -168,8 +169,8 @@ class ServerProcess:
 
         Nothing of the group runs any more when it returns: what they used is free for others.
         """
-        if self._process is None:
-            return None
+        if self._process is None or self._is_reaped:  # another process may have its pid by now
+            return self._exit_status
         self.send_signal(signal.SIGTERM)
         if self.wait(grace_s) is None:
             logger.warning(
@@ -178,6 +179,7 @@ class ServerProcess:
         if left := watcher.kill_group(self.pid, GRACE_S):
             logger.error("still there after SIGKILL name=%s pids=%s", self.name, left)
         self._exit_status = self._process.wait()
+        self._is_reaped = True
         if self._watcher is not None:
             self._watcher.kill()
             self._watcher.wait()
@@ -225,6 +227,12 @@ class ProcessGroup:
     def start(self, server: ServerProcess) -> ServerProcess:
         """Starts ``server`` and takes it over."""
         self._servers.append(server)
+        return server.start()
+
+    def replace(self, dead: ServerProcess, server: ServerProcess) -> ServerProcess:
+        """Starts ``server`` in place of one that has ended, of which nothing is left then."""
+        dead.stop()
+        self._servers[self._servers.index(dead)] = server
         return server.start()
 
     def dead(self) -> list[ServerProcess]:

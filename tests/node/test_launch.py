@@ -14,6 +14,8 @@ from rose.config import Settings
 from rose.errors import ConfigError
 from rose.node import launch
 from rose.node.node_config import EngineConfig, NodeConfig, PoolConfig
+from rose.ports import free_port
+from rose.transfer.follow.shared_mirror import SharedMirror
 from rose.types import Role
 
 PATIENCE_S = 300.0
@@ -49,6 +51,20 @@ def test_the_users_additional_config_is_merged(flags: tuple[str, ...]) -> None:
 def test_a_bad_additional_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--additional-config"):
         launch.engine_process(engine(vllm_args=("--additional-config", text)), log_path=None)
+
+
+def test_the_staging_folder_of_an_engine_stays_if_another_subscriber_has_it(tmp_path: Path) -> None:
+    """As when the engine of a node was started again by hand, and the node ends."""
+    settings = Settings.from_environment({"ROSE_RUNTIME_DIR": str(tmp_path)})
+    one = engine(port=free_port())
+    folder = launch.make_staging_dir(one, settings)
+    mirror = SharedMirror(folder)
+    launch.remove_staging_dir(one, settings)
+    assert folder.is_dir()
+    mirror.close()
+    for _ in range(2):
+        launch.remove_staging_dir(one, settings)
+        assert not folder.exists()
 
 
 def test_engines_that_take_weights_over_a_relay_get_a_subscriber(tmp_path: Path) -> None:

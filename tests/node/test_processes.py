@@ -110,6 +110,26 @@ time.sleep(600)
     wait_until(lambda: not is_running(child) and not is_running(server))
 
 
+def test_a_server_that_is_replaced_or_stopped_leaves_no_zombie_and_is_never_signalled_again(
+    tmp_path: Path,
+) -> None:
+    with ProcessGroup() as group:
+        dead = group.start(ServerProcess([sys.executable, "-c", ""], "dead", tmp_path / "dead"))
+        assert dead.wait(PATIENCE_S) == 0
+        new = group.replace(dead, ServerProcess(SLEEPER, "new", tmp_path / "log"))
+        assert (group.servers, group.dead()) == ((new,), [])
+        with pytest.raises(ChildProcessError):  # it has been reaped
+            os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOHANG)
+        first_line(tmp_path / "log")
+        status = new.stop()
+        other = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, start_new_session=True)
+        assert new._process is not None and other.stdout is not None
+        new._process.pid = other.pid  # as if the kernel gave the pid away again
+        assert (new.stop(), other.poll()) == (status, None)
+        other.kill()
+        other.communicate()
+
+
 def test_wait_ready_returns_when_health_answers(tmp_path: Path) -> None:
     (tmp_path / "health").write_text("ok")
     argv = [

@@ -7,6 +7,7 @@ Never tokenizes or queues a request, and delays one only if a place is about to 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from starlette._utils import get_route_path
 from starlette.responses import JSONResponse
@@ -19,10 +20,13 @@ from rose.engine.http.prompt_ids import without_prompt_ids
 from rose.engine.scheduling.request_keys import KEYS, TENANT_HEADER, TENANT_KEY, key_problem, tenant_problem
 from rose.http import LEASE_HEADER, NO_LEASE
 
-_PATHS = ("/v1/", "/inference/v1/generate", "/invocations")
+_GENERATE = "/inference/v1/generate"
+_PATHS = ("/v1/", _GENERATE, "/invocations")
 """How the paths of all routes that generate begin. /invocations takes any body of /v1's. vLLM 0.32."""
 _KEYS = tuple(key.encode() for key in KEYS)
 _XARGS = "vllm_xargs"
+_SAMPLING, _EXTRA = "sampling_params", "extra_args"
+"""Where /inference/v1/generate has its parameters, and what is called vllm_xargs elsewhere."""
 _HEADER = TENANT_HEADER.lower().encode()
 _LEASE = LEASE_HEADER.lower().encode()
 _NO_PROMPT_LOGPROBS = (
@@ -134,8 +138,10 @@ def _with_tenant(scope: Scope, messages: list[Message], tenant: str) -> tuple[Sc
     body = b"".join(message.get("body", b"") for message in messages)
     try:
         fields = json.loads(body)
-        fields[_XARGS] = {**(fields.get(_XARGS) or {}), TENANT_KEY: tenant}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_generate = get_route_path(scope).startswith(_GENERATE)
+        holder, name = (fields[_SAMPLING], _EXTRA) if is_generate else (fields, _XARGS)
+        holder[name] = {**(holder.get(name) or {}), TENANT_KEY: tenant}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return scope, messages
     body = json.dumps(fields).encode()
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
@@ -152,7 +158,8 @@ def _prompt_logprobs_problem(messages: list[Message]) -> str | None:
     try:
         fields = json.loads(body)
         is_echo = bool(fields.get("echo")) and fields.get("logprobs") not in (None, False)
-        asks = fields.get("prompt_logprobs") is not None or is_echo
+        given = (fields.get("prompt_logprobs"), _sampling_params(fields).get("prompt_logprobs"))
+        asks = given != (None, None) or is_echo
     except (ValueError, AttributeError, RecursionError):
         return None  # vLLM answers a body that is no such object
     return _NO_PROMPT_LOGPROBS if asks else None
@@ -164,7 +171,14 @@ def _key_problem(messages: list[Message]) -> str | None:
     if not any(key in body for key in _KEYS):
         return None
     try:
-        extra_args = json.loads(body)[_XARGS]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        fields = json.loads(body)
+        given = (fields.get(_XARGS), _sampling_params(fields).get(_EXTRA))
+    except (ValueError, AttributeError, RecursionError):
         return None  # vLLM answers a body that is no such object
-    return key_problem(extra_args) if isinstance(extra_args, dict) else None
+    problems = (key_problem(each) for each in given if isinstance(each, dict))
+    return next((each for each in problems if each is not None), None)
+
+
+def _sampling_params(fields: dict[str, Any]) -> dict[str, Any]:
+    given = fields.get(_SAMPLING)
+    return given if isinstance(given, dict) else {}

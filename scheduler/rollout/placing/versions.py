@@ -159,6 +159,21 @@ class VersionRule:
         turn = TurnView(session="", model=wants.model, run_id=wants.run_id)
         return bool(self._new_enough(turn, of_model(wants.model, list(cohorts))))
 
+    def outrun(self, wants: Wants, cohorts: Iterable[Cohort]) -> list[tuple[WeightVersion, WeightVersion]]:
+        """Returns the newest version of each run that a new session's turn may want, beside the newest that
+        workers have, where all of them have older ones."""
+        turn = TurnView(session="", model=wants.model, run_id=wants.run_id)
+        held = dict[str, int]()
+        for cohort in of_model(wants.model, list(cohorts)):
+            if (version := cohort.version_for(wants.model)) is not None:
+                _grow(held, version)
+        newest = self._newest_numbers((), turn)
+        return [
+            (WeightVersion(run_id=run, number=newest[run]), WeightVersion(run_id=run, number=number))
+            for run, number in held.items()
+            if number < newest.get(run, 0)
+        ]
+
     def is_base_too_old(self, wants: Wants) -> bool:
         """Returns whether no turn that wants this begins on base weights, because a version is known."""
         turn = TurnView(session="", model=wants.model, run_id=wants.run_id)

@@ -7,6 +7,7 @@ that the service and the simulator drive the same object.
 Never does: I/O, wait, choose a worker (placing/policy.py, placing/cost.py).
 """
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +32,15 @@ from rose.scheduler.rollout.turn.place import Place, take_place
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
 
+logger = logging.getLogger(__name__)
+
 _EXPIRE_EVERY_S = 1.0
 _GIVE_UP_EVERY_S = 1.0
+_WARN_AFTER_S = 10.0
+"""Workers take a version within seconds, so turns that wait longer for one may wait for weights that never
+come."""
+_WARN_EVERY_S = 60.0
+"""The shortest time between two such warnings of a run."""
 _SHOWN_WORKERS = 8
 """An error names this many workers."""
 
@@ -67,6 +75,8 @@ class Places:
         self._members = members
         self._weights_s = weights_s
         self._missing_since: dict[Wants, float] = {}
+        self._warned_at: dict[str, float] = {}
+        """The runs whose weights turns have waited for, with the time of the last warning."""
         self._policy = policy
         self._jobs = jobs
         self._queue: FairQueue[Waiter, Wants] = FairQueue(
@@ -171,6 +181,8 @@ class Places:
         ]
         self._missing_since = {wants: self._missing_since.get(wants, now) for wants in missing}
         for wants, since in self._missing_since.items():
+            if now - since >= _WARN_AFTER_S:
+                self._warn(wants, since, now)
             if now - since < self._weights_s:
                 continue
             problems = [worker.run_problem(wants.run_id) for worker in self._members.values()]
@@ -179,6 +191,19 @@ class Places:
             for waiter in self._queue.of_kind(wants):
                 if not waiter.is_settled:
                     waiter.settle(error)
+
+    def _warn(self, wants: Wants, since: float, now: float) -> None:
+        """Says now and then that turns wait for a version of a run that no worker has."""
+        for newest, held in self._policy.versions.outrun(wants, self._members.fleet.cohorts):
+            run = newest.run_id
+            if now - self._warned_at.get(run, -math.inf) >= _WARN_EVERY_S:
+                self._warned_at[run] = now
+                logger.warning(
+                    "turns have waited %.0f s for weights %s, and the newest that workers have are %s. If the"
+                    " run began again under its old id, such as at a new relay, make the router forget the"
+                    " old one: DELETE /admin/runs/%s",
+                    *(now - since, newest, held, run),
+                )
 
     def _is_base_withheld(self, wants: Wants) -> bool:
         """Whether the only weights there are for this are base weights of GPUs that are to get its run's."""

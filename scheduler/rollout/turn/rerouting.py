@@ -49,6 +49,7 @@ class Rerouting:
         journey.avoid_until[worker.id] = now + self._config.avoid_s
         # Steps that serving lets through one by one may make tokens too seldom for the router's own clock.
         is_held = ending.kind is EndKind.STALLED and worker.is_held_by_serving
+        worker.num_errors += ending.kind is EndKind.FAILED and not num_tokens
         if ending.kind in _SERVING_NEEDS_IT or is_held:
             worker.yielded()
         elif ending.kind in _WORKERS_FAULT and (num_tokens or not self._fails_alone(ending, worker, now)):
@@ -61,8 +62,11 @@ class Rerouting:
                 raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")
 
     def _fails_alone(self, ending: Ending, worker: Worker, now: float) -> bool:
-        """Whether a worker answers a request with an error while it makes tokens for others."""
-        return ending.kind is EndKind.FAILED and now - worker.last_token_at < self._config.stall_s
+        """Whether a worker answers a request with an error while it makes tokens for others. One that answers
+        every new turn so is at fault itself, although turns that it took earlier go on."""
+        config, is_error = self._config, ending.kind is EndKind.FAILED
+        makes_tokens = now - worker.last_token_at < config.stall_s
+        return is_error and makes_tokens and worker.num_errors <= config.max_failures
 
     def _check_adapter(self, ending: Ending, worker: Worker, journey: Journey, now: float) -> None:
         """Asks a worker at once which adapters it holds, if it lacks that of the request. Raises:

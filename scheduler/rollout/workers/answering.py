@@ -34,6 +34,8 @@ class AnsweringWorker:
         self._share: float | None = 1.0 if self._is_dedicated else None
         self.last_seen: float | None = None
         self.last_token_at = -math.inf
+        self.num_errors = 0
+        """The turns in a row that it answered with an error, since one got its first token here."""
         self.is_on_probation = False
         self.cooldown_until = 0.0
         self.has_rose_routes = True
@@ -88,6 +90,7 @@ class AnsweringWorker:
     def prefilled(self, first_token_s: float, tokens: float) -> None:
         """Notes a first token, before which `tokens` had to be prefilled, those of turns ahead included."""
         self._change()
+        self.num_errors = 0
         self.speed.saw_prefill(first_token_s, tokens, self._share if self._share is not None else 1.0)
 
     def found_cached(self, expected_tokens: float, cached_tokens: int) -> None:

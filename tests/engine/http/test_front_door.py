@@ -27,6 +27,7 @@ def http(runtime_dir: Path) -> Iterator[TestClient]:
     app = FastAPI()
 
     @app.post("/v1/completions")
+    @app.post("/inference/v1/generate")
     async def completions(request: Request) -> Any:
         body = await request.body()
         short = {"length": len(body), "text": body[:80].decode()}
@@ -96,6 +97,17 @@ def test_the_tenant_of_the_header_reaches_the_scheduler_with_the_body(
     assert json.loads(answer["whole"])["vllm_xargs"] == expected
 
 
+def test_generate_has_its_keys_and_its_tenant_within_its_sampling_params(http: TestClient) -> None:
+    path, given = "/inference/v1/generate", {"extra_args": {"rose_ttft_ms": 200}, "seed": 1}
+    body: dict[str, Any] = {"token_ids": [1], "sampling_params": given}
+    answer = http.post(path, json=body, headers={"X-Rose-Tenant": "search"}).json()
+    given["extra_args"] = {"rose_ttft_ms": 200, "rose_tenant": "search"}
+    assert json.loads(answer["whole"]) == body
+    given["extra_args"] = {"rose_ttft_ms": -1}
+    answer = http.post(path, json=body)
+    assert (answer.status_code, "rose_ttft_ms is -1" in answer.text) == (400, True)
+
+
 @pytest.mark.parametrize("body", ["", "[1]", '{"vllm_xargs": "search"}', "not JSON"])
 def test_a_body_that_can_carry_no_tenant_reaches_vllm_unchanged(http: TestClient, body: str) -> None:
     answer = http.post("/v1/completions", content=body, headers={"X-Rose-Tenant": "search"}).json()
@@ -116,7 +128,10 @@ def test_a_header_that_is_no_tenants_name_answers_400(http: TestClient) -> None:
     assert "send a printable name of 1 to 64 bytes" in answer.json()["error"]["message"]
 
 
-ASKS = ['{"prompt_logprobs": 0}', '{"echo": true, "logprobs": 1, "max_tokens": 1}']
+ASKS = [
+    *('{"prompt_logprobs": 0}', '{"echo": true, "logprobs": 1, "max_tokens": 1}'),
+    *('{"sampling_params": {"prompt_logprobs": 0}}', '{"prompt_logprobs": 0, "sampling_params": [1]}'),
+]
 ASKS_NOT = ['{"echo": true}', '{"prompt_logprobs": null, "echo": false, "logprobs": 1}', '"echo"', '{"echo"']
 
 

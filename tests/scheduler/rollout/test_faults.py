@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -267,6 +268,25 @@ async def test_a_request_that_workers_fail_keeps_no_other_turn_away_from_them(
         worker.faults.append(Fault(kind="error", after_tokens=1))
         assert_whole((await client.complete(BODY))["choices"][0])
         assert client.known(worker).cooldown_until > suspected_until
+
+
+async def test_a_worker_that_answers_all_new_turns_with_an_error_gets_few_although_old_ones_go_on(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker, max_failures=2, avoid_s=0) as client:
+        known = client.known(worker)
+        suspected = []
+        for _ in range(2):
+            worker.faults.extend(Fault(kind="status") for _ in range(2))
+            known.last_token_at = time.monotonic()  # as by a long turn
+            assert (await client.post("/v1/completions", BODY))[0] == 502
+            suspected.append(known.cooldown_until > 0)
+        assert suspected == [False, True]
+        assert_whole((await client.complete(BODY))["choices"][0])
+        before = known.cooldown_until
+        worker.faults.append(Fault(kind="status"))
+        assert_whole((await client.complete(BODY))["choices"][0])
+        assert known.cooldown_until == before
 
 
 async def test_a_killed_worker_is_lost_and_its_turns_finish_elsewhere(start_router: StartRouter) -> None:

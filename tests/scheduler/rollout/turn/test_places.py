@@ -1,5 +1,6 @@
 """Which turn gets the next place, when turns of all sizes wait for one worker."""
 
+import logging
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import pytest
 from rose.errors import NoWorkerError
 from rose.scheduler.rollout.placing.cost import CostPolicy
 from rose.scheduler.rollout.placing.policy import PaperPolicy, PinnedPolicy, PlacementPolicy
+from rose.scheduler.rollout.placing.versions import NewestVersions, VersionRule
 from rose.scheduler.rollout.placing.views import TurnView, WorkerKind
 from rose.scheduler.rollout.router_config import RouterConfig, RouterJob, WorkerSpec
 from rose.scheduler.rollout.turn.accounts import JobAccounts
@@ -16,6 +18,7 @@ from rose.scheduler.rollout.turn.place import Place
 from rose.scheduler.rollout.turn.places import Places, Waiter
 from rose.scheduler.rollout.workers.members import Members
 from rose.scheduler.rollout.workers.worker import Worker
+from rose.types import WeightVersion
 
 LONG = TurnView(session="long", prompt_tokens=100_000, expected_tokens=4_000)
 
@@ -171,3 +174,33 @@ def test_a_pinned_turn_whose_worker_is_full_holds_up_none_for_another_worker() -
     waiting.come("third", affine=free)
     waiting.pump()
     assert waiting.placed == ["first", "third"]
+
+
+def test_turns_that_wait_for_an_older_runs_version_are_named_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The run began again at a new relay, and the router knows the versions of the old one."""
+    config, known = RouterConfig(), NewestVersions()
+    worker = Worker(WorkerSpec(url="http://gpu:1"), config)
+    worker.weight_version = WeightVersion(run_id="run", number=3)
+    worker.seen(0.0)
+    known.heard(WeightVersion(run_id="run", number=57), now=0.0)
+    jobs, placed = JobAccounts(config), list[Place | NoWorkerError]()
+    places = Places(Members([worker]), PaperPolicy(versions=VersionRule(known=known)), jobs)
+    for number in range(5):
+        turn = TurnView(session=f"{number}", run_id="run")
+        places.enqueue(Waiter(turn, jobs.get("job", 0.0), 1.0, placed.append))
+    told = {}
+    for now in range(100):
+        places.pump(float(now))
+        told[now] = len(caplog.messages)
+    assert (told[9], told[10], told[69], told[70], told[99]) == (0, 1, 1, 2, 2)
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert caplog.messages[0] == (
+        "turns have waited 10 s for weights run/57, and the newest that workers have are run/3. If the run"
+        " began again under its old id, such as at a new relay, make the router forget the old one:"
+        " DELETE /admin/runs/run"
+    )
+    known.forget("run")
+    places.pump(100.0)
+    assert len(placed) == 5
