@@ -121,6 +121,7 @@ class EngineConfig(EngineSettings):
         return (
             self.vllm_count("--tensor-parallel-size", "-tp")
             * self.vllm_count("--pipeline-parallel-size", "-pp")
+            * self.vllm_count("--prefill-context-parallel-size", "-pcp")
             * self.num_data_ranks
         )
 

@@ -35,11 +35,12 @@ def lone_scheduler(
     max_model_len: int = 64,
     watermark: float = 0.0,
     rank: int = 0,
+    context_size: int = 1,
     kv_transfer_config: Any = None,
     **settings: Any,
 ) -> Iterator[Any]:
     """The scheduler of an engine in the environment's runtime directory. ``settings``: of the rose key.
-    ``rank``: the data-parallel one.
+    ``rank``: the data-parallel one. ``context_size``: of decode context parallelism.
 
     With async scheduling it is another class; the caller decides how many steps it has in flight.
     """
@@ -55,6 +56,7 @@ def lone_scheduler(
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     config.parallel_config.data_parallel_index = rank
+    config.parallel_config.decode_context_parallel_size = context_size
     its = EngineSettings(role=role, engine_id=ENGINE_ID, **settings).of_rank(rank)
     with ExitStack() as undo:
         if its.pool is not None:
@@ -66,7 +68,7 @@ def lone_scheduler(
             vllm_config=config,
             kv_cache_config=_kv_cache_config(),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
+            block_size=BLOCK_TOKENS * context_size,
         )
         undo.callback(scheduler.shutdown)
         yield scheduler

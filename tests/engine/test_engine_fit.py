@@ -43,19 +43,17 @@ def test_a_pool_that_does_not_fit_the_engine_is_named_with_the_fix(monkeypatch: 
                 patches._pool_for("two", 2, BackendKind.HOST)
 
 
-def test_ranks_in_a_pool_are_those_of_tensor_and_pipeline_parallelism_and_other_kinds_are_refused(
+def test_ranks_in_a_pool_are_on_one_host_and_those_of_decode_context_are_tensor_parallel_ones(
     tmp_path: Path,
 ) -> None:
     model = str(tmp_path)  # else vLLM looks for one
     assert check_parallelism(EngineArgs(model, tensor_parallel_size=4), has_pool=True) == 4
     stages = EngineArgs(model, tensor_parallel_size=2, pipeline_parallel_size=3)
     assert check_parallelism(stages, has_pool=True) == 6
-    for kind in ("prefill", "decode"):
-        arguments = EngineArgs(model, **{f"{kind}_context_parallel_size": 2})
-        with pytest.raises(
-            ConfigError, match=f"--{kind}-context-parallel-size 2: .* use --tensor-parallel-size"
-        ):
-            check_parallelism(arguments, has_pool=True)
+    contexts = EngineArgs(
+        model, tensor_parallel_size=2, prefill_context_parallel_size=2, decode_context_parallel_size=2
+    )
+    assert check_parallelism(contexts, has_pool=True) == 4
     with pytest.raises(ConfigError, match="--nnodes 2: a slab pool is on one host"):
         check_parallelism(EngineArgs(model, tensor_parallel_size=2, nnodes=2), has_pool=True)
 

@@ -192,8 +192,9 @@ def test_an_engine_with_other_ranks_than_the_pool_has_shards_is_refused_with_the
         with pytest.raises(PoolError) as refusal:
             attach(runtime_dir, kind=kind, world_size=4)
         assert str(refusal.value) == (
-            "an engine of 4 ranks (--tensor-parallel-size times --pipeline-parallel-size) needs a pool of 4 "
-            "shards, pool p has 2: start the engine with 2 ranks, or the pool with --num-shards 4"
+            "an engine of 4 ranks (the product of its tensor-, pipeline- and "
+            "prefill-context-parallel sizes) needs a pool of 4 shards, pool p has 2: start the engine with 2 "
+            "ranks, or the pool with --num-shards 4"
         )
 
 

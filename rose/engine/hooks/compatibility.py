@@ -28,29 +28,15 @@ collocated engine, or belongs to a prefiller or a decoder."""
 
 
 def check_parallelism(engine_args: Any, *, has_pool: bool) -> int:
-    """Returns the number of ranks, which are on one host. In a pool, a rank keeps all tokens of its layers.
-
-    Raises: ConfigError.
-    """
-    sizes = {
-        kind: getattr(engine_args, f"{kind}_parallel_size", 1)
-        for kind in ("prefill_context", "decode_context")
-    }
-    for kind, size in sizes.items():
-        if has_pool and size > 1:
-            raise ConfigError(
-                f"--{kind.replace('_', '-')}-parallel-size {size}: ranks that keep different tokens of a "
-                f"request have not been tested in a slab pool; use --tensor-parallel-size or "
-                f"--pipeline-parallel-size, or leave --pool out"
-            )
+    """Returns the number of ranks, which are on one host. Raises: ConfigError."""
     if engine_args.nnodes > 1:
         what = "a slab pool is" if has_pool else "the copy of new weights that all ranks read is"
         raise ConfigError(
             f"--nnodes {engine_args.nnodes}: {what} on one host, so all ranks must be; use one host"
         )
+    # The ranks of decode context parallelism are tensor-parallel ones.
     num_ranks: int = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
-    num_ranks *= sizes["prefill_context"]  # those of decode_context are tensor-parallel ones
-    return num_ranks
+    return num_ranks * int(getattr(engine_args, "prefill_context_parallel_size", 1))
 
 
 def check_data_parallelism(engine_args: Any) -> None:
@@ -132,7 +118,7 @@ def check_config(config: VllmConfig, settings: EngineSettings) -> None:
         return
     _check_model(config.model_config)
     _check_states(config)
-    _check_pipeline(config)
+    _check_connected_ranks(config)
     check_connectors(config, settings.role)
     if settings.is_updated:
         check_emptied(config)
@@ -194,13 +180,16 @@ def _check_states(config: VllmConfig) -> None:
         )
 
 
-def _check_pipeline(config: VllmConfig) -> None:
-    size = config.parallel_config.pipeline_parallel_size
-    if size > 1 and config.kv_transfer_config is not None:
-        raise ConfigError(
-            f"--kv-transfer-config with --pipeline-parallel-size {size}: no connector has been tested with a "
-            f"pipeline in a slab pool; use --tensor-parallel-size, or serve without --pool"
-        )
+def _check_connected_ranks(config: VllmConfig) -> None:
+    """Refuses a KV connector whose ranks have different layers, or different tokens of a request."""
+    for kind in ("pipeline", "prefill_context", "decode_context"):
+        size = getattr(config.parallel_config, f"{kind}_parallel_size", 1)
+        if size > 1 and config.kv_transfer_config is not None:
+            raise ConfigError(
+                f"--kv-transfer-config with --{kind.replace('_', '-')}-parallel-size {size}: no connector "
+                f"has been tested with such ranks in a slab pool; use --tensor-parallel-size alone, or serve "
+                f"without --pool"
+            )
 
 
 def _check_speculation(config: VllmConfig) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -161,13 +161,20 @@ def profile_key(config: VllmConfig) -> ProfileKey:
         model=_real_path(model),
         hardware=_cpu_name() if current_platform.is_cpu() else current_platform.get_device_name(),
         vllm_version=__version__,
-        parallelism=f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}",
+        parallelism=_parallelism(parallel),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         quantization=str(config.model_config.quantization or "none"),
         kv_dtype=str(config.cache_config.cache_dtype),
         graphs="eager" if config.model_config.enforce_eager or graphs is None else graphs.name,
         speculation=_speculation(config),
     )
+
+
+def _parallelism(parallel: ParallelConfig) -> str:
+    """Returns the sizes of the kinds of parallelism that divide a step, such as "tp2pp1" or "tp4pp1dcp2"."""
+    contexts = {kind: getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("prefill", "decode")}
+    further = "".join(f"{kind[0]}cp{size}" for kind, size in contexts.items() if size > 1)
+    return f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}{further}"
 
 
 def num_draft_tokens(config: VllmConfig) -> int:

@@ -78,16 +78,17 @@ class PoolSize:
         if not 1 <= self.num_shards <= MAX_SHARDS:
             raise ConfigError(
                 f"--num-shards {self.num_shards}: must be 1..{MAX_SHARDS}, the ranks of each of its engines: "
-                f"--tensor-parallel-size times --pipeline-parallel-size"
+                f"the product of their tensor-, pipeline- and prefill-context-parallel sizes"
             )
 
     def check_ranks(self, pool: str, num_ranks: int) -> None:
         """Raises: ConfigError unless each rank of an engine has one shard."""
         if num_ranks != self.num_shards:
             raise ConfigError(
-                f"an engine of {num_ranks} ranks (--tensor-parallel-size times --pipeline-parallel-size) "
-                f"needs a pool of {num_ranks} shards, pool {pool} has {self.num_shards}: start the engine "
-                f"with {self.num_shards} ranks, or the pool with --num-shards {num_ranks}"
+                f"an engine of {num_ranks} ranks (the product of its tensor-, pipeline- and "
+                f"prefill-context-parallel sizes) needs a pool of {num_ranks} shards, pool {pool} has "
+                f"{self.num_shards}: start the engine with {self.num_shards} ranks, or the pool with "
+                f"--num-shards {num_ranks}"
             )
 
 

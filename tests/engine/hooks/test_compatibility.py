@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a connector of a pipeline": (
         "serving",
         {**staged("serving"), **connector("NixlConnector")},
-        "--kv-transfer-config with --pipeline-parallel-size 2: no connector has been tested with a pipeline",
+        "--kv-transfer-config with --pipeline-parallel-size 2: no connector has been tested with such ranks",
     ),
     "pipeline": ("rollout", staged("rollout"), ""),
     "unknown": (
