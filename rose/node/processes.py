@@ -114,8 +114,14 @@ class ServerProcess:
         if self._scratch_variable is None or self._scratch_variable in self._env:
             return []
         self._scratch = Path(tempfile.mkdtemp(prefix="rose-"))
-        self._env[self._scratch_variable] = str(self._scratch)
         return [str(self._scratch)]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """The variables of the process. The folder of one server is not that of another one like it."""
+        if self._scratch_variable is None or self._scratch is None:
+            return self._env
+        return {**self._env, self._scratch_variable: str(self._scratch)}
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with ExitStack() as when_started:
@@ -125,7 +131,7 @@ class ServerProcess:
                 log = when_started.enter_context(self.log_path.open("ab"))
             return subprocess.Popen(
                 self.argv,
-                env=self._env,
+                env=self._environment,
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

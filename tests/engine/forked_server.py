@@ -63,7 +63,7 @@ class ForkedServer(ServerProcess):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
         started, sink = FORKS.Pipe(duplex=False)
         program = _Program.of(self.argv)
-        process = start_fork(_run, sink, self.log_path, dict(self._env), program, self._modules)
+        process = start_fork(_run, sink, self.log_path, dict(self._environment), program, self._modules)
         sink.close()
         # Watcher and signals go to the session.
         assert started.poll(START_S), f"{self.name} was not forked within {START_S:.0f} s"

@@ -149,13 +149,13 @@ def test_the_deployment_follows_the_connector_unless_it_is_set(
         (
             {"role": "serving", "deployment": "decode"},
             None,
-            "'rose.deployment' is decode, but nothing carries KV between prefiller and decoder: "
+            "'rose.deployment' is decode, but nothing carries KV between prefiller and decoder; "
             "set --kv-transfer-config",
         ),
         (
             {"role": "serving", "deployment": "prefill"},
             "kv_consumer",
-            "is prefill, but --kv-transfer-config has kv_role kv_consumer, which says decode: drop one",
+            "is prefill, but --kv-transfer-config has kv_role kv_consumer, which says decode; drop one",
         ),
         (
             {"role": "serving", "gate": "ttft-only"},
@@ -165,12 +165,12 @@ def test_the_deployment_follows_the_connector_unless_it_is_set(
         (
             {"role": "rollout"},
             "kv_producer",
-            "--kv-transfer-config kv_role kv_producer: a rollout engine computes both phases",
+            "--kv-transfer-config kv_role kv_producer: a rollout engine always computes both phases",
         ),
         (
             {"role": "rollout", "pool": "gpu0"},
             "kv_consumer",
-            "--kv-transfer-config kv_role kv_consumer: a rollout engine computes both phases",
+            "--kv-transfer-config kv_role kv_consumer: a rollout engine always computes both phases",
         ),
     ],
 )
