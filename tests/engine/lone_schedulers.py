@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from rank_models import without_weights
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rose.engine.hooks.patches import _scheduler
@@ -45,6 +49,7 @@ def lone_scheduler(
     With async scheduling it is another class; the caller decides how many steps it has in flight.
     """
     register()
+    init_none_hash(sha256)
     config = without_weights(
         folder / "model",
         max_model_len=max_model_len,
@@ -83,6 +88,13 @@ def pooled_scheduler(folder: Path, role: Role, **arguments: Any) -> Iterator[Any
         lone_scheduler(folder, role, pool=POOL, **arguments) as scheduler,
     ):
         yield scheduler
+
+
+def request_of(name: str, prompt: list[int], max_tokens: int, *, block_tokens: int = BLOCK_TOKENS) -> Request:
+    """A request as an engine core hands it to a lone scheduler, with the hashes of its prompt's blocks."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    hasher = get_request_block_hasher(block_tokens, sha256)
+    return Request(name, prompt, params, None, block_hasher=hasher)
 
 
 def _kv_cache_config() -> KVCacheConfig:

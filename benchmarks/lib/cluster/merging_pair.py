@@ -7,27 +7,18 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from lib.cluster.real_pair import multiplex, tiny_job, write_job
-from rose.measure.models import ModelSpec, make_rollout_model
+from rose.measure.models import SERVING_SPEC, make_rollout_model
 from rose.measure.rig import Rig
 from rose.types import Role
 
 LENGTHS = ("400", *["16"] * 7)
 """Of each engine's responses: a long tail."""
-SPEC = ModelSpec(
-    hidden_size=512,
-    intermediate_size=2048,
-    num_layers=12,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=1024,
-    max_positions=1024,
-)
+SPEC = replace(SERVING_SPEC, num_layers=12, vocab_size=1024, max_positions=1024)
 """A step takes longer than what the engine's API server, the router and the client do for a token."""
 BENCHMARKS = Path(__file__).parents[2]
 JOB = ("env", f"PYTHONPATH={BENCHMARKS}:{BENCHMARKS.parent}", sys.executable, "-m", "lib.cluster.tailed_job")

@@ -38,7 +38,7 @@ def _end_after(parent: BaseProcess) -> None:
     try:
         pidfd = os.pidfd_open(parent.pid)
     except ProcessLookupError:
-        pass
+        pass  # it ended before this thread began
     else:
         # multiprocessing's own sentinel does not do, because forked siblings hold its pipe open too. But it
         # shows whether the pid already belonged to another process when it was opened.

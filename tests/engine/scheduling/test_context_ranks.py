@@ -7,12 +7,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from lone_schedulers import BLOCK_TOKENS, pooled_scheduler, request_of
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from rose.types import GateMode, Role
 
@@ -24,9 +20,7 @@ PROMPT_TOKENS = 3 * BLOCK_TOKENS
 
 
 def asked(name: str) -> Any:
-    params = SamplingParams(max_tokens=99, ignore_eos=True)
-    hasher = get_request_block_hasher(CONTEXT_SIZE * BLOCK_TOKENS, sha256)
-    return Request(name, [7] * PROMPT_TOKENS, params, None, block_hasher=hasher)
+    return request_of(name, [7] * PROMPT_TOKENS, 99, block_tokens=CONTEXT_SIZE * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("role", Role)
@@ -34,7 +28,6 @@ def test_a_request_takes_the_blocks_that_were_planned_for_it_and_reads_whole_one
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
-    init_none_hash(sha256)
     with pooled_scheduler(
         tmp_path, role, gate=GateMode.OFF, max_model_len=256, context_size=CONTEXT_SIZE
     ) as scheduler:

@@ -10,12 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import BLOCK_TOKENS, NUM_BLOCKS, POOL, STEP_TOKENS, pooled_scheduler
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from lone_schedulers import BLOCK_TOKENS, NUM_BLOCKS, POOL, STEP_TOKENS, pooled_scheduler, request_of
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from rose.engine.scheduling import rollout_scheduler
 from rose.engine.scheduling import scheduler as scheduler_module
@@ -36,15 +32,12 @@ class Engine:
     def __init__(self, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scheduler = scheduler
         self._now = time.monotonic()
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         monkeypatch.setattr(rollout_scheduler, "time", SimpleNamespace(monotonic=lambda: self._now))
         monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self._now))
 
     def ask(self, name: str, num_blocks: int, max_tokens: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prompt = [len(name)] * (num_blocks * BLOCK_TOKENS - 1)  # so that no two have a common prefix
-        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self._hasher))
+        self.scheduler.add_request(request_of(name, prompt, max_tokens))
 
     def step(self) -> set[str]:
         """Computes one step, and returns the requests that ended because of a stall."""

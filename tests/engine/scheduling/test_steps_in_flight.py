@@ -10,13 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from lone_schedulers import pooled_scheduler, request_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from rose._shm import Words
 from rose.admission.board import BoardWord, set_closed_share, to_ns
@@ -41,7 +37,6 @@ MOST_PREFILL_TOKENS = 94
 def serving(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """With a profile, and one request that decodes for long."""
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
-    init_none_hash(sha256)
     arguments = {"is_async": True, "max_model_len": 512, "gate": GateMode.OFF, "stall_s": STALL_S, **SLO}
     with pooled_scheduler(tmp_path, Role.SERVING, **arguments) as scheduler:
         scheduler.recorder._online = OnlineStepTime(MODEL)
@@ -65,9 +60,7 @@ def board(scheduler: Any) -> Words:
 
 
 def ask(scheduler: Any, name: str, num_tokens: int) -> None:
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
-    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    scheduler.add_request(Request(name, [1] * num_tokens, params, None, block_hasher=hasher))
+    scheduler.add_request(request_of(name, [1] * num_tokens, 50))
 
 
 def end(scheduler: Any, step: SchedulerOutput) -> None:
@@ -162,7 +155,6 @@ def test_a_rollout_engine_says_how_much_slack_its_next_step_needs(
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
-    init_none_hash(sha256)
     with pooled_scheduler(tmp_path, Role.ROLLOUT, gate=GateMode.DUAL, **SLO) as scheduler:
         scheduler.recorder._online = OnlineStepTime(replace(MODEL, per_context_token_s=0.01))
         ask(scheduler, "long", 40)

@@ -7,12 +7,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import BLOCK_TOKENS, NUM_BLOCKS, pooled_scheduler
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from lone_schedulers import BLOCK_TOKENS, NUM_BLOCKS, pooled_scheduler, request_of
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from rose.types import GateMode, Role
 
@@ -23,9 +19,7 @@ WATERMARK = 0.9
 
 
 def ask(scheduler: Any, name: str, token: int) -> None:
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    scheduler.add_request(Request(name, [token] * 3 * BLOCK_TOKENS, params, None, block_hasher=hasher))
+    scheduler.add_request(request_of(name, [token] * 3 * BLOCK_TOKENS, 9))
 
 
 @pytest.mark.parametrize("role", Role)
@@ -33,7 +27,6 @@ def test_a_waiting_request_gets_blocks_as_soon_as_the_watermark_stays_free(
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
-    init_none_hash(sha256)
     with pooled_scheduler(tmp_path, role, gate=GateMode.OFF, watermark=WATERMARK) as scheduler:
         ask(scheduler, "first", 1)
         step = scheduler.schedule()

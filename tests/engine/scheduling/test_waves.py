@@ -9,12 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import BLOCK_TOKENS, pooled_scheduler
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from lone_schedulers import pooled_scheduler, request_of
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
 
 from rose._shm import Words
 from rose.admission.board import BoardWord
@@ -31,7 +27,6 @@ STALL_S = 1.0
 def serving(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The scheduler of one of several ranks in lockstep."""
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
-    init_none_hash(sha256)
     with pooled_scheduler(tmp_path, Role.SERVING, gate=GateMode.IDLE, stall_s=STALL_S) as scheduler:
         scheduler._is_lockstep = True
         yield scheduler
@@ -43,9 +38,7 @@ def state(scheduler: Any) -> ServingState:
 
 
 def ask(scheduler: Any, max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    scheduler.add_request(Request("asked", [1] * 4, params, None, block_hasher=hasher))
+    scheduler.add_request(request_of("asked", [1] * 4, max_tokens))
 
 
 def step(scheduler: Any) -> None:
