@@ -7,12 +7,12 @@ There are no globals: each process's entry point makes its Settings once and han
 import difflib
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -324,6 +324,8 @@ def _explain(error: ErrorDetails, model: type[BaseModel], spelling: Callable[[st
         return f"{key}: missing; add it"
     if error["type"] in ("model_type", "dict_type"):
         return f"{key}: expected keys with values, such as KEY: VALUE, got {error['input']!r}"
+    if error["type"] in ("list_type", "tuple_type"):
+        return f"{key}: expected a list, such as [A, B], got {error['input']!r}"
     if error["type"] == "too_short":
         return f"{key}: expected at least {error['ctx']['min_length']}, got {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
@@ -339,11 +341,21 @@ def _dotted(location: list[int | str]) -> str:
 
 def _section(model: type[BaseModel], location: list[int | str]) -> type[BaseModel]:
     """Returns the model that describes the section at ``location``."""
+    is_key = False
+    """Whether the next part is a key that the user has chosen, such as a team's name."""
     for part in location:
-        if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
-            candidates = [annotation, *get_args(annotation)]
-            model = next(
-                each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)
-            )
+        if isinstance(part, int) or is_key:
+            is_key = False
+            continue
+        annotation = model.model_fields[part].annotation
+        is_key = any(get_origin(each) is dict for each in (annotation, *get_args(annotation)))
+        model = next(_models_in(annotation))
     return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yields the models that a field's annotation names, such as those of a dict's values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _models_in(each)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from pydantic import Field
@@ -18,6 +19,7 @@ class Inner(Section):
 class Outer(Section):
     inner: Inner
     many: tuple[Inner, ...] = Field(default=(), min_length=1)
+    named: dict[Annotated[str, Field(min_length=1)], Inner] = Field(default_factory=dict)
 
 
 def explain(tmp_path: Path, text: str) -> str:
@@ -40,18 +42,23 @@ def test_a_correct_file_is_loaded(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("inner: {num_slab: 3}", "inner.num_slab: unknown key; did you mean num_slabs? (and 1 more)"),
-        ("inner: {num_slabs: 3}\nzzz: 1", "zzz: unknown key; known keys: inner, many"),
+        ("inner: {num_slabs: 3}\nzzz: 1", "zzz: unknown key; known keys: inner, many, named"),
         ("inner: {num_slabs: lots}", "inner.num_slabs: input should be a valid integer"),
         ("inner: {num_slabs: 3}\nmany: [{}]", "many[0].num_slabs: missing; add it"),
         (
             "inner: {num_slabs: 3}\nmany: [{num_slabs: 1, nam: x}]",
             "many[0].nam: unknown key; did you mean name?",
         ),
+        (
+            "inner: {num_slabs: 3}\nnamed: {a: {num_slab: 1}}",
+            "named.a.num_slab: unknown key; did you mean num_slabs? (and 1 more)",
+        ),
+        ("inner: {num_slabs: 3}\nmany: x y", "many: expected a list, such as [A, B], got 'x y'"),
         ("inner: 7", "inner: expected keys with values, such as KEY: VALUE, got 7"),
         ("inner: {num_slabs: 3}\nmany: []", "many: expected at least 1, got []"),
-        ("- 1", "expected keys inner, many at the top level"),
+        ("- 1", "expected keys inner, many, named at the top level"),
         ("inner: {", "not valid YAML: "),
-        ("", "expected keys inner, many at the top level"),
+        ("", "expected keys inner, many, named at the top level"),
     ],
 )
 def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, text: str, expected: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from rose.errors import ChannelError, WorkerError
 from rose.jobs.pair_facts import PairFacts, Side, rollout_nodes
-from rose.jobs.runner import GRACE_S, job_files
+from rose.jobs.runner import GRACE_S, job_files, job_logs
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.scheduler.gpu.live import ROLLOUT, TRAIN
 from rose.scheduler.gpu.pairing import Pairing, RolloutReport
@@ -112,7 +112,7 @@ class PairRun:
         return ServerProcess(
             spec.command,
             spec.name,
-            self._folder / "logs" / f"{spec.name}.log",
+            job_logs(self._folder, self._cache_root.name) / f"{spec.name}.log",
             env={"ROSE_JOB": str(self._job_file(spec))},
             folder=Path(spec.folder),
         )

@@ -116,7 +116,13 @@ def _warning(profile: JobProfile) -> str:
 
 def _table(profile: JobProfile) -> Table:
     table = Table(
-        "phase", "longest", "median", "of that loading", "offloading", "peak resident", "kept in host memory"
+        "phase",
+        "longest",
+        "median",
+        "of that loading",
+        "offloading",
+        "peak of own memory",
+        "kept in host memory",
     )
     for name, phase in profile.phases.items():
         table.add_row(
@@ -125,7 +131,7 @@ def _table(profile: JobProfile) -> Table:
             f"{phase.total_s.median:.3f} s",
             f"{phase.load_s.worst:.3f} s",
             f"{phase.offload_s.worst:.3f} s",
-            f"{phase.peak_resident_gib:.2f} GiB",
+            f"{phase.peak_own_gib:.2f} GiB",
             f"{phase.cached_bytes / 1e9:.3f} GB",
         )
     for earlier, seconds in profile.outside.items():

@@ -136,14 +136,18 @@ class LocalAttempt:
             process.stop(0.0)
 
 
-def resident_bytes(leader_pid: int) -> int:
-    """Returns the resident memory of all processes of a group; shared pages count in each of them."""
+def own_bytes(leader_pid: int) -> int:
+    """Returns the resident memory of all processes of a group, without files and shared memory.
+
+    So a working set counts while it is loaded, and its copy in host memory does not.
+    """
     num_pages = 0
     for pid in group_members(leader_pid):
         try:
-            num_pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):  # it ended while we looked
+            resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        except (OSError, ValueError):  # it ended while we looked
             continue
+        num_pages += int(resident) - int(shared)
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -127,10 +127,10 @@ class Runner:
         for news in self._engine.news({name: each.number for name, each in self._running.items()}):
             self._client.tell(news(self._client.next_seq()))
 
-    def pid_of(self, job: str) -> int | None:
-        """Returns the pid of the job's first process; None if the job does not run here."""
+    def pids_of(self, job: str) -> Sequence[int]:
+        """Returns the pids of the job's processes that lead their sessions; none if it does not run here."""
         running = self._running.get(job)
-        return running.attempt.pid if running and isinstance(running.attempt, LocalAttempt) else None
+        return running.attempt.pids if running and isinstance(running.attempt, LocalAttempt) else []
 
     def close(self) -> None:
         """Ends all jobs' processes that do not outlive the runner. The next runner has their jobs again."""
@@ -249,7 +249,7 @@ class HostEngine:
 
         recording: jobs are run for their profile.
         """
-        self.log_folder = folder / "logs"
+        self.log_folder = job_logs(folder, cache_root.name)
         self._channel = channel
         self._files = job_files(folder, cache_root)
         self._cache = CacheFolder(cache_root)
@@ -320,3 +320,8 @@ def job_files(folder: Path, cache_root: Path) -> Path:
     """Returns the folder of job files. Each channel has its own, like the cache, because another scheduler
     may have a job of the same name in the same folder."""
     return folder / "jobs" / cache_root.name
+
+
+def job_logs(folder: Path, channel: str) -> Path:
+    """Returns the folder of the logs of one channel's jobs, for the same reason. channel: its short name."""
+    return folder / "logs" / channel

@@ -18,7 +18,7 @@ import yaml
 
 from rose.config import Settings
 from rose.errors import ConfigError, ProfileError
-from rose.jobs.ranks import resident_bytes
+from rose.jobs.ranks import own_bytes
 from rose.jobs.runner import Engine, HostEngine, Runner
 from rose.jobs.serve import START_S, ScheduledNode, cache_root, joined
 from rose.node.processes import LOG_TAIL_LINES
@@ -152,9 +152,9 @@ class _Run:
 
     def _look(self) -> dict[str, Any]:
         """Samples the job's memory, checks its phases, and returns the job's status."""
-        pid = self.on.runner.pid_of(self.spec.name)
-        if pid is not None:
-            self.samples.append(MemorySample(at_s=time.monotonic(), resident_bytes=resident_bytes(pid)))
+        if pids := self.on.runner.pids_of(self.spec.name):
+            memory = sum(map(own_bytes, pids))
+            self.samples.append(MemorySample(at_s=time.monotonic(), own_bytes=memory))
         check_phases(self.spec, read_recording(self.recording))
         reply = self.on.client.ask(Status(seq=self.on.client.next_seq(), job=self.spec.name), START_S)
         assert isinstance(reply, Answer) and reply.error is None, reply

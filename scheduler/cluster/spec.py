@@ -4,6 +4,7 @@ A file that parses gives jobs that each fit the pools' nodes alone. Every error 
 and the numbers.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -105,7 +106,9 @@ class JobSpec(Section):
                 f"job {self.name}: slo {self.slo:g} allows no slowdown at all; a shared job needs more than 1"
             )
         if missing := sorted(set(Phase) - set(self.phases)):
-            raise ValueError(f"job {self.name}: phase {missing[0]} is missing; add it")
+            close = difflib.get_close_matches(missing[0], set(self.phases) - set(Phase), n=1)
+            fix = f"{close[0]} may be a misspelling of it" if close else "add it"
+            raise ValueError(f"job {self.name}: phase {missing[0]} is missing; {fix}")
         for name, phase in self.phases.items():
             if name in set(Phase) and phase.nodes == 0:
                 raise ValueError(f"job {self.name}: {name} with nodes: 0; {name} needs at least one node")

@@ -4,14 +4,16 @@ import json
 import math
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rose.arguments import CommandParser, count, positive_int
 from rose.errors import ConfigError
 from rose.scheduler.node.model import TABLE_II, NodeProfile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
 from rose.scheduler.node.profile import read_profile
+from rose.scheduler.sim.facts_table import table
 from rose.scheduler.sim.node_results import Conditions, NodeResult
 from rose.scheduler.sim.node_tasks import generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
@@ -167,7 +169,7 @@ def _profile(arguments: Namespace, mean_tokens: float) -> NodeProfile:
     return profile if arguments.gpus is None else profile.on(arguments.gpus)
 
 
-def _report(result: NodeResult, profile: NodeProfile, slo_s: float) -> dict[str, object]:
+def _report(result: NodeResult, profile: NodeProfile, slo_s: float) -> dict[str, Any]:
     ttfts = sorted(request.ttft_s for request in result.requests if request.first_s < math.inf)
     stages = len(profile.stages)
     return {
@@ -193,13 +195,21 @@ def _report(result: NodeResult, profile: NodeProfile, slo_s: float) -> dict[str,
     }
 
 
-def _text(report: dict[str, object]) -> list[str]:
-    nodes = report.pop("nodes")
-    assert isinstance(nodes, list)
-    lines = ["simulated: " + ", ".join(f"{key} {value}" for key, value in report.items())]
-    lines += [
-        f"  node {each['node']}: {each['requests']} requests, {each['training_tasks']} training tasks, "
-        f"busy {each['busy']:.0%}"
-        for each in nodes
-    ]
-    return lines
+def _text(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"simulated: {report['profile']}"
+    yield from table(_facts(report))
+    for each in report["nodes"]:
+        yield (
+            f"  node {each['node']}: {each['requests']} requests, {each['training_tasks']} training tasks, "
+            f"busy {each['busy']:.0%}"
+        )
+
+
+def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{report['requests']}, {report['refused']} refused"
+    yield "SLO kept", f"{report['attainment']:.1%} had their first token within {report['slo_s']:g} s"
+    if report["mean_ttft_s"] is not None:
+        yield "time to first token", f"mean {report['mean_ttft_s']:g} s, P99 {report['p99_ttft_s']:g} s"
+    yield "training tasks", f"{report['training_tasks']}"
+    yield "throughput", f"{report['tasks_per_s']:g} tasks/s"
+    yield "KV offloads", f"{report['offloads']}"

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rose.arguments import CommandParser
@@ -13,6 +13,7 @@ from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.cluster.spec import DEFAULT_POLICY
 from rose.scheduler.group.model import SloKind
 from rose.scheduler.runtime.job.spec import ServeSpec
+from rose.scheduler.sim.facts_table import table
 from rose.scheduler.sim.live import SchedulerReplay
 from rose.scheduler.sim.loop import Simulation, SimulationResult
 from rose.scheduler.sim.progress import ProgressLines
@@ -30,11 +31,11 @@ def simulate_cluster(argv: Sequence[str]) -> int:
     name = arguments.policy or (cluster.policy if cluster is not None else DEFAULT_POLICY)
     _check_teams(jobs, cluster)
     result = _play(jobs, name, cluster, arguments)
-    report = _report(result)
     if arguments.json:
-        print(json.dumps({"kind": "simulated", "policy": name} | report, indent=2))
+        print(json.dumps({"kind": "simulated", "policy": name} | _report(result), indent=2))
     else:
-        print(f"simulated, policy {name}: " + ", ".join(f"{key} {value}" for key, value in report.items()))
+        print(f"simulated: {result.num_jobs} jobs under policy {name}")
+        print("\n".join(table(_facts(result))))
     return 0
 
 
@@ -137,3 +138,16 @@ def _report(result: SimulationResult) -> dict[str, object]:
         "mean_wait_s": {str(priority): round(wait_s) for priority, wait_s in result.waited_s.items()},
         "placements": {kind.value: num for kind, num in result.kinds.items()},
     }
+
+
+def _facts(result: SimulationResult) -> Iterator[tuple[str, str]]:
+    per_hour = f"${result.dollars_per_hour:,.2f} an hour, ${result.peak_dollars_per_hour:,.2f} at most"
+    yield "cost", f"${result.dollars:,.2f}; {per_hour}"
+    yield "duration", f"{result.duration_s / 3600:,.1f} h"
+    yield "SLO kept", f"by {result.num_attained} of {result.num_jobs} jobs ({result.attainment:.1%})"
+    yield "moves", str(result.num_moves)
+    yield "preemptions", str(result.num_preemptions)
+    for priority, wait_s in sorted(result.waited_s.items(), reverse=True):
+        yield f"mean wait, priority {priority}", f"{wait_s:,.0f} s in the queue"
+    for kind, num in result.kinds.items():
+        yield f"placed by {kind.value}", str(num)

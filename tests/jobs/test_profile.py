@@ -64,7 +64,7 @@ def test_a_profiled_job_is_submitted_as_it_was_written(
     rollout, train = report["phases"]["rollout"], report["phases"]["train"]
     assert rollout["run_s"]["worst"] >= rollout["run_s"]["median"] >= MAX_TOKENS * TOKEN_S
     assert train["total_s"]["worst"] >= train["load_s"]["median"] + TRAIN_S
-    assert train["cached_bytes"] == 1 << 20 and rollout["peak_resident_gib"] > 0
+    assert train["cached_bytes"] == 1 << 20 and rollout["peak_own_gib"] > 0
     written = yaml.safe_load(output.read_text())
     assert written["phases"]["rollout"]["seconds"] >= MAX_TOKENS * TOKEN_S
     assert written["phases"]["train"]["memory_gb"] == 0.002 and written["folder"] == str(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose.jobs.cache_folder import CacheFolder
-from rose.jobs.ranks import START_FAILED_STATUS, Attempt, LocalAttempt, limit_bytes, remove
+from rose.jobs.ranks import START_FAILED_STATUS, Attempt, LocalAttempt, limit_bytes, own_bytes, remove
 from rose.jobs.runner import HostEngine
 from rose.scheduler.cluster.spec import PhaseSpec
 from rose.scheduler.runtime.channel.messages import Start
@@ -76,6 +76,8 @@ def test_jobs_of_one_name_of_two_schedulers_have_their_own_files(tmp_path: Path)
             f"unix:{tmp_path / 'one'}",
             f"unix:{tmp_path / 'two'}",
         ]
+        assert engines[0].log_folder != engines[1].log_folder
+        assert all((engine.log_folder / "math.log").exists() for engine in engines)
         engines[1].forget(spec.name)
         engines[1].close()
         assert JobFile.read(files[0]).channel == f"unix:{tmp_path / 'one'}"
@@ -96,10 +98,24 @@ def test_a_job_that_can_t_be_told_anything_ends_alone(tmp_path: Path) -> None:
     assert ended is not None and ended.exit_status == START_FAILED_STATUS and ended.cannot_start is None
     assert ended.why is not None and "Not a directory" in ended.why
     (tmp_path / "jobs").unlink()
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "math.log").mkdir()  # so its log can't be opened
+    (engine.log_folder / "math.log").mkdir(parents=True)  # so its log can't be opened
     ended = engine.start(spec, start_order(spec), None).ended()
     assert ended is not None and ended.exit_status == START_FAILED_STATUS and ended.cannot_start is None
+
+
+def test_a_jobs_own_memory_is_without_its_copies_in_shared_memory() -> None:
+    program = (
+        "import mmap, time; copy = mmap.mmap(-1, 96 << 20); copy.write(bytes(96 << 20))\n"
+        "own = bytearray(b'x') * (32 << 20); print(1, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            assert 32 << 20 < own_bytes(process.pid) < 80 << 20
+        finally:
+            process.kill()
 
 
 def job_spec(command: list[str]) -> RunSpec:

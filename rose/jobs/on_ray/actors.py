@@ -26,8 +26,8 @@ from rose.jobs.ranks import (
     HostPart,
     LocalAttempt,
     argv_of,
+    own_bytes,
     remove,
-    resident_bytes,
     start_here,
     write_job_file,
 )
@@ -244,7 +244,7 @@ class Part:
     def measured(self, kept: int) -> Measured:
         """Returns what a profiled job has recorded here behind ``kept``."""
         pids = self._attempt.pids if self._attempt is not None else []
-        return measured(self._folder, kept, sum(map(resident_bytes, pids)), time.monotonic())
+        return measured(self._folder, kept, sum(map(own_bytes, pids)), time.monotonic())
 
     def end(self, grace_s: float) -> None:
         """Tells the processes to end."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state as ray_state  # Ray has no public way to ask which nodes are draining
+from ray._raylet import GcsClient  # nor which cluster a head has
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
@@ -97,6 +98,7 @@ class RayNodes:
         _join(spec.address, namespace)
         try:
             self._head = str(ray.get_runtime_context().gcs_address)
+            self._cluster_id, self._is_other = _cluster_id(self._head), False
             self._limit_s = float(ray_state.get_system_config().get(LIMIT_SETTING, LIMIT_S))
             self._look()
             self._check_bundles()
@@ -107,7 +109,9 @@ class RayNodes:
         threading.Thread(target=self._watch, name="rose-ray-nodes", daemon=True).start()
 
     def check(self) -> None:
-        """Raises: WorkerError when the head has been away for half of the time after which Ray ends."""
+        """Raises: WorkerError when the head has been away for half of the time after which Ray ends, or has
+        come back with another cluster."""
+        self._check_same()
         if not self.is_there():
             silent_s = self._silence.seconds(time.monotonic())
             raise WorkerError(
@@ -116,9 +120,18 @@ class RayNodes:
                 "again: jobs go on, or start again after their last iterations if their nodes have ended"
             )
 
+    def _check_same(self) -> None:
+        """Raises: WorkerError. Ray's own questions to another cluster's head would abort this process."""
+        if self._is_other:
+            raise WorkerError(
+                f"the Ray head at {self._head} was started again without its state, so its nodes of before "
+                "end, and the jobs with them; start Ray's other nodes and then this command again: the jobs "
+                "start again after their last iterations (they go on if a head keeps its state in Redis)"
+            )
+
     def is_there(self) -> bool:
         """Returns whether the head may still come back, as far as is known."""
-        return self._silence.seconds(time.monotonic()) <= self._limit_s / 2
+        return not self._is_other and self._silence.seconds(time.monotonic()) <= self._limit_s / 2
 
     def late(self) -> str | None:
         """Returns what to wait for while the head does not answer; None if it does."""
@@ -131,8 +144,13 @@ class RayNodes:
         return sorted({str(node["NodeManagerAddress"]) for node in self._alive.values()})
 
     def is_alive(self, ray_node: str) -> bool:
-        """Returns whether Ray holds the node for alive, as of this call."""
+        """Returns whether Ray holds the node for alive, as of this call. Raises: WorkerError."""
+        self._check_same()
         return any(node["NodeID"] == ray_node and node["Alive"] for node in ray.nodes())
+
+    def has_died(self, ray_node: str) -> bool:
+        """Returns whether Ray held the node for dead when it was last asked. No such node comes back."""
+        return ray_node in self._dead
 
     @property
     def draining(self) -> frozenset[str]:
@@ -155,6 +173,9 @@ class RayNodes:
             with contextlib.suppress(OSError):  # without a head, Ray's own question would wait for long
                 socket.create_connection((host, int(port)), timeout=LOOK_S).close()
                 try:
+                    self._is_other = _cluster_id(self._head) != self._cluster_id
+                    if self._is_other:
+                        return
                     self._look()
                     self._silence.answered()
                 except ray.exceptions.RayError as error:
@@ -162,9 +183,9 @@ class RayNodes:
 
     def _look(self) -> None:
         self._draining = frozenset(ray_state.get_draining_nodes())
-        self._alive: dict[str, dict[str, Any]] = {
-            node["NodeID"]: node for node in ray.nodes() if node["Alive"]
-        }
+        nodes = ray.nodes()
+        self._alive: dict[str, dict[str, Any]] = {node["NodeID"]: node for node in nodes if node["Alive"]}
+        self._dead = {node["NodeID"] for node in nodes} - self._alive.keys()
 
     def _check_bundles(self) -> None:
         for kind in Phase:
@@ -177,6 +198,11 @@ class RayNodes:
                     f"nodes can hold that (the most on one: {_shown(largest)}); ask for less in the cluster's"
                     " file, or start larger Ray nodes first"
                 )
+
+
+def _cluster_id(head: str) -> str:
+    """Returns the id of the cluster whose head answers there. Raises: RayError."""
+    return str(GcsClient(address=head).cluster_id)
 
 
 def on_node(ray_node: str) -> NodeAffinitySchedulingStrategy:

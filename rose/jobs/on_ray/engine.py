@@ -25,6 +25,7 @@ from rose.jobs.on_ray.groups import GroupNodes, Seat
 from rose.jobs.on_ray.measured import RayRecording
 from rose.jobs.on_ray.parts import PartRef
 from rose.jobs.ranks import Attempt
+from rose.jobs.runner import job_logs
 from rose.scheduler.group.model import Phase
 from rose.scheduler.runtime.channel.messages import Call, Nodes, Placed, Start
 from rose.scheduler.runtime.job.spec import RunSpec, ServeSpec
@@ -51,7 +52,7 @@ class RayEngine:
         """
         assert cluster.ray is not None
         self.outlives = recording is None
-        self.log_folder = folder / "logs"
+        self.log_folder = job_logs(folder, channel_root(channel))
         self.log_folder.mkdir(parents=True, exist_ok=True)
         self._cluster, self._spec = cluster, cluster.ray
         self._channel, self._recording = channel, recording

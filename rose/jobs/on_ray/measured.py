@@ -29,16 +29,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The end of these lines, for the next question."""
     now_s: float
     """Its host's time.monotonic()."""
-    resident_bytes: int
+    own_bytes: int
     """The memory of all its processes."""
 
 
-def measured(folder: Path, kept: int, resident_bytes: int, now_s: float) -> Measured:
+def measured(folder: Path, kept: int, own_bytes: int, now_s: float) -> Measured:
     """Returns what the part with this folder has recorded behind ``kept``."""
     path = folder / FILE
     found = path.read_bytes()[kept:] if path.exists() else b""
     lines = found[: found.rfind(b"\n") + 1]
-    return Measured(lines=lines, end=kept + len(lines), now_s=now_s, resident_bytes=resident_bytes)
+    return Measured(lines=lines, end=kept + len(lines), now_s=now_s, own_bytes=own_bytes)
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class RayRecording:
             clock.kept = each.end
             for line in each.lines.splitlines():
                 recorder.note(_shifted(decoder.decode(line), clock.offset_s))
-        total = sum(each.resident_bytes for each in answers)
-        self.samples.append(MemorySample(at_s=now_s, resident_bytes=total))
+        total = sum(each.own_bytes for each in answers)
+        self.samples.append(MemorySample(at_s=now_s, own_bytes=total))
 
 
 def _shifted(line: RecordedLine, offset_s: float) -> RecordedLine:

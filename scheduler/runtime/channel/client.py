@@ -72,9 +72,8 @@ class ControlClient:
         if not waiting.is_answered.wait(timeout_s):
             with self._lock:
                 self._waiting.pop(call.seq, None)
-            raise ChannelError(
-                f"{type(call).__name__.lower()}: no answer from the scheduler in {timeout_s} s"
-            )
+            what = type(call).__name__.lower()
+            raise ChannelError(f"{what}: no answer from the scheduler in {timeout_s:g} s; see its log")
         if waiting.answer is None:
             raise ChannelError(f"{type(call).__name__.lower()}: the connection was closed")
         return waiting.answer

@@ -9,9 +9,9 @@ A connection's first line is its client's name, and each later line is one messa
 client are dropped: it asks again when it comes back.
 """
 
-import contextlib
 import fcntl
 import logging
+import math
 import os
 import selectors
 import socket
@@ -19,6 +19,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -31,10 +32,21 @@ logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 16 << 20
 """The limit for one client. A status of thousands of jobs is smaller."""
-FULL_RETRY_S = 0.2
-"""The time between two attempts to commit on a full disk."""
+RETRY_S = 0.2
+"""The time between two attempts to commit what the state's file did not take."""
+TELL_S = 60.0
+"""The time between two lines of the log about the same error."""
+GIVE_UP_S = 1800.0
+"""The time for which a failing file is tried. A full disk is waited for without an end."""
 _MAX_SOCKET_PATH = 107
-_MAY_PASS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_MAY_PASS = {
+    sqlite3.SQLITE_FULL: "make room on its disk",
+    sqlite3.SQLITE_IOERR: "look after its disk (dmesg, df, mount)",
+    sqlite3.SQLITE_READONLY: "make the file, its folder and its disk writable again",
+    sqlite3.SQLITE_CANTOPEN: "bring its folder back",
+    sqlite3.SQLITE_BUSY: "end the other program that has it open",
+}
+"""The errors of a file that may be well again later, and what to do about each."""
 
 
 class EmbeddedScheduler:
@@ -54,8 +66,11 @@ class EmbeddedScheduler:
         return dict(self._database.execute("SELECT key, value FROM rows"))
 
     def events(self, last: int) -> Sequence[bytes]:
-        rows = self._database.execute("SELECT body FROM events ORDER BY number DESC LIMIT ?", (last,))
-        return [body for (body,) in reversed(rows.fetchall())]
+        try:
+            rows = self._database.execute("SELECT body FROM events ORDER BY number DESC LIMIT ?", (last,))
+            return [body for (body,) in reversed(rows.fetchall())]
+        except sqlite3.DatabaseError as error:
+            raise ChannelError(f"{self._path}: the events can't be read: {error}; jobs go on") from error
 
     def receive(self, timeout_s: float) -> Sequence[Incoming]:
         arrived: list[Incoming] = []
@@ -85,8 +100,10 @@ class EmbeddedScheduler:
         return [Incoming(client=client, body=line) for line in lines] if client is not None else []
 
     def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
-        """On a full disk it waits for room, and all clients wait with it, because no answer is given before
-        it is stored."""
+        """While the file takes nothing, all clients wait, because no answer is given before it is stored.
+
+        Raises: ChannelError when the file has failed for `GIVE_UP_S`, or is damaged.
+        """
         if batch.rows or batch.events:
             self._store(batch)
         for outgoing in batch.outgoing:
@@ -101,19 +118,40 @@ class EmbeddedScheduler:
             self._selector.modify(connection.socket, wanted, connection)
 
     def _store(self, batch: Batch) -> None:
-        is_told = False
-        while True:
-            try:
-                with self._database:  # one transaction
-                    self._write(batch)
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF not in _MAY_PASS:
-                    raise
-                if not is_told:
-                    logger.error("%s: %s; jobs and commands wait until there is room", self._path, error)
-                is_told = True
-            time.sleep(FULL_RETRY_S)
+        began_s = time.monotonic()
+        told_s = -math.inf
+        while (error := self._try_to_store(batch)) is not None:
+            now, code = time.monotonic(), error.sqlite_errorcode & 0xFF
+            what = f"{self._path}: not written for {now - began_s:.0f} s: {error} ({error.sqlite_errorname})"
+            if code not in _MAY_PASS or (code != sqlite3.SQLITE_FULL and now - began_s >= GIVE_UP_S):
+                raise ChannelError(f"{what}; {_fix(error)}") from error
+            if now - told_s >= TELL_S:
+                told_s = now
+                logger.error("%s; jobs and commands wait: %s", what, _MAY_PASS[code])
+            time.sleep(RETRY_S)
+            if code != sqlite3.SQLITE_FULL:
+                self._open_again()
+        if told_s > -math.inf:
+            logger.info("%s: written again after %.0f s", self._path, time.monotonic() - began_s)
+
+    def _try_to_store(self, batch: Batch) -> sqlite3.DatabaseError | None:
+        """Returns why the batch was not stored; nothing of it is, then."""
+        try:
+            with self._database:  # one transaction
+                self._write(batch)
+        except sqlite3.DatabaseError as error:
+            return error
+        return None
+
+    def _open_again(self) -> None:
+        """Replaces the connection, because one that has had an I/O error may fail for ever."""
+        try:
+            fresh = _connected(self._path)
+        except sqlite3.Error:  # the next attempt to store says why
+            return
+        with suppress(sqlite3.Error):
+            self._database.close()
+        self._database = fresh
 
     def _write(self, batch: Batch) -> None:
         execute = self._database.execute
@@ -231,14 +269,14 @@ class EmbeddedClient:
 
     def close(self) -> None:
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the other side was faster
+            with suppress(OSError):  # the other side was faster
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             self._socket = None
 
 
 def _take(path: Path) -> IO[str]:
-    """Takes the channel's lock and writes our pid into it. The kernel frees it however we end."""
+    """Takes the channel's lock and writes into it who we are. The kernel frees it however we end."""
     lock = path.open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,29 +286,37 @@ def _take(path: Path) -> IO[str]:
         lock.close()
         raise ChannelError(
             f"{path.parent}: a scheduler already serves this channel (pid {owner}); "
-            "stop it, or choose another channel"
+            "stop the command that started it, or choose another channel"
         ) from None
     lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
+    lock.write(f"{os.getpid()}, started by pid {os.getppid()}\n")
     lock.flush()
     return lock
 
 
 def _open(path: Path) -> sqlite3.Connection:
     try:
-        database = sqlite3.connect(path)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        with database:
-            database.execute("CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, value BLOB)")
-            database.execute(
-                "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
-            )
+        return _connected(path)
     except sqlite3.Error as error:
-        fix = "move the file away to start without its jobs"
-        if error.sqlite_errorcode & 0xFF in _MAY_PASS:
-            fix = "make room on its disk, and start again"
-        raise ChannelError(f"{path}: {error}; {fix}") from error
+        raise ChannelError(f"{path}: {error}; {_fix(error)}") from error
+
+
+def _fix(error: sqlite3.Error) -> str:
+    """Returns what to do about the error."""
+    known = _MAY_PASS.get(error.sqlite_errorcode & 0xFF)
+    return f"{known}, and start again" if known else "move the file away to start without its jobs"
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    """Opens the file, and makes its tables. Raises: sqlite3.Error."""
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = NORMAL")
+    with database:
+        database.execute("CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, value BLOB)")
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
+        )
     return database
 
 

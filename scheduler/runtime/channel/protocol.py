@@ -54,10 +54,13 @@ class SchedulerSide(Protocol):
         """Returns the calls that have arrived; empty if none arrives in time."""
 
     def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
-        """Makes rows and events durable, then sends. Raises: ChannelError if another scheduler took over."""
+        """Makes rows and events durable, then sends.
+
+        Raises: ChannelError if another scheduler took over, or if nothing can be made durable any more.
+        """
 
     def events(self, last: int) -> Sequence[bytes]:
-        """Returns the latest events, oldest first."""
+        """Returns the latest events, oldest first. Raises: ChannelError if they can't be read."""
 
     def close(self) -> None:
         """Lets another scheduler in."""

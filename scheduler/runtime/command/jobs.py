@@ -20,6 +20,7 @@ from rose.scheduler.runtime.channel.messages import (
     Submit,
 )
 from rose.scheduler.runtime.command.connection import ask, channel_parser, connect, print_json
+from rose.scheduler.runtime.command.status import WAITING
 from rose.scheduler.runtime.job.spec import EXAMPLE, read_job
 
 FOLLOW_S = 0.5
@@ -130,6 +131,11 @@ def logs(argv: Sequence[str]) -> int:
     with connect(arguments.channel) as client:
         body = ask(client, Status(seq=client.next_seq(), job=arguments.job))
         path = Path(body["jobs"][0]["log"])
+        if not path.exists() and body["jobs"][0]["state"] in WAITING:
+            raise ConfigError(
+                f"{arguments.job} is {body['jobs'][0]['state']} and has printed nothing yet: "
+                f"{body['jobs'][0]['why']}"
+            )
         if not path.exists():
             raise ConfigError(
                 f"{path}: no such file on this host; {arguments.job} has not started, or the "

@@ -98,7 +98,10 @@ def _handle(control: ClusterScheduler, incoming: Incoming, now: float) -> tuple[
 
 
 def _history(channel: SchedulerSide, client: str, call: History) -> Outgoing:
-    events = [msgspec.json.decode(event) for event in channel.events(call.last)]
+    try:
+        events = [msgspec.json.decode(event) for event in channel.events(call.last)]
+    except ChannelError as error:
+        return Outgoing(client=client, body=encode(Answer(seq=call.seq, error=str(error))))
     return Outgoing(client=client, body=encode(Answer(seq=call.seq, body={"events": events})))
 
 

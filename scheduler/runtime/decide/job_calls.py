@@ -5,6 +5,7 @@ in a group whose order is certified, and a job that ends returns its nodes and m
 runners are told to start processes.
 """
 
+import signal
 from dataclasses import replace
 
 from rose.errors import ConfigError, JobRefused, PoolsFull
@@ -236,7 +237,7 @@ class JobCalls:
         self._state.event("exited", call.job, attempt=call.attempt, exit_status=call.exit_status)
         num_iterations = self._state.specs[call.job].iterations
         known = f": {call.why}" if call.why is not None else self._blamed(call.job)
-        how = f"attempt {call.attempt} ended with status {call.exit_status}{known}"
+        how = f"attempt {call.attempt} ended with status {_shown(call.exit_status)}{known}"
         if record.state is JobState.CANCELLING:
             self.end(call.job, JobState.CANCELLED, "", now)
         elif record.state is JobState.PREEMPTING:
@@ -325,3 +326,9 @@ def _starts_all(spec: RunSpec, where: str, num_devices: int) -> str:
         f"{spec.name}: num_ranks {spec.num_ranks}: launch {spec.launch} starts all of them on {where}, which "
         f"has {num_devices} GPUs; use at most {num_devices}"
     )
+
+
+def _shown(exit_status: int) -> str:
+    """Returns an exit status as people know it: -9 is a SIGKILL."""
+    known = exit_status < 0 and -exit_status in set(signal.Signals)
+    return f"{exit_status} ({signal.Signals(-exit_status).name})" if known else str(exit_status)

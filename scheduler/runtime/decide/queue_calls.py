@@ -66,7 +66,10 @@ class QueueCalls:
         try:
             spec = parse_config(call.spec, RunSpec, "job")
             if earlier is not None and not earlier.state.is_over:
-                raise JobRefused(f"{name}: a job of this name is {earlier.state}; choose another name")
+                raise JobRefused(
+                    f"{name}: a job of this name is {earlier.state}, with the file it was submitted with; "
+                    f"choose another name, or end it first with: rose sched cancel {name}"
+                )
             self._check_team(spec)
             self._jobs.check_devices(spec)
             self._jobs.check_router(spec)

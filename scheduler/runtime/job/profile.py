@@ -32,7 +32,7 @@ class MemorySample:
     """The memory of the job's processes at one moment."""
 
     at_s: float
-    resident_bytes: int
+    own_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,9 @@ class PhaseProfile:
     load_s: Seconds
     run_s: Seconds
     offload_s: Seconds
-    peak_resident_gib: float
-    """The peak over all of the job's processes; shared pages count in each of them."""
+    peak_own_gib: float
+    """The peak of what the job's processes had in memory in this phase, without files and shared memory: the
+    phase's own working set counts, and copies in host memory don't."""
     cached_bytes: int
     """The sum over all ranks."""
 
@@ -250,7 +251,7 @@ def _phase(runs: Sequence[PhaseRun], samples: Sequence[MemorySample]) -> PhasePr
         load_s=seconds("load_s"),
         run_s=seconds("run_s"),
         offload_s=seconds("offload_s"),
-        peak_resident_gib=max(_peak_bytes(run, samples) for run in runs) / _GIB,
+        peak_own_gib=max(_peak_bytes(run, samples) for run in runs) / _GIB,
         cached_bytes=max(sum(_last_bytes(each).values()) for each in iterations),
     )
 
@@ -261,12 +262,12 @@ def _last_bytes(runs: Sequence[PhaseRun]) -> dict[int, int]:
 
 def _peak_bytes(run: PhaseRun, samples: Sequence[MemorySample]) -> int:
     """The largest sample within the phase; the nearest one if the phase is shorter than the interval."""
-    inside = [each.resident_bytes for each in samples if run.begin_s <= each.at_s <= run.end_s]
+    inside = [each.own_bytes for each in samples if run.begin_s <= each.at_s <= run.end_s]
     if inside:
         return max(inside)
     middle_s = run.begin_s + run.total_s / 2
     nearest = min(samples, key=lambda each: abs(each.at_s - middle_s), default=None)
-    return nearest.resident_bytes if nearest is not None else 0
+    return nearest.own_bytes if nearest is not None else 0
 
 
 def filled(content: Mapping[str, Any], spec: RunSpec, profile: JobProfile) -> dict[str, Any]:

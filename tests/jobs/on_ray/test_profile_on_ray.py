@@ -69,7 +69,7 @@ def test_a_job_of_two_ranks_on_two_nodes_is_profiled_where_ray_places_it(
     assert (report["iterations"], report["has_asked_tokens"]) == (2, True)
     assert report["phases"]["rollout"]["run_s"]["median"] >= 0.2
     assert report["phases"]["train"]["cached_bytes"] == 2 << 20, "both ranks count"
-    assert report["phases"]["rollout"]["peak_resident_gib"] > 0
+    assert report["phases"]["rollout"]["peak_own_gib"] > 0
     found = notes(tmp_path)
     assert len({note["pid"] for note in found}) == 2 and {note["num_tokens"] for note in found} == {100}
     assert yaml.safe_load((tmp_path / "job.profiled.yaml").read_text())["phases"]["rollout"]["seconds"] >= 0.2
@@ -106,10 +106,10 @@ def test_what_hosts_record_is_put_on_one_clock(tmp_path: Path) -> None:
         )
         Recorder(own).note(run)
         lines = Path(own.path).read_bytes()
-        answers.append(Measured(lines=lines, end=len(lines), now_s=clock_s, resident_bytes=3))
+        answers.append(Measured(lines=lines, end=len(lines), now_s=clock_s, own_bytes=3))
     recording.take(["rollout-0", "train-0"], answers, 10.0, 10.2)
     assert [run.begin_s for run in read_recording(tmp_path / "all.jsonl").runs] == pytest.approx([8.1, 8.1])
-    assert recording.kept("train-0") == answers[1].end and recording.samples[0].resident_bytes == 6
+    assert recording.kept("train-0") == answers[1].end and recording.samples[0].own_bytes == 6
 
 
 def test_a_cluster_file_without_ray_is_refused(tmp_path: Path) -> None:

@@ -59,6 +59,29 @@ def test_jobs_outlive_nodes_that_die_and_leave_nodes_that_are_drained(rig: RayRi
         assert [served.job(name)["attempt"] for name in "abc"] == [2, 2, 1]
 
 
+def test_a_command_that_runs_on_one_node_starts_again_when_another_node_of_the_job_dies(
+    rig: RayRig, tmp_path: Path
+) -> None:
+    """None of its processes is there, so no actor tells of the node's death."""
+    phases = {"rollout": {"seconds": 0.05, "nodes": 2}, "train": {"seconds": 0.05}}
+    once = {"launch": "once", "num_ranks": 1, "placement": "strict-spread"}
+    with OnRay(tmp_path, rig.address) as served:
+        served.submit("wide", phases=phases, iterations=FOREVER, **once)
+        wait_until(lambda: done(served, "wide") >= 2, served.server.log_tail())
+        beside = served.job("wide")["places"][1]
+        [worker] = [each for each in rig.workers if f"Ray node {each.node_id[:8]}" in beside]
+        rig.kill(worker)
+        rig.add_worker()
+        wait_until(lambda: served.job("wide")["attempt"] == 2, "the death to be noticed")
+        wait_until(lambda: served.job("wide")["host"] is not None, "its nodes")
+        kept = done(served, "wide")
+        wait_until(lambda: done(served, "wide") > kept + 1, "it to go on")
+        job = served.job("wide")
+        assert f"Ray node {worker.node_id[:8]}" in job["note"] and "died" in job["note"]
+        assert worker.node_id[:8] not in ray_nodes(job)
+        assert_continuous(served, "wide", attempts=2)
+
+
 def test_a_node_that_a_job_hands_back_is_free_for_other_groups(rig: RayRig) -> None:
     ray.init(address=rig.address, namespace="hand-back", log_to_driver=False)
     try:
@@ -153,6 +176,21 @@ def test_a_head_that_goes_away_ends_the_command_with_what_to_do(rig: RayRig, tmp
             and f"Ray's nodes end after {HEADLESS_S:.0f} s" in said[0]
             and "start Ray and then this command again" in said[0]
         )
+
+
+def test_a_head_that_comes_back_without_its_state_ends_the_command_with_what_to_do(tmp_path: Path) -> None:
+    rig = RayRig(tmp_path, num_workers=2)
+    try:
+        with OnRay(tmp_path, rig.address) as served:
+            served.submit("a", iterations=FOREVER)
+            wait_until(lambda: done(served, "a") >= 1, served.server.log_tail())
+            rig.stop_head()
+            rig.start_head()
+            wait_until(lambda: not served.server.is_alive(), "its end")
+            assert served.server.exit_status == 1, "Ray has not aborted it"
+            assert "was started again without its state" in served.server.log_tail().splitlines()[-1]
+    finally:
+        rig.cluster.shutdown()
 
 
 def done(served: OnRay, job: str) -> int:

@@ -45,7 +45,11 @@ def test_the_example_is_a_job() -> None:
         (changed("train", after=["sync"]), "phases wait for each other"),
         (changed("rollout", after=["nothing"]), "rollout comes after nothing, which is no phase"),
         (example(slo=1.0), "slo 1 allows no slowdown at all"),
-        (example(phases={"rollout": {}}), "phase train is missing"),
+        (example(phases={"rollout": {}}), "phase train is missing; add it"),
+        (
+            example(phases={"rolout": {}, "train": {}}),
+            "phase rollout is missing; rolout may be a misspelling of it",
+        ),
         ({"jobs": example()["jobs"] * 2}, "2 jobs are named math-7b"),
     ],
 )

@@ -209,7 +209,9 @@ def test_a_second_scheduler_on_a_channel_is_refused(tmp_path: Path, channel_url:
         second = ServedCluster(tmp_path / "second", channel_url)
         with second.server as server:
             wait_until(lambda: not server.is_alive(), "the second to end")
-            assert f"{pid}" in server.log_tail() and "already" in server.log_tail()
+            said = server.log_tail()
+            assert f"{pid}" in said and "already" in said
+            assert not first.url.startswith("unix:") or f"started by pid {first.server.pid}" in said
         assert first.status()["scheduler_pid"] == pid
         assert first.job("a")["attempt"] == 1
 
@@ -220,6 +222,8 @@ def test_a_job_waits_for_a_neighbour_that_would_become_too_slow(shared: ServedCl
     assert taken is not None and "a job of this name is running" in taken
     slow = shared.submit("other", group="slow", rollout_s=3600.0, train_s=1.0).body
     assert slow["state"] == "queued"
+    logs = shared.command("logs", "other")
+    assert logs.returncode == 2 and "other is queued and has printed nothing yet: " in logs.stderr
     assert "7200 s" in slow["why"] and "5401.5 s (1.5 x 3601 s alone)" in slow["why"]
 
 
@@ -243,6 +247,7 @@ def test_the_commands_speak_json_and_refuse_in_one_line(shared: ServedCluster, t
     refused = shared.command("submit", str(path))
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr.count("\n") == 1 and "a job of this name is running" in refused.stderr
+    assert "rose sched cancel cli" in refused.stderr
     assert json.loads(shared.command("status", "cli", "--json").stdout)["jobs"][0]["name"] == "cli"
     drained = json.loads(shared.command("drain", "train", "--group", "cli").stdout)
     assert drained["still_used_by"] == ["cli"]

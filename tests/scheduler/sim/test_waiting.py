@@ -122,6 +122,13 @@ def test_the_command_takes_the_file_of_a_cluster(
     report = json.loads(capsys.readouterr().out)
     assert (report["policy"], report["preemptions"], report["jobs"]) == ("solo", 1, 2)
     assert list(report["mean_wait_s"]) == ["3", "0"]
+    assert main([*argv[:-1], *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "simulated: 2 jobs under policy solo"
+    facts = dict(line.strip().split("  ", 1) for line in lines[1:])
+    assert facts["preemptions"].strip() == "1"
+    assert facts["mean wait, priority 3"].endswith(" s in the queue")
+    assert not any("{" in line for line in lines)
 
 
 @pytest.mark.parametrize(

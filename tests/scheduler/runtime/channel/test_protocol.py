@@ -1,7 +1,12 @@
 """Both channels, with a scheduler in a thread that can be stopped and replaced."""
 
+import logging
+import resource
+import sqlite3
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,12 +15,13 @@ from lib.cluster.redis_server import RedisServer
 
 from rose.errors import ChannelError, ConfigError
 from rose.scheduler.runtime.channel.client import ControlClient
-from rose.scheduler.runtime.channel.embedded import EmbeddedScheduler
+from rose.scheduler.runtime.channel.embedded import RETRY_S, EmbeddedScheduler
 from rose.scheduler.runtime.channel.messages import Answer, Status, decode_call, encode
 from rose.scheduler.runtime.channel.opening import ChannelUrl
 from rose.scheduler.runtime.channel.protocol import COMMAND, Batch, ClientSide, Outgoing
 
 PATIENCE_S = 300.0
+EMBEDDED = "rose.scheduler.runtime.channel.embedded"
 
 
 def answer(url: ChannelUrl, num_calls: int, *, rows: dict[str, bytes | None]) -> list[int]:
@@ -224,12 +230,86 @@ def test_a_commit_on_a_full_disk_waits_for_room(tmp_path: Path, monkeypatch: pyt
         if len(found) == 3:
             side._database.execute("PRAGMA max_page_count = 1000000")
 
-    monkeypatch.setattr("rose.scheduler.runtime.channel.embedded.time.sleep", wait)
+    monkeypatch.setattr(f"{EMBEDDED}.time.sleep", wait)
     rows: dict[str, bytes | None] = {"a": b"1", "b": bytes(100_000)}
     side.commit(Batch(rows=rows, events=[b"{}"]), [])
     assert found == [{}] * 3, "nothing is kept of a batch that has no room as a whole"
     assert side.load() == rows and len(side.events(10)) == 1
     side.close()
+
+
+def test_a_commit_that_fails_is_tried_again_and_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of the size of files makes SQLite's own writes fail, as a broken disk does."""
+    caplog.set_level(logging.INFO)
+    side = EmbeddedScheduler(str(tmp_path / "ch"))
+    waits_s: list[float] = []
+    monkeypatch.setattr(f"{EMBEDDED}.TELL_S", 0.0)
+    rows: dict[str, bytes | None] = {"a": bytes(1 << 20)}
+    with broken_disk() as mend:
+
+        def wait(seconds: float) -> None:
+            waits_s.append(seconds)
+            if len(waits_s) == 3:
+                mend()
+
+        monkeypatch.setattr(f"{EMBEDDED}.time.sleep", wait)
+        side.commit(Batch(rows=rows, events=[b"{}"]), [])
+    assert waits_s == [RETRY_S] * 3 and side.load() == rows and side.events(10) == [b"{}"]
+    *errors, last = [record.getMessage() for record in caplog.records]
+    assert len(errors) == 3 and "written again after" in last
+    for said in (f"{tmp_path / 'ch' / 'state.db'}: not written", "disk I/O error", "look after its disk"):
+        assert said in errors[0]
+    side.close()
+
+
+def test_a_file_that_fails_for_too_long_ends_the_scheduler_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = EmbeddedScheduler(str(tmp_path / "ch"))
+    side.commit(Batch(rows={"a": b"1"}), [])
+    monkeypatch.setattr(f"{EMBEDDED}.GIVE_UP_S", 0.3)
+    said = r"state\.db: not written for 0 s: disk I/O error .* and start again"
+    with broken_disk(), pytest.raises(ChannelError, match=said):
+        side.commit(Batch(rows={"a": bytes(1 << 20)}), [])
+    side.close()
+    again = EmbeddedScheduler(str(tmp_path / "ch"))
+    assert again.load() == {"a": b"1"}, "what was answered is kept"
+    again.close()
+
+
+def test_a_file_that_another_program_has_locked_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = EmbeddedScheduler(str(tmp_path / "ch"))
+    side._database.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(tmp_path / "ch" / "state.db")
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr(f"{EMBEDDED}.time.sleep", lambda seconds: other.rollback())
+    side.commit(Batch(rows={"a": b"1"}), [])
+    assert side.load() == {"a": b"1"}
+    other.close()
+    side.close()
+
+
+def test_events_that_cannot_be_read_are_said_to_be_so(tmp_path: Path) -> None:
+    side = EmbeddedScheduler(str(tmp_path / "ch"))
+    side._database.execute("DROP TABLE events")
+    with pytest.raises(ChannelError, match=r"state\.db: the events can't be read"):
+        side.events(10)
+    side.close()
+
+
+@contextmanager
+def broken_disk() -> Iterator[Callable[[], None]]:
+    """No file of this process grows beyond 64 KiB until the context ends, or what it yields is called."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_jobs_and_scheduler_wait_for_a_redis_that_has_no_room(redis_server: RedisServer) -> None:

@@ -154,7 +154,7 @@ def test_the_note_of_a_crash_has_what_the_runner_knows_of_it() -> None:
     scheduler = two_jobs()
     exited(scheduler, "a", why="train-0 on Ray node 12: no answer for 60 s")
     assert scheduler.job("a")["note"] == (
-        "attempt 1 ended with status -9: train-0 on Ray node 12: no answer for 60 s"
+        "attempt 1 ended with status -9 (SIGKILL): train-0 on Ray node 12: no answer for 60 s"
     )
 
 

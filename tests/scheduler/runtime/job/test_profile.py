@@ -93,9 +93,9 @@ def test_the_time_outside_of_phases_is_what_no_phase_explains() -> None:
 def test_memory_is_that_of_the_phase_or_of_the_nearest_moment() -> None:
     runs = [run("rollout", 1, 10.0, begin_s=0.0), run("train", 1, 0.1, begin_s=10.45)]
     at = {1.0: 2, 9.0: 5, 10.3: 7, 11.0: 3}
-    samples = tuple(MemorySample(at_s=at_s, resident_bytes=gib * GIB) for at_s, gib in at.items())
+    samples = tuple(MemorySample(at_s=at_s, own_bytes=gib * GIB) for at_s, gib in at.items())
     phases = profile(content(), runs, samples).phases
-    assert (phases["rollout"].peak_resident_gib, phases["train"].peak_resident_gib) == (5.0, 7.0)
+    assert (phases["rollout"].peak_own_gib, phases["train"].peak_own_gib) == (5.0, 7.0)
 
 
 @pytest.mark.parametrize(
