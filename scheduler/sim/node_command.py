@@ -13,10 +13,10 @@ from rose.errors import ConfigError
 from rose.scheduler.node.model import TABLE_II, NodeProfile, Task, paper_profile
 from rose.scheduler.node.policy import NodePolicy, Rules
 from rose.scheduler.node.profile import read_profile
-from rose.scheduler.sim.facts_table import table
 from rose.scheduler.sim.node_results import Conditions, NodeResult
 from rose.scheduler.sim.node_tasks import generated_tasks, trace_tasks
 from rose.scheduler.sim.nodes import NodeSimulation
+from rose.scheduler.sim.progress import table
 from rose.scheduler.sim.requests import load_trace
 from rose.types import Assignment
 

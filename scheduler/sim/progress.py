@@ -1,8 +1,8 @@
-"""How far a long command is, said on stderr while it runs."""
+"""What a simulation prints: how far it is, on stderr while it runs, and a table of its figures."""
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 OnEnd = Callable[[int, int], object]
 """Called as jobs end, with how many have ended, and of how many."""
@@ -24,3 +24,11 @@ class ProgressLines:
         self._said_s = now_s
         said = f"{self._what}: {num_done} of {num} jobs have ended, {now_s - self._begin_s:.0f} s"
         print(said, file=sys.stderr, flush=True)
+
+
+def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields an indented line for each name and its figure, with the figures below each other."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, figure in rows:
+        yield f"  {name:<{width}}  {figure}"

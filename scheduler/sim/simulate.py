@@ -13,10 +13,9 @@ from rose.scheduler.cluster.groups import PAUSE_S
 from rose.scheduler.cluster.spec import DEFAULT_POLICY
 from rose.scheduler.group.model import SloKind
 from rose.scheduler.runtime.job.spec import ServeSpec
-from rose.scheduler.sim.facts_table import table
 from rose.scheduler.sim.live import SchedulerReplay
 from rose.scheduler.sim.loop import Simulation, SimulationResult
-from rose.scheduler.sim.progress import ProgressLines
+from rose.scheduler.sim.progress import ProgressLines, table
 from rose.scheduler.sim.workloads import Submission, Workload, generate_trace, read_trace, submissions
 
 

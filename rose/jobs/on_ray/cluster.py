@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state as ray_state  # Ray has no public way to ask which nodes are draining
-from ray._raylet import GcsClient  # nor which cluster a head has
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # nor which cluster a head has
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError

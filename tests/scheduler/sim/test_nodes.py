@@ -176,7 +176,7 @@ def test_the_command_says_what_happened_and_why(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "the best score of the nodes that answer within" in out
     assert "has nothing else to start" in out
-    assert "simulated: profile llama-8b" in out and "node 3:" in out
+    assert "simulated: llama-8b" in out and "node 3:" in out
 
 
 def test_a_profile_of_other_hardware_is_refused_and_its_own_is_named(
