@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from real_engine import RealEngine
+from real_engine import RealEngine, new_folder
 from references import ModelDirs
 
 from rose.jobs.multiplex import main
@@ -51,15 +51,14 @@ class Routed(NamedTuple):
 
 @pytest.fixture
 def routed(engines_dir: Path, models: ModelDirs, tmp_path: Path) -> Iterator[Routed]:
-    folder = engines_dir / "halves"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "halves")
     engines = [
         RealEngine(models.untied[0], Role.ROLLOUT, folder, "--dtype", "float32", cpus=tuple(half))
         for half in HALVES
     ]
     port = free_port()
     settings = tmp_path / "router.yaml"
-    settings.write_text("state: null\n")
+    settings.write_text("{state: null, policy: turnwise}\n")  # a long turn on each engine
     workers = [flag for engine in engines for flag in ("--worker", engine.url)]
     router = ServerProcess(
         [
