@@ -102,6 +102,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Starts again, for a second run, what the tests of its file share: the first one may have left it in any
+    state. pytest-rerunfailures keeps it, and sets the count."""
+    if getattr(item, "execution_count", 1) == 1 or not isinstance(item, pytest.Function):
+        return
+    request: Any = item._request
+    for fixtures in item._fixtureinfo.name2fixturedefs.values():
+        for fixture in fixtures:
+            if fixture.scope == "module":
+                fixture.finish(request)  # after all that use it
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
     """Shows why tests were run again. A line for each such failure, and for each that was the last one of its
