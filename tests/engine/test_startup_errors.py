@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 from forked_server import ForkedServer
 from made_profiles import store_profile
-from real_engine import READY_S, RealEngine, runtime_dir
+from real_engine import READY_S, RealEngine, new_folder, runtime_dir
 from references import ModelDirs
 from tiny_models import SLAB_BYTES
 from vllm.engine.arg_utils import EngineArgs
@@ -63,8 +63,7 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
 
 
 def test_an_slo_below_the_profile_ends_the_engine_with_one_line(engines_dir: Path, models: ModelDirs) -> None:
-    folder = engines_dir / "slo"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "slo")
     config = EngineArgs(model=str(models.serving), enforce_eager=True).create_engine_config()
     store_profile(profile_key(config), folder / "cache" / "profiles")
     with ExitStack() as undo:

@@ -54,7 +54,7 @@ def adapter_tensors(seed: int, rank: int = RANK, layers: int = LAYERS, modules: 
 
 def save_adapter(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
     """Saves an adapter as PEFT does."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     save_file(tensors, folder / TENSORS_FILE)
     return folder
