@@ -1,6 +1,7 @@
 """Whether a LoRA adapter fits the engine's base model: its modules, their shapes, its rank.
 
-Owns the check, which one rank makes by the names and shapes of its own layers. vLLM checks none of this: it
+Owns the check, which each rank makes by the names and shapes of its own layers. In a pipeline, it leaves the
+layers of the other stages to their ranks. vLLM checks none of this: it
 skips modules that the model does not have, and copies a matrix that is too small into a part of its place.
 Never loads an adapter.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from rose.transfer.adapters.description import (
     TENSORS_FILE,
@@ -42,7 +44,11 @@ def check_fits(manager: Any, config: VllmConfig, folder: Path) -> None:
     if (rank := max_rank(adapter)) > most:
         raise ValueError(f"it has rank {rank}, the engine takes at most {most}: use --max-lora-rank {rank}")
     found = pairs((spec for spec, _ in read_checkpoint(folder / TENSORS_FILE).values()), adapter)
-    _check_modules(_renamed(found, manager.model), _shapes(manager), adapter)
+    named = _renamed(found, manager.model)
+    own = {
+        name: pair for name, pair in named.items() if not is_pp_missing_parameter(f"{name}.", manager.model)
+    }
+    _check_modules(own, _shapes(manager), adapter)
 
 
 def _check_base(adapter: AdapterBody, config: VllmConfig) -> None:
