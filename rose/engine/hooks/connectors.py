@@ -35,7 +35,8 @@ EXPORTING = {"LMCacheMPConnector", "FlexKVConnectorV1"}
 """Those of vLLM's connectors that hand the memory to another process by handles of CUDA's IPC, which name a
 whole allocation of cudaMalloc."""
 
-
+STAGED = {"OffloadingConnector"}
+"""The connectors that are tested in a pipeline, where each stage has other layers."""
 TRANSIENT = {"NixlBaseConnector", "MooncakeConnector", "DecodeBenchConnector"}
 """Connectors that keep no KV of one request for another."""
 EMPTIED_SPEC = "CPUOffloadingSpec"
@@ -87,6 +88,11 @@ def check_connectors(config: VllmConfig, role: Role) -> None:
     for one in _connectors(config.kv_transfer_config):
         if problem := _problem(one, has_latents=config.model_config.use_mla):
             raise ConfigError(f"--kv-transfer-config {one.kv_connector}: {problem}, or serve without --pool")
+
+
+def works_in_stages(config: KVTransferConfig) -> bool:
+    """Returns whether the connector, or all those in it, are known to work in a pipeline."""
+    return all(one.kv_connector in STAGED for one in _connectors(config))
 
 
 def preferred_layout(config: VllmConfig) -> str | None:
