@@ -9,7 +9,7 @@ import pytest
 from forked_engines import Fork, forks
 from preloaded import FORKS
 from probes import NUM_VERSIONS, probes, prompt
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from references import ModelDirs, StockAnswers
 from test_data_parallel import Replicas, answer_as_stock, on_each_rank
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
@@ -124,8 +124,7 @@ def test_data_parallel_pipelines_answer_as_stock_and_take_new_weights(
     engines_dir: Path, models: ModelDirs, stock: StockAnswers
 ) -> None:
     """Two engines of two data-parallel ranks, each a pipeline of two stages with a pool of its own."""
-    folder = engines_dir / "replicated-stages"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "replicated")
     pair = Replicas(folder, {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]}, NUM_RANKS)
     try:
         answer_as_stock(pair, stock)

@@ -181,17 +181,18 @@ def _check_states(config: VllmConfig) -> None:
 
 
 def _check_connected_ranks(config: VllmConfig) -> None:
-    """Refuses a KV connector whose ranks have different layers, or different tokens of a request. In a
-    pipeline it admits those that are tested."""
-    if config.kv_transfer_config is None:
+    """Refuses a KV connector whose ranks have different layers or different tokens of a request, except
+    those that are tested in a pipeline."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
         return
     for kind in ("pipeline", "prefill_context", "decode_context"):
         size = getattr(config.parallel_config, f"{kind}_parallel_size", 1)
-        if size > 1 and not (kind == "pipeline" and works_in_stages(config.kv_transfer_config)):
+        if size > 1 and not (kind == "pipeline" and works_in_stages(transfer)):
             raise ConfigError(
-                f"--kv-transfer-config {config.kv_transfer_config.kv_connector} with "
-                f"--{kind.replace('_', '-')}-parallel-size {size}: it has not been tested with such ranks "
-                f"in a slab pool; use --tensor-parallel-size alone, or serve without --pool"
+                f"--kv-transfer-config {transfer.kv_connector} with --{kind.replace('_', '-')}-parallel-size "
+                f"{size}: it has not been tested with such ranks in a slab pool; use --tensor-parallel-size "
+                f"alone, or serve without --pool"
             )
 
 

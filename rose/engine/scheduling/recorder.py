@@ -52,7 +52,7 @@ class StepRecorder:
         self._free_s = [0.0] * len(stage_shares)
         """When each stage had ended the step that ended last. The last stage's time is measured."""
         self._num_begun = 0
-        """The steps that were begun since none was in flight."""
+        """The steps that have begun since none was in flight."""
         self.seconds = 0.0
         """The seconds of the step that ended last."""
         self.predicted_s = 0.0
@@ -95,7 +95,7 @@ class StepRecorder:
 
     @property
     def has_unused_stage(self) -> bool:
-        """Whether fewer steps were begun than there are stages, since none was in flight."""
+        """Whether fewer steps than there are stages have begun since none was in flight."""
         return self._num_begun < len(self._stage_shares)
 
     def end_of_steps(self) -> float:
@@ -106,7 +106,8 @@ class StepRecorder:
         return free_s[-1]
 
     def _behind(self, free_s: Sequence[float], began_s: float, seconds: float) -> list[float]:
-        """Returns when each stage will have ended a step, if it is free of the steps ahead at ``free_s``."""
+        """Returns when each stage will have ended a step of so many seconds. ``free_s``: when each stage
+        will have ended the step ahead."""
         ends_s = []
         for share, from_s in zip(self._stage_shares, free_s, strict=True):
             began_s = max(began_s, from_s) + share * seconds
@@ -114,11 +115,12 @@ class StepRecorder:
         return ends_s
 
     def _seconds(self, began_s: float, now: float) -> float:
-        """Returns the seconds with which a step that ends now goes through all stages without a wait.
+        """Returns the seconds that a step which ends now takes through all stages without a wait.
 
-        A step waits last for one of the stages, or for none. It has taken the shares of that stage and of
-        those behind it since this stage was free, and no less for the stages that it did not wait for. So the
-        least of the quotients is the step's time.
+        From the moment that a stage was free, the step had at least the shares of that stage and of those
+        behind it to go: exactly these if this stage was the last one that it waited for, and more if it
+        waited for a later one. So the least quotient is the step's time. For the first stage, the moment is
+        at the earliest the step's beginning.
         """
         free_s, shares = [max(began_s, self._free_s[0]), *self._free_s[1:]], self._stage_shares
         left = [sum(shares[stage:]) for stage in range(len(shares))]
@@ -206,8 +208,8 @@ def _parallelism(parallel: ParallelConfig) -> str:
 
 
 def stage_shares(config: VllmConfig) -> list[float]:
-    """Returns the share of the model's layers that each stage of the pipeline has, for its share of a step's
-    time."""
+    """Returns the share of the model's layers that each stage of the pipeline has, which stands for its share
+    of a step's time. Heads and embeddings count nothing."""
     num_stages = config.parallel_config.pipeline_parallel_size
     if num_stages == 1:
         return [1.0]

@@ -59,6 +59,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "NixlConnector with --pipeline-parallel-size 2: it has not been tested with such ranks",
     ),
     "offloading in a pipeline": ("serving", {**staged("serving"), "kv_offloading_size": 1}, ""),
+    "offloading beside another in a pipeline": (
+        "serving",
+        {**staged("serving"), **connector("MultiConnector", connectors=[OFFLOADING, EXAMPLE])},
+        "MultiConnector with --pipeline-parallel-size 2: it has not been tested with such ranks",
+    ),
     "pipeline": ("rollout", staged("rollout"), ""),
     "unknown": (
         "serving",

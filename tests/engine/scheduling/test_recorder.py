@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from preloaded import STAGES
+from rank_models import without_weights
+
 from rose.admission.profile import ProfileKey
-from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder, shape_of
+from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder, shape_of, stage_shares
 
 pytestmark = pytest.mark.vllm
 
@@ -99,6 +102,15 @@ def test_a_step_takes_its_way_through_stages_of_any_size_whatever_it_waits_for(
             recorder.ended(ends_s[index - len(shares)])
             assert recorder.seconds == pytest.approx(steps_s[index - len(shares)])
         recorder.started(OUTPUT, DECODE, began_s)
+
+
+def test_a_stage_has_the_share_of_its_layers_also_where_they_are_divided_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = without_weights(tmp_path, max_model_len=64, pipeline_parallel_size=2).create_engine_config()
+    assert stage_shares(config) == [0.5, 0.5]
+    monkeypatch.setenv(STAGES, "1,3")
+    assert stage_shares(config) == [0.25, 0.75]
 
 
 def test_steps_end_at_the_pace_of_the_slowest_stage(tmp_path: Path) -> None:
