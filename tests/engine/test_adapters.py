@@ -57,8 +57,6 @@ WAIT_S = 300.0
 WAVE = wave_prompts(Role.ROLLOUT, 0)[:6]
 """With a burst of serving's they want more than the pool has."""
 NUM_MOVES = 60
-STALL_S = 60.0
-"""Nothing waits for a grant here, and the stages of two pipelines may be slow on a busy machine."""
 PAUSES = 20
 """A machine that stalls may let a long turn end before the engine is paused, but hardly so often."""
 
@@ -153,7 +151,7 @@ def engine(num_stages: int, engines_dir: Path, models: ModelDirs, expected: Expe
     settings: dict[str, Any] = {}
     if num_stages:
         flags += ("--pipeline-parallel-size", str(num_stages))
-        settings = {"pool": POOL, "gate": GateMode.OFF, "stall_s": STALL_S, **SETTINGS}
+        settings = {"pool": POOL, "gate": GateMode.OFF, **SETTINGS}
     else:
         flags += ("--tensor-parallel-size", "2")
     with start_daemon(
@@ -346,10 +344,15 @@ def test_answers_of_adapters_stay_equal_while_slabs_move_and_versions_change(
     finally:
         serving.stop()
     assert number > 2
-    alone = [turn.result() for turn in engine.start_requests(WAVE, ROLLOUT_TOKENS, model="d")]
-    assert [(answer.stop_reason, answer.tokens) for answer in alone] == [
-        (None, wanted[tuple(given)]) for given in WAVE
-    ]
+
+    def come_whole() -> bool:
+        """Whether no turn has stalled, as some do on a machine that stands still for a few seconds."""
+        alone = [turn.result() for turn in engine.start_requests(WAVE, ROLLOUT_TOKENS, model="d")]
+        for given, answer in zip(WAVE, alone, strict=True):
+            assert answer.tokens == wanted[tuple(given)][: len(answer.tokens)]
+        return all(answer.finish_reason == "length" for answer in alone)
+
+    until(come_whole, "turns beside no serving engine come whole")
 
 
 def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device_for_a_while(
