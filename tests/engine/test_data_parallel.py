@@ -125,9 +125,10 @@ def test_all_ranks_answer_as_stock_vllm_while_slabs_and_grants_pass_in_both_pool
     answer_as_stock(replicas, stock)
 
 
-def answer_as_stock(replicas: Replicas, stock: StockAnswers) -> None:
+def answer_as_stock(replicas: Replicas, stock: StockAnswers, num_balanced: int = MIN_WAVES) -> None:
     """Asserts that both engines answer as stock vLLM while slabs and grants pass in both pools. Donors leave
-    NaN behind."""
+    NaN behind. vLLM balances the first ``num_balanced`` waves over the ranks. Then a rank has all of a wave,
+    so that its pool is too small."""
     serving, rollout = replicas.engines[Role.SERVING], replicas.engines[Role.ROLLOUT]
     answers: dict[Role, list[tuple[list[int], Answer]]] = {role: [] for role in Role}
     with ExitStack() as logs:
@@ -143,10 +144,10 @@ def answer_as_stock(replicas: Replicas, stock: StockAnswers) -> None:
         wave = 0
         while wave < MIN_WAVES or (not has_seen_enough() and wave < MAX_WAVES):
             replicas.begin_rl_step()
-            prompts = {role: wave_prompts(role, wave % MIN_WAVES) for role in Role}
-            # vLLM balances the first waves. Then each rank has all of a wave, so that its pool is too small.
+            # In time, each rank has all of each wave's prompts.
+            prompts = {role: wave_prompts(role, (wave + wave // 2) % MIN_WAVES) for role in Role}
             on: dict[str, Any] = (
-                {"headers": {"X-data-parallel-rank": str(wave // 2 % 2)}} if wave >= MIN_WAVES else {}
+                {"headers": {"X-data-parallel-rank": str(wave % 2)}} if wave >= num_balanced else {}
             )
             requests = {Role.ROLLOUT: rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS, **on)}
             replicas.wait_for_rollouts(requests[Role.ROLLOUT])

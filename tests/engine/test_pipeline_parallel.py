@@ -127,7 +127,7 @@ def test_data_parallel_pipelines_answer_as_stock_and_take_new_weights(
     folder = new_folder(engines_dir, "replicated")
     pair = Replicas(folder, {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]}, NUM_RANKS)
     try:
-        answer_as_stock(pair, stock)
+        answer_as_stock(pair, stock, num_balanced=0)
         rollout = pair.engines[Role.ROLLOUT]
         update(rollout, models.untied[NUM_VERSIONS], NUM_VERSIONS)
         expected = stock.of("untied")
