@@ -147,7 +147,7 @@ class StepRecorder:
 
     def forget_stale(self, now: float) -> None:
         """Returns to the profile if no step has ended for STALE_S."""
-        if now - self._last_end_s >= STALE_S:
+        if now - self._free_s[-1] >= STALE_S:
             self._online.forget()
 
     def begin_profile(self) -> None:
