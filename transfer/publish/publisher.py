@@ -164,8 +164,7 @@ class WeightPublisher:
             self._ranks = TrainerRanks(
                 self._relay, self.run_id, rank, num_ranks, ranks_timeout_s, self._signer
             )
-            if self._ranks.is_leader:
-                claim_run(self._relay, self.run_id)
+            writer = claim_run(self._relay, self.run_id) if self._ranks.is_leader else None
             specs, held = self._source.specs(), self._source.holdings()
             self.layout, share = self._ranks.agree(specs, held, bucket_bytes)
         except (RelayError, ValueError):
@@ -175,8 +174,9 @@ class WeightPublisher:
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
         arch = architecture_of(weights) if adapter is None else None
+        pace = (snapshot_every, snapshot_share)
         self._chain = VersionChain(
-            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter, arch
+            self._relay, self.run_id, self.layout, *pace, self._signer, adapter, arch, writer
         )
         self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
         self._version_hash, self._is_under_way = StateHash(), False

@@ -1,8 +1,11 @@
 """The sign that a run's trainer is alive, by which followers of "auto" tell live runs from dead ones.
 
-Owns the thread that renews it in the relay. A relay that does not answer is tried again at the next beat.
+Owns the thread that renews it in the relay, and says that the run has ended when its process ends, unless a
+signal kills that. A relay that does not answer is tried again at the next beat.
 """
 
+import atexit
+import os
 import threading
 from contextlib import suppress
 
@@ -27,13 +30,22 @@ class RunLease:
         if self._beat == 0:
             self._write(is_ended=False)
             self._thread.start()
+            atexit.register(self._leave, os.getpid())
 
     def stop(self) -> None:
         """Says that the run has ended."""
+        atexit.unregister(self._leave)
         self._stopping.set()
         if self._beat > 0:
             self._thread.join()
             self._write(is_ended=True)
+
+    def _leave(self, pid: int) -> None:
+        """Stops at the end of the process: a trainer that fails closes nothing, and its successor wants the
+        engines. A fork of the trainer may end as it likes.
+        """
+        if os.getpid() == pid:
+            self.stop()
 
     def _run(self) -> None:
         while not self._stopping.wait(leases.BEAT_S):

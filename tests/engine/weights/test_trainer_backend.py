@@ -74,6 +74,36 @@ def test_sending_waits_until_the_named_workers_run_the_version(relay_url: str) -
     relay.close()
 
 
+def test_tensors_that_the_first_version_does_not_have_are_refused_by_name(relay_url: str) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    from rose.engine.weights.trainer_backend import RelayTrainerEngine, RelayTrainerInit
+
+    model = torch.nn.Module()
+    model.register_parameter("a", torch.nn.Parameter(torch.zeros(4)))
+    model.register_parameter("b", torch.nn.Parameter(torch.zeros(4)))
+    init = RelayTrainerInit(relay_url, "run", rank=0)
+    engine = RelayTrainerEngine.trainer_init(init, client=None, source=ModuleSource(model))
+    engine.send_weights()
+    a, b = model.a, model.b
+    model.c = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"c is now torch\.float32 \(2,\): yield the same ones"):
+        engine.send_weights()
+    del model.c, model.b
+    with pytest.raises(ValueError, match="first version: b is missing: "):
+        engine.send_weights()
+    model.b, model.a = b, torch.nn.Parameter(torch.zeros(1))  # this one would be spread over four elements
+    with pytest.raises(ValueError, match=r"a is now torch\.float32 \(1,\)"):
+        engine.send_weights()
+    model.a = a
+    engine.send_weights()
+    relay = open_relay(relay_url)
+    follower = Follower(relay, "run", WeightMirror())
+    assert follower.advance() and follower.mirror.version == WeightVersion(run_id="run", number=1)
+    engine.shutdown()
+    relay.close()
+
+
 def test_ranks_other_than_0_gather_but_publish_nothing(relay_url: str) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
 

@@ -2,6 +2,7 @@
 the same run."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.manifest import Head, unpack_body
 from rose.transfer.format.state_hash import StateHash
-from rose.transfer.publish.chain import VersionChain
+from rose.transfer.publish.chain import VersionChain, claim_run
 from rose.transfer.publish.publisher import WeightPublisher
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
@@ -104,6 +105,54 @@ def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_i
             chain.require_claim(1)
         chain.open()
         assert relay.get(keys.layout_key("run")) is not None and not chain.is_announced
+
+
+class BetweenCalls(Relay):
+    """A relay's client; at one call of a method something else happens first."""
+
+    def __init__(self, relay: Relay, at: tuple[str, int], act: Callable[[], None]) -> None:
+        self._relay = relay
+        self._at, self._act = at, act
+        self._called: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        self._called[name] += 1
+        if (name, self._called[name]) == self._at:
+            self._act()
+        return getattr(self._relay, name)
+
+
+@pytest.mark.parametrize("call", [("get", 1), ("upsert", 1), ("get", 2), ("remove", 1), ("upsert", 2)])
+def test_a_trainer_that_opens_a_run_while_another_commits_it_takes_nothing_away(
+    embedded_url: str, call: tuple[str, int]
+) -> None:
+    """Whenever the second one begins, its opening or the first one's commit is refused, or both are."""
+    layout = Layout([TensorSpec(name="a", dtype="BF16", shape=SHAPE)])
+    frame = keys.bucket_key("run", 0, None, 0)
+    refused: list[RelayError] = []
+
+    def open_too() -> None:
+        try:
+            claim_run(relay, "run")
+        except RelayError as error:
+            refused.append(error)
+
+    with closing(open_relay(embedded_url)) as relay:
+        first = VersionChain(relay, "run", layout, 1, 1.0, None, writer=claim_run(relay, "run"))
+        first.open()
+        relay.put(frame, b"bits")
+        first._relay = BetweenCalls(relay, call, open_too)
+        try:
+            first.require_claim(4)
+            first.add_snapshot(0, 4)
+            first.move_head(0, StateHash())
+        except RelayError as error:
+            refused.append(error)
+        assert refused
+        assert relay.get(keys.head_key("run")) is None or relay.get(frame) == b"bits"
+        assert relay.get(keys.opening_key("run")) is None
 
 
 def test_of_two_trainers_with_one_run_id_followers_get_the_weights_of_one(embedded_url: str) -> None:
