@@ -313,6 +313,13 @@ class VersionChain:
         acks = [read_ack(key, data) for key, data in bodies.items()]
         return {ack.worker: ack for ack in acks if ack is not None}
 
+    def acked_version(self, worker: str) -> int:
+        """Returns the number that the worker acknowledged last, or -1. Raises: RelayError."""
+        key = keys.ack_prefix(self._run_id) + worker
+        data = self._relay.get(key)
+        ack = read_ack(key, data) if data is not None else None
+        return ack.version if ack is not None else -1
+
     def _choose_oldest_base(self) -> int:
         """Returns the latest snapshot once all workers are past it, else the one before it, for workers that
         lag.
@@ -333,6 +340,14 @@ class VersionChain:
             logger.info("workers that left: run=%s workers=%s", self._run_id, sorted(gone))
         self._left = [keys.ack_prefix(self._run_id) + name for name in sorted(gone)]
         return [ack for name, ack in acks.items() if name not in gone]
+
+
+def check_pace(link_gbps: float, snapshot_every: int) -> None:
+    """Raises: ValueError."""
+    if link_gbps <= 0 or snapshot_every < 1:
+        raise ValueError(
+            f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
+        )
 
 
 def read_ack(key: str, data: bytes) -> Ack | None:

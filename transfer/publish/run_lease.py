@@ -5,21 +5,29 @@ signal kills that. A relay that does not answer is tried again at the next beat.
 """
 
 import atexit
+import logging
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
-from rose.errors import RelayError
+from rose.errors import RelayError, RelayUnreachable
 from rose.transfer.format import leases
 from rose.transfer.format.manifest import RunSign, pack_body, run_sign_key
 from rose.transfer.relay.protocol import Relay
 
+logger = logging.getLogger(__name__)
+
 
 class RunLease:
-    """The sign of one run, from start() to stop()."""
+    """The sign of one run, from start() to stop().
 
-    def __init__(self, relay: Relay, run_id: str) -> None:
+    restore: called in the lease's thread with each sign, to give the relay again what it may have lost.
+    """
+
+    def __init__(self, relay: Relay, run_id: str, restore: Callable[[], None] | None = None) -> None:
         self._relay = relay
+        self._restore = restore
         self._key = run_sign_key(run_id)
         self._beat = 0
         self._stopping = threading.Event()
@@ -50,6 +58,15 @@ class RunLease:
     def _run(self) -> None:
         while not self._stopping.wait(leases.BEAT_S):
             self._write(is_ended=False)
+            try:
+                if self._restore is not None:
+                    self._restore()
+            except RelayUnreachable:
+                continue  # what it has is known once it answers
+            except RelayError as error:
+                logger.warning(
+                    "a relay that lost the run could not get it again: run=%s %s", self._run_id, error
+                )
 
     def _write(self, *, is_ended: bool) -> None:
         self._beat += 1

@@ -15,6 +15,7 @@ from relay_process import RelayProcess, StartRelay
 from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import leases
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.manifest import Head, unpack_body
@@ -89,6 +90,32 @@ def test_late_joiners_get_a_run_whose_relay_was_started_again_while_a_version_wa
     publisher.close()
 
 
+def test_a_relay_that_comes_back_empty_gets_the_last_version_again_without_another_publish(
+    start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer may wait for turns of an engine that has just started, too, and so publish nothing."""
+    monkeypatch.setattr(leases, "BEAT_S", 0.05)
+    relay_process = start_relay("embedded")
+    weights = torch.randn(SHAPE)
+    with closing(WeightPublisher({"a": weights}, relay_process.url, "run")) as publisher:
+        for _ in range(3):
+            published = weights.add_(1.0).clone()
+            publisher.publish()
+        relay_process.kill()
+        weights.add_(1.0)  # half of a step
+        again = start_relay("embedded", "--port", relay_process.port)
+        with closing(open_relay(again.url)) as relay:
+            late = Follower(relay, "run", WeightMirror())
+            while not late.advance():
+                late.wait(1.0)
+            assert str(late.mirror.version) == "run/2"
+            check_newest(relay, published)
+            weights.add_(1.0)
+            assert str(publisher.publish().version) == "run/3"
+            check_newest(relay, weights)
+            assert late.advance() and str(late.mirror.version) == "run/3"
+
+
 def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_it_again(
     embedded_url: str,
 ) -> None:
@@ -107,7 +134,7 @@ def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_i
         assert relay.get(keys.layout_key("run")) is not None and not chain.is_announced
 
 
-class BetweenCalls(Relay):
+class BetweenCalls:
     """A relay's client; at one call of a method something else happens first."""
 
     def __init__(self, relay: Relay, at: tuple[str, int], act: Callable[[], None]) -> None:
@@ -143,7 +170,8 @@ def test_a_trainer_that_opens_a_run_while_another_commits_it_takes_nothing_away(
         first = VersionChain(relay, "run", layout, 1, 1.0, None, writer=claim_run(relay, "run"))
         first.open()
         relay.put(frame, b"bits")
-        first._relay = BetweenCalls(relay, call, open_too)
+        watched: Any = BetweenCalls(relay, call, open_too)
+        first._relay = watched
         try:
             first.require_claim(4)
             first.add_snapshot(0, 4)
