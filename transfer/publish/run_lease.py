@@ -64,9 +64,7 @@ class RunLease:
             except RelayUnreachable:
                 continue  # what it has is known once it answers
             except RelayError as error:
-                logger.warning(
-                    "a relay that lost the run could not get it again: run=%s %s", self._run_id, error
-                )
+                logger.warning("a relay lost the run and could not get it again: %s: %s", self._key, error)
 
     def _write(self, *, is_ended: bool) -> None:
         self._beat += 1

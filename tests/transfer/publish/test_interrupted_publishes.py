@@ -116,6 +116,23 @@ def test_a_relay_that_comes_back_empty_gets_the_last_version_again_without_anoth
             assert late.advance() and str(late.mirror.version) == "run/3"
 
 
+def test_a_relay_that_comes_back_too_small_for_the_last_version_is_told_of(
+    start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 0.05)
+    first = start_relay("embedded")
+    weights = torch.randn(SHAPE)
+    with closing(WeightPublisher({"a": weights}, first.url, "run", full_wait_s=0.05)) as publisher:
+        publisher.publish()
+        first.kill()
+        start_relay("embedded", "--port", first.port, "--capacity-bytes", "4096")
+        while not (told := [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]):
+            time.sleep(0.05)
+        assert "lost the run and could not get it again" in told[0] and "free of 4096" in told[0]
+        with pytest.raises(RelayError, match="free of 4096"):
+            publisher.publish()
+
+
 def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_it_again(
     embedded_url: str,
 ) -> None:
