@@ -32,21 +32,20 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
         *(sys.executable, "-m", "rose.cli", "serve", str(models.serving), "--role", "serving"),
         *("--pool", "strict", "--port", str(free_port()), "--kv-transfer-config", exporting),
     ]
+    folder = new_folder(engines_dir, "strict")
     with ExitStack() as undo:
 
         def engine(*args: str, **rose: str) -> ServerProcess:
-            one = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *args, **rose)
+            one = RealEngine(models.untied[0], Role.ROLLOUT, folder, *args, **rose)
             undo.callback(one.stop)
             return one.process
 
-        runtime = runtime_dir(engines_dir)
+        runtime = runtime_dir(folder)
         daemon = start_daemon(
             "strict", num_slabs=8, slab_bytes=SLAB_BYTES, headroom_slabs=2, runtime_dir=runtime
         )
         undo.callback(daemon.stop)
-        command = ServerProcess(
-            serve, "serve", engines_dir / "strict.log", env={"ROSE_RUNTIME_DIR": str(runtime)}
-        )
+        command = ServerProcess(serve, "serve", folder / "strict.log", env={"ROSE_RUNTIME_DIR": str(runtime)})
         command = ForkedServer(command, "vllm.entrypoints.openai.api_server")
         cases = {
             "--additional-config: unknown key 'rose.lease'; did you mean 'lease_s'?": engine(
