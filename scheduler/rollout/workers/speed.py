@@ -54,11 +54,14 @@ class SpeedEstimate:
     _xy: float = 0.0
     _prefill_s: float = 0.0
     _prefill_tokens: float = 0.0
+    _fitted: tuple[float, float, float] | None = None
+    """The cached fit, which every turn asks for; None after a new observation."""
 
     def saw_decode(self, s_per_token: float, num_turns: int, share: float) -> None:
         """Adds a stretch of decoding with `num_turns` in the batch."""
         x, y, forget = float(num_turns), s_per_token * share, self.forget
         self.num_decodes += 1
+        self._fitted = None
         self.decode_weight = forget * self.decode_weight + 1.0
         self._x = forget * self._x + x
         self._y = forget * self._y + y
@@ -70,6 +73,7 @@ class SpeedEstimate:
         if tokens < _MIN_PREFILL_TOKENS:
             return
         self.num_prefills += 1
+        self._fitted = None
         self.prefill_weight = self.forget * self.prefill_weight + 1.0
         self._prefill_s = self.forget * self._prefill_s + first_token_s * share
         self._prefill_tokens = self.forget * self._prefill_tokens + tokens
@@ -95,8 +99,13 @@ class SpeedEstimate:
         return self.num_decodes >= _MIN_DECODES and self.num_prefills >= _MIN_PREFILLS
 
     def fit(self) -> tuple[float, float, float]:
-        """Returns the prefill's seconds per token, and the fixed part of a step and what a turn adds to it;
-        the estimate must be known."""
+        """Returns the prefill's seconds per token, the fixed part of a step, and what each turn adds to it.
+        The estimate must be known."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
+
+    def _fit(self) -> tuple[float, float, float]:
         weight = self.decode_weight
         mean_x, mean_y = self._x / weight, self._y / weight
         least = _LEAST_GROWTH * mean_y / (1.0 + _LEAST_GROWTH * mean_x)
