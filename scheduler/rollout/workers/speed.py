@@ -48,6 +48,7 @@ class SpeedEstimate:
     decode_weight: float = 0.0
     """How many observations of decoding it is worth; forgotten ones count less."""
     prefill_weight: float = 0.0
+    # Means, because sums of observations that lost their weight would underflow.
     _x: float = 0.0
     _y: float = 0.0
     _xx: float = 0.0
@@ -59,14 +60,14 @@ class SpeedEstimate:
 
     def saw_decode(self, s_per_token: float, num_turns: int, share: float) -> None:
         """Adds a stretch of decoding with `num_turns` in the batch."""
-        x, y, forget = float(num_turns), s_per_token * share, self.forget
+        x, y = float(num_turns), s_per_token * share
         self.num_decodes += 1
         self._fitted = None
-        self.decode_weight = forget * self.decode_weight + 1.0
-        self._x = forget * self._x + x
-        self._y = forget * self._y + y
-        self._xx = forget * self._xx + x * x
-        self._xy = forget * self._xy + x * y
+        self.decode_weight = self.forget * self.decode_weight + 1.0
+        self._x += (x - self._x) / self.decode_weight
+        self._y += (y - self._y) / self.decode_weight
+        self._xx += (x * x - self._xx) / self.decode_weight
+        self._xy += (x * y - self._xy) / self.decode_weight
 
     def saw_prefill(self, first_token_s: float, tokens: float, share: float) -> None:
         """Adds a prefill of `tokens`, those of turns ahead included, which took `first_token_s`."""
@@ -75,19 +76,13 @@ class SpeedEstimate:
         self.num_prefills += 1
         self._fitted = None
         self.prefill_weight = self.forget * self.prefill_weight + 1.0
-        self._prefill_s = self.forget * self._prefill_s + first_token_s * share
-        self._prefill_tokens = self.forget * self._prefill_tokens + tokens
+        self._prefill_s += (first_token_s * share - self._prefill_s) / self.prefill_weight
+        self._prefill_tokens += (tokens - self._prefill_tokens) / self.prefill_weight
 
     def weaken(self, kept: float) -> None:
         """Lets all observations so far count `kept` times as much as before, in relation to later ones."""
         self.decode_weight *= kept
-        self._x *= kept
-        self._y *= kept
-        self._xx *= kept
-        self._xy *= kept
         self.prefill_weight *= kept
-        self._prefill_s *= kept
-        self._prefill_tokens *= kept
 
     def speed(self) -> Speed | None:
         """Returns the fit; None until there are enough observations."""
@@ -106,15 +101,13 @@ class SpeedEstimate:
         return self._fitted
 
     def _fit(self) -> tuple[float, float, float]:
-        weight = self.decode_weight
-        mean_x, mean_y = self._x / weight, self._y / weight
-        least = _LEAST_GROWTH * mean_y / (1.0 + _LEAST_GROWTH * mean_x)
-        variance = max(0.0, self._xx / weight - mean_x * mean_x)
-        covariance = self._xy / weight - mean_x * mean_y
+        least = _LEAST_GROWTH * self._y / (1.0 + _LEAST_GROWTH * self._x)
+        variance = max(0.0, self._xx - self._x * self._x)
+        covariance = self._xy - self._x * self._y
         slope = (covariance + _LEAST_SPREAD * least) / (variance + _LEAST_SPREAD)
         # Neither part can be negative, whatever the noise suggests.
-        slope = min(max(slope, least), mean_y / max(mean_x, 1e-9))
-        return self._prefill_s / self._prefill_tokens, max(0.0, mean_y - slope * mean_x), slope
+        slope = min(max(slope, least), self._y / max(self._x, 1e-9))
+        return self._prefill_s / self._prefill_tokens, max(0.0, self._y - slope * self._x), slope
 
 
 @dataclass(slots=True)
@@ -146,7 +139,9 @@ class ModelSpeeds:
 
 @dataclass(slots=True)
 class WorkerSpeed:
-    """A worker's speed by its own turns, and by those of its model's other workers while it has none."""
+    """A worker's speed by its own turns and, the longer it is idle the more, by those of all its model's
+    workers.
+    """
 
     model: ModelSpeed = field(default_factory=ModelSpeed)
     _own: SpeedEstimate = field(default_factory=SpeedEstimate)
@@ -165,18 +160,18 @@ class WorkerSpeed:
         self.model.estimate.saw_prefill(first_token_s, tokens, share)
 
     def is_of(self, model: ModelSpeed) -> None:
-        """Compares the worker with others that serve the same model."""
-        self.model, self._shown_at_s = model, model.active_s
+        """Compares the worker with others that serve the same model, from now on."""
+        if model is not self.model:
+            self.model, self._shown_at_s = model, model.active_s
 
     def wakes(self) -> None:
         """Notes that the worker, which was idle, gets a turn."""
-        self._own.weaken(self._kept(is_idle=True))
+        self._own.weaken(self._left())
         self._shown_at_s = self.model.active_s
 
-    def _kept(self, *, is_idle: bool) -> float:
-        """Returns how much of the observations' weight is left."""
-        idle_s = self.model.active_s - self._shown_at_s if is_idle else 0.0
-        return math.exp(-idle_s / _AGING_S)
+    def _left(self) -> float:
+        """Returns how much of the observations' weight is left since the worker last worked."""
+        return math.exp((self._shown_at_s - self.model.active_s) / _AGING_S)
 
     def speed(self, *, is_idle: bool) -> Speed | None:
         """Returns the mean of the worker's fit and its model's, by their weights; None until the worker has
@@ -185,7 +180,7 @@ class WorkerSpeed:
             return None
         if not self.model.estimate.is_known:
             return self._own.speed()
-        own, kept = self._own, self._kept(is_idle=is_idle)
+        own, kept = self._own, self._left() if is_idle else 1.0
         decode = _TYPICAL_WEIGHT / (_TYPICAL_WEIGHT + kept * own.decode_weight)
         prefill = _TYPICAL_WEIGHT / (_TYPICAL_WEIGHT + kept * own.prefill_weight)
         prefill_s, step_s, turn_s = own.fit()

@@ -115,3 +115,25 @@ def test_a_workers_estimate_does_not_age_by_what_workers_of_other_models_show() 
     work(idle, 0.0, 50.0, 0.03)
     work(other, 50.0, 1000.0, 0.01)
     assert step_s(idle) == pytest.approx(0.03)
+
+
+def test_an_idle_worker_that_shows_another_list_of_models_goes_on_ageing() -> None:
+    idle, busy, _ = fleet(["m", "m", "other"])
+    work(busy, 0.0, 50.0, 0.01)
+    work(idle, 50.0, 100.0, 0.03)
+    work(busy, 100.0, 150.0, 0.01)
+    aged = step_s(idle)
+    idle.says_models({"m": None, "adapter": None})
+    assert step_s(idle) == pytest.approx(aged)
+
+
+def test_a_worker_that_was_idle_for_hours_is_known_by_its_next_turn() -> None:
+    idle, busy, _ = fleet(["m", "m", "other"])
+    work(idle, 0.0, 50.0, 0.03)
+    work(busy, 50.0, 25_000.0, 0.01)
+    idle.begin_turn("job", 1000.0)
+    assert step_s(idle) == pytest.approx(0.01, rel=0.05)
+    idle.prefilled(30.0, 1000.0)
+    assert step_s(idle) == pytest.approx(0.01, rel=0.05)
+    idle.made_tokens(1, 25_001.0, 0.02)
+    assert step_s(idle) == pytest.approx(0.012, rel=0.05)
