@@ -3,8 +3,8 @@
 Owns which objects exist, HEAD, the oldest version from which followers may still start, the time at which the
 relay folds deltas into a snapshot, and the run's announcement. Also removes objects that are no longer
 needed, and repairs relay copies that missed writes. HEAD never names an object that is missing, and is moved
-before anything that it named is removed. Never encodes weights. The publisher's thread calls it; the threads
-that put call make_room() and announce_coming().
+before anything that it named is removed. Never encodes weights. One thread at a time calls it; beside it, the
+threads that put call make_room() and announce_coming().
 """
 
 import logging
@@ -110,9 +110,11 @@ class VersionChain:
         also where another trainer has published under this run id.
         """
         self._opened_s = time.monotonic()
-        if self._relay.get(keys.head_key(self._run_id)) is None:
+        key = keys.head_key(self._run_id)
+        head = self._relay.get(key)
+        if head is None:
             self._open_anew(removes_left=not self._has_claimed and not others_write)
-        elif not self._has_claimed:
+        elif unpack_body(head, Head, key).writer != self._writer:
             raise _used_already(self._run_id)
         else:
             prefix = keys.run_prefix(self._run_id)
@@ -162,8 +164,8 @@ class VersionChain:
         there. So of two that open the run at the same time, one is refused at least.
         """
         self._relay.upsert(keys.opening_key(self._run_id), self._writer.encode())
-        if holds := self._holds_claim():
-            return holds
+        if self._holds_claim():
+            return True
         self._relay.remove([keys.opening_key(self._run_id)])
         return False
 
@@ -222,7 +224,7 @@ class VersionChain:
         self._head = (version, state_hash)
         if self._snapshots[-1] == version:
             self._folding, self._is_fold_due, self._chain_bytes = None, False, 0  # the trainer sent it
-        self.make_room()
+        self._make_room()
         if not self.is_announced:
             if self._adapter is None:  # engines that follow the newest run want whole weights
                 self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
@@ -262,9 +264,11 @@ class VersionChain:
 
     def make_room(self) -> None:
         """Removes what nobody needs now that workers have acknowledged more. Raises: RelayError."""
+        if self.is_announced:  # else a relay that came back empty would get HEAD before its version
+            self._make_room()
+
+    def _make_room(self) -> None:
         with self._lock:
-            if self._head is None:
-                return
             self._take_folded()
             self._left = []
             self._oldest_base = self._choose_oldest_base()

@@ -162,14 +162,12 @@ class WeightPublisher:
         self._chain = VersionChain(
             self._relay, self.run_id, self.layout, *pace, self._signer, adapter, arch, writer
         )
-        self._publishing = threading.Lock()
-        restore = self._restore if num_ranks == 1 else None
-        self._lease = RunLease(self._relay, self.run_id, restore) if adapter is None else None
+        self._lease = RunLease(self._relay, self.run_id, self._restore) if adapter is None else None
         self._version_hash, self._is_under_way = StateHash(), False
         """Whether a version was begun whose commit is not known of yet."""
         self._kept = open_kept_copy(self._source, self._planes)
         self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, num_threads)
-        self._behind = Behind[SyncReport](f"rose-publish-{self.run_id}")
+        self._behind, self._publishing = Behind[SyncReport](f"rose-publish-{self.run_id}"), threading.Lock()
 
     @property
     def version(self) -> WeightVersion | None:
@@ -221,9 +219,10 @@ class WeightPublisher:
         """Gives a relay that has lost the run its last version again, from the kept copy. Raises: RelayError.
 
         Engines that start now would find nothing there, and the trainer may publish no other version before
-        they have made its turns. Leaves it to a publish that is under way or has to be repeated.
+        they have made its turns. Leaves it to a publish that is under way or has to be repeated, and always
+        if the trainer has several ranks.
         """
-        if self._is_under_way or not self._publishing.acquire(blocking=False):
+        if self.num_ranks > 1 or not self._publishing.acquire(blocking=False):
             return
         try:
             if not self._is_under_way and self._relay.get(keys.head_key(self.run_id)) is None:

@@ -1,6 +1,7 @@
 """What happens while a version is written: the relay is killed and comes back empty, or another trainer opens
 the same run."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from rose.transfer.format.manifest import Head, unpack_body
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.chain import VersionChain, claim_run
 from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
@@ -128,9 +130,51 @@ def test_a_relay_that_comes_back_too_small_for_the_last_version_is_told_of(
         start_relay("embedded", "--port", first.port, "--capacity-bytes", "4096")
         while not (told := [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]):
             time.sleep(0.05)
-        assert "lost the run and could not get it again" in told[0] and "free of 4096" in told[0]
+        assert "lost run run, and could not be given its last version again" in told[0]
+        assert "free of 4096" in told[0]
         with pytest.raises(RelayError, match="free of 4096"):
             publisher.publish()
+        with closing(open_relay(first.url)) as relay:
+            assert relay.get(keys.head_key("run")) is None, "HEAD names a version that is not there"
+
+
+def test_a_run_whose_relay_came_back_empty_lives_on_while_its_last_version_is_sent_again(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 0.02)
+    is_sent = threading.Event()
+
+    def send_again() -> None:
+        is_sent.wait()
+
+    with closing(open_relay(embedded_url)) as relay:
+        lease = RunLease(relay, "run", send_again)
+        lease.start()
+        signs = {relay.get(keys.run_sign_key("run"))}
+        while len(signs) < 5:
+            signs.add(relay.get(keys.run_sign_key("run")))
+        is_sent.set()
+        lease.stop()
+
+
+def test_a_trainer_leaves_its_run_to_another_that_opened_it_in_a_relay_that_came_back_empty(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 1e6)
+    mine, others = torch.randn(SHAPE), torch.randn(SHAPE)
+    with (
+        closing(open_relay(embedded_url)) as relay,
+        closing(WeightPublisher({"a": mine}, embedded_url, "run")) as first,
+    ):
+        first.publish()
+        relay.remove(relay.keys("rose/"))
+        with closing(WeightPublisher({"a": others}, embedded_url, "run")) as second:
+            second.publish()
+            for _ in range(2):
+                mine.add_(1.0)
+                with pytest.raises(RelayError, match="run run is in this relay already; choose another"):
+                    first.publish()
+            check_newest(relay, others)
 
 
 def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_it_again(
