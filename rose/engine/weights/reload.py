@@ -92,16 +92,16 @@ def dependants(model: torch.nn.Module, changed: Set[torch.nn.Module]) -> Iterato
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-    layers = list(model.modules())
-    kept = [(each, each._parameters.get("weight")) for each in layers if is_packed(each)]
-    heads = {module: weight.untyped_storage()._cdata for module, weight in kept if weight is not None}
-    if heads:
-        own = (each for module in changed for each in module.parameters(recurse=False) if each.numel() > 0)
-        storages = {each.untyped_storage()._cdata for each in own}
-        yield from (module for module, storage in heads.items() if storage in storages)
-    for module in layers:
-        is_attention = is_deferred_attention_layer(module) and not is_packed(module)
-        if is_attention and module not in changed and not changed.isdisjoint(module.modules()):
+    own = (each for module in changed for each in module.parameters(recurse=False) if each.numel() > 0)
+    storages = {each.untyped_storage()._cdata for each in own}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if is_packed(module):
+            is_dependant = weight is not None and weight.untyped_storage()._cdata in storages
+        else:
+            is_done = module in changed or not is_deferred_attention_layer(module)
+            is_dependant = not is_done and not changed.isdisjoint(module.modules())
+        if is_dependant:
             yield module
 
 

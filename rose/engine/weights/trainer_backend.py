@@ -92,21 +92,23 @@ class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
         other ranks gather each of them together with this one.
         """
         assert self.source is not None
-        is_first, seen, other = not self._weights, set[str](), set[str]()
+        if self._publisher is None:
+            self._weights = {}
+        seen, other = set[str](), set[str]()
         for name, tensor in self.source:
             if not self.is_sender:
                 continue
             seen.add(name)
             kept = self._weights.get(name)
-            if is_first:
+            if self._publisher is None:
                 self._weights[name] = tensor.detach().to("cpu", copy=True)
             elif kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
                 kept.copy_(tensor.detach())
             else:
                 other.add(f"{name} is now {tensor.dtype} {tuple(tensor.shape)}")
-        other |= {f"{name} is missing" for name in self._weights.keys() - seen if self.is_sender}
+        other |= {f"{name} is missing" for name in self._weights.keys() - seen}
         if other:
             raise ValueError(
-                f"the source's tensors differ from those of the run's first version: "
+                "the source's tensors differ from those of the run's first version: "
                 f"{'; '.join(sorted(other))}: yield the same ones each time, or begin a new run"
             )
