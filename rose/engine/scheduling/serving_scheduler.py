@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -119,6 +120,11 @@ class ServingScheduler(RoseScheduler):
             # Nothing is published from now on, so a rollout engine would wait for its grant for ever. The
             # claim of the steps in flight ends too, as steady traffic always has some.
             self._side.end_step(NO_WORK, num_steps=0)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Leaves the GPU to rollouts during a pause that keeps the requests: no step would say so."""
+        super().set_pause_state(pause_state)
+        self._publish(time.monotonic())
 
     @property
     def _shares_compute(self) -> bool:
