@@ -19,7 +19,7 @@ import yaml
 from rose.config import Settings
 from rose.errors import ConfigError, ProfileError
 from rose.jobs.ranks import own_bytes
-from rose.jobs.runner import Engine, HostEngine, Runner
+from rose.jobs.runner import Engine, HostEngine, Runner, job_logs
 from rose.jobs.serve import START_S, ScheduledNode, cache_root, joined
 from rose.node.processes import LOG_TAIL_LINES
 from rose.scheduler.runtime.channel.client import ControlClient
@@ -86,7 +86,7 @@ def measure(
             node.stop()
             if redis is not None:
                 remove_channel(channel)
-            job_log = folder / "logs" / f"{spec.name}.log"
+            job_log = job_logs(folder, cache_root(settings, channel).name) / f"{spec.name}.log"
             if job_log.exists():
                 shutil.move(job_log, log)
 

@@ -94,13 +94,14 @@ def test_what_a_job_does_outside_of_phases_is_measured_and_certified(tmp_path: P
 
 
 def test_a_job_that_forgets_its_tokens_is_told_so_and_so_is_who_reads_its_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = write_job(tmp_path, "forgets")
     assert main([str(job), "--iterations", "1"]) == 0
     warning = "small never read progress.forced_tokens"
     assert warning in caplog.text
     assert f"# {warning}" in (tmp_path / "job.profiled.yaml").read_text()
+    assert (runtime_dir / "logs" / "profile-small.log").exists(), "the job's log is kept"
     with pytest.raises(ConfigError, match="exists; remove it"):
         main([str(job)])
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
 
 from rose.errors import ConfigError
@@ -171,8 +170,11 @@ class RayAttempt(AttemptThread):
 
     # Watch --------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> Ended:
-        """Returns how the processes have ended. Once one has failed, or they were told to, all end."""
+    def _watch(self) -> Ended | None:
+        """Returns how the processes have ended; None: a node of the job has died, and some may still run.
+
+        Once one has failed, or they were told to, all end.
+        """
         first: Ended | None = None
         """The first one that failed: the others fail because of it."""
         told_s: float | None = None
@@ -183,11 +185,12 @@ class RayAttempt(AttemptThread):
                 self._write(part.node, each.output)
                 part.kept = each.end
             self._measure()
-            # Nothing of a command that is started once runs on the job's other nodes, and notices.
-            if any(self._setup.nodes.has_died(seat.ray_node) for seat in self._seats):
-                return Ended(exit_status=-signal.SIGKILL, lost=self._lost())
             found = [each.ended for each in polled]
-            failed = self._failed(found)
+            is_done = all(each is not None and each.exit_status == 0 for each in found)
+            # A command that is started once has no part on its other nodes that would notice their death.
+            if not is_done and any(self._setup.nodes.has_died(seat.ray_node) for seat in self._seats):
+                return None
+            failed = next((each for each in found if each is not None and each.exit_status), None)
             if None not in found:
                 return first or failed or Ended(exit_status=0)
             if failed is not None and first is None:
@@ -199,14 +202,6 @@ class RayAttempt(AttemptThread):
                 ends = [(part, part.actor.end.remote(grace_s)) for part in self._parts]
                 self._ask(ends, "to end its processes", self._setup.hung_s)
             time.sleep(POLL_S)
-
-    def _failed(self, found: Sequence[Ended | None]) -> Ended | None:
-        """Returns how the first part that has failed has ended, and names it if there are several."""
-        for part, each in zip(self._parts, found, strict=True):
-            if each is not None and each.exit_status:
-                is_known = len(self._parts) == 1 or each.cannot_start is not None or each.why is not None
-                return each if is_known else msgspec.structs.replace(each, why=f"first on {part.place}")
-        return None
 
     def _measure(self) -> None:
         """Fetches what the parts of a profiled job have recorded."""

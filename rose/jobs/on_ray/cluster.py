@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state as ray_state  # Ray has no public way to ask which nodes are draining
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # nor which cluster a head has
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # nor to ask which cluster a head has
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rose.errors import ConfigError, WorkerError
@@ -98,7 +98,8 @@ class RayNodes:
         _join(spec.address, namespace)
         try:
             self._head = str(ray.get_runtime_context().gcs_address)
-            self._cluster_id, self._is_other = _cluster_id(self._head), False
+            self._cluster_id = _cluster_id(self._head)
+            self._is_other = False
             self._limit_s = float(ray_state.get_system_config().get(LIMIT_SETTING, LIMIT_S))
             self._look()
             self._check_bundles()
@@ -109,8 +110,8 @@ class RayNodes:
         threading.Thread(target=self._watch, name="rose-ray-nodes", daemon=True).start()
 
     def check(self) -> None:
-        """Raises: WorkerError when the head has been away for half of the time after which Ray ends, or has
-        come back with another cluster."""
+        """Raises: WorkerError when the head has been away for half of the time after which Ray ends, or was
+        started again without its state."""
         self._check_same()
         if not self.is_there():
             silent_s = self._silence.seconds(time.monotonic())
@@ -121,12 +122,12 @@ class RayNodes:
             )
 
     def _check_same(self) -> None:
-        """Raises: WorkerError. Ray's own questions to another cluster's head would abort this process."""
+        """Raises: WorkerError when the head has another cluster: Ray's own questions to it would abort us."""
         if self._is_other:
             raise WorkerError(
-                f"the Ray head at {self._head} was started again without its state, so its nodes of before "
-                "end, and the jobs with them; start Ray's other nodes and then this command again: the jobs "
-                "start again after their last iterations (they go on if a head keeps its state in Redis)"
+                f"the Ray head at {self._head} was started again without its state, so Ray ends the other "
+                "nodes and the jobs with them; start those nodes again and then this command: the jobs start "
+                "again after their last iterations (with the head's state in Redis they would have gone on)"
             )
 
     def is_there(self) -> bool:

@@ -37,16 +37,16 @@ RETRY_S = 0.2
 TELL_S = 60.0
 """The time between two lines of the log about the same error."""
 GIVE_UP_S = 1800.0
-"""The time for which a failing file is tried. A full disk is waited for without an end."""
+"""The longest time for which a failing file is tried. A full disk is waited for without a limit."""
 _MAX_SOCKET_PATH = 107
 _MAY_PASS = {
     sqlite3.SQLITE_FULL: "make room on its disk",
-    sqlite3.SQLITE_IOERR: "look after its disk (dmesg, df, mount)",
+    sqlite3.SQLITE_IOERR: "check its disk (dmesg, df, mount)",
     sqlite3.SQLITE_READONLY: "make the file, its folder and its disk writable again",
-    sqlite3.SQLITE_CANTOPEN: "bring its folder back",
+    sqlite3.SQLITE_CANTOPEN: "bring its folder and the file back, or mount its disk again",
     sqlite3.SQLITE_BUSY: "end the other program that has it open",
 }
-"""The errors of a file that may be well again later, and what to do about each."""
+"""The errors that may pass, and what to do about each."""
 
 
 class EmbeddedScheduler:
@@ -63,7 +63,10 @@ class EmbeddedScheduler:
         self._by_name: dict[str, _Connection] = {}
 
     def load(self) -> Mapping[str, bytes]:
-        return dict(self._database.execute("SELECT key, value FROM rows"))
+        try:
+            return dict(self._database.execute("SELECT key, value FROM rows"))
+        except sqlite3.DatabaseError as error:
+            raise ChannelError(f"{self._path}: the jobs can't be read: {error}; {_fix(error)}") from error
 
     def events(self, last: int) -> Sequence[bytes]:
         try:
@@ -100,7 +103,7 @@ class EmbeddedScheduler:
         return [Incoming(client=client, body=line) for line in lines] if client is not None else []
 
     def commit(self, batch: Batch, handled: Sequence[Incoming]) -> None:
-        """While the file takes nothing, all clients wait, because no answer is given before it is stored.
+        """While the file can't be written, all clients wait, because no answer is given before it is stored.
 
         Raises: ChannelError when the file has failed for `GIVE_UP_S`, or is damaged.
         """
@@ -144,9 +147,12 @@ class EmbeddedScheduler:
         return None
 
     def _open_again(self) -> None:
-        """Replaces the connection, because one that has had an I/O error may fail for ever."""
+        """Replaces the connection, because one that has had an I/O error may fail for ever.
+
+        Never makes a new file: where a disk is no longer mounted, that would lose all jobs.
+        """
         try:
-            fresh = _connected(self._path)
+            fresh = _connected(self._path, "rw")
         except sqlite3.Error:  # the next attempt to store says why
             return
         with suppress(sqlite3.Error):
@@ -296,27 +302,29 @@ def _take(path: Path) -> IO[str]:
 
 def _open(path: Path) -> sqlite3.Connection:
     try:
-        return _connected(path)
+        database = _connected(path, "rwc")
+        with database:
+            database.execute("CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, value BLOB)")
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
+            )
     except sqlite3.Error as error:
         raise ChannelError(f"{path}: {error}; {_fix(error)}") from error
+    return database
 
 
 def _fix(error: sqlite3.Error) -> str:
     """Returns what to do about the error."""
-    known = _MAY_PASS.get(error.sqlite_errorcode & 0xFF)
+    # Python's own errors, such as that a text is no UTF-8, have no code.
+    known = _MAY_PASS.get(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF)
     return f"{known}, and start again" if known else "move the file away to start without its jobs"
 
 
-def _connected(path: Path) -> sqlite3.Connection:
-    """Opens the file, and makes its tables. Raises: sqlite3.Error."""
-    database = sqlite3.connect(path)
+def _connected(path: Path, mode: str) -> sqlite3.Connection:
+    """Opens the file. mode: "rw" if it must be there, "rwc" if it may be made. Raises: sqlite3.Error."""
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
-    with database:
-        database.execute("CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, value BLOB)")
-        database.execute(
-            "CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)"
-        )
     return database
 
 

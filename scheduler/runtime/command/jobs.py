@@ -130,12 +130,10 @@ def logs(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     with connect(arguments.channel) as client:
         body = ask(client, Status(seq=client.next_seq(), job=arguments.job))
-        path = Path(body["jobs"][0]["log"])
-        if not path.exists() and body["jobs"][0]["state"] in WAITING:
-            raise ConfigError(
-                f"{arguments.job} is {body['jobs'][0]['state']} and has printed nothing yet: "
-                f"{body['jobs'][0]['why']}"
-            )
+        job = body["jobs"][0]
+        path = Path(job["log"])
+        if not path.exists() and job["state"] in WAITING and not job["attempt"]:
+            raise ConfigError(f"{job['name']} is {job['state']} and has printed nothing yet: {job['why']}")
         if not path.exists():
             raise ConfigError(
                 f"{path}: no such file on this host; {arguments.job} has not started, or the "
