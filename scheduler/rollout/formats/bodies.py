@@ -23,7 +23,11 @@ _QUOTED_MARK = b'"%b"' % _MARK.encode()
 
 
 class BadRequest(ValueError):
-    """The client's request can't be understood; answered 400."""
+    """The client's request can't be understood; answered 400. `param`: the parameter that vLLM would name."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class TokenIds:

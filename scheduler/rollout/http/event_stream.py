@@ -1,6 +1,6 @@
 """A client's event stream.
 
-Owns: the events of a streamed answer on their way to the client.
+Owns: the events of a streamed answer on their way to the client; which streams have begun.
 Promises: the stream starts with the first event, so that an earlier error has its own status. A client that
 has left is never taken for a worker that was lost.
 Never does: make events (formats/).
@@ -16,6 +16,26 @@ from rose.scheduler.rollout.formats.shape import Format
 
 class ClientLeft(Exception):
     """The connection to the client is gone."""
+
+
+class BegunStreams:
+    """The streams of which clients have received a part: an error is their last event, and no second
+    answer."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[int, web.StreamResponse] = {}
+
+    async def note(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Notes an answer that begins, if it is a stream."""
+        if not isinstance(response, web.Response):
+            self._by_request[id(request)] = response
+
+    def of(self, request: web.Request) -> web.StreamResponse | None:
+        return self._by_request.get(id(request))
+
+    def forget(self, request: web.Request) -> None:
+        """Forgets the stream of a request that has ended, if there is one."""
+        self._by_request.pop(id(request), None)
 
 
 class EventStream:

@@ -22,8 +22,8 @@ from rose.errors import RoseError
 from rose.http import PUBLISHED_PATH
 from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
-from rose.scheduler.rollout.http.errors import error_body, error_response, http_status
-from rose.scheduler.rollout.http.event_stream import ClientLeft
+from rose.scheduler.rollout.http.errors import error_body, error_event, error_response, http_status
+from rose.scheduler.rollout.http.event_stream import BegunStreams, ClientLeft
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -51,6 +51,7 @@ class Guard:
         self._callers = callers
         self.is_draining = False
         self._num_active = 0
+        self.streams = BegunStreams()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -69,9 +70,11 @@ class Guard:
         try:
             return await handler(request)
         except Refused as refused:
+            if self.streams.of(request) is not None:
+                return await self._failed(request, refused)
             return web.Response(text=refused.body, status=refused.status, content_type="application/json")
         except (RoseError, BadRequest) as error:
-            return error_response(http_status(error), str(error))
+            return await self._failed(request, error)
         except web.RequestPayloadError as error:  # such as a body that is not what Content-Encoding says
             return error_response(400, f"the body can't be read: {' '.join(str(error).split())}")
         except web.HTTPException as error:
@@ -86,6 +89,17 @@ class Guard:
             return error_response(500, "the router failed; its log holds the reason")
         finally:
             self._num_active -= 1
+            self.streams.forget(request)
+
+    async def _failed(self, request: web.Request, error: RoseError | BadRequest) -> web.StreamResponse:
+        """Answers with an error, which is the last event of a stream that has begun."""
+        status = error.status if isinstance(error, Refused) else http_status(error)
+        param = error.param if isinstance(error, BadRequest) else None
+        if (answer := self.streams.of(request)) is None:
+            return error_response(status, str(error), param)
+        await answer.write(error_event(status, str(error)))
+        await answer.write_eof()
+        return answer
 
     def _is_allowed(self, request: web.Request) -> bool:
         if request.path in _OPEN_PATHS:

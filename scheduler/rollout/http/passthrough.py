@@ -18,7 +18,13 @@ from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import Json, encode
 from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
-from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
+from rose.scheduler.rollout.turn.attempt.endings import (
+    Ending,
+    EndKind,
+    abort_ending,
+    error_ending,
+    lost_ending,
+)
 from rose.scheduler.rollout.turn.attempt.progress import probed
 from rose.scheduler.rollout.turn.attempt.receive import versioned_name
 from rose.scheduler.rollout.turn.dataplane import DataPlane
@@ -55,7 +61,7 @@ class Passthrough:
 
     async def _forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:
         records = self._plane.records
-        journey = records.begin_whole(route)
+        journey = records.begin_whole(route, body)
         result = CANCELLED
         try:
             answer = await self._until_answered(request, body, journey)
@@ -132,14 +138,14 @@ class _WholeAttempt:
                 return await self._exchange(request, body, watch)
         except TimeoutError as error:
             if watch.is_lost:
-                return Ending(kind=EndKind.LOST, detail=f"{worker.id} was lost")
+                return lost_ending(worker, " was lost")
             if watch.is_outdated:
                 return Ending(kind=EndKind.OUTDATED, detail=f"{worker.id} has weights of another run now")
             if watch.is_over:
                 raise DeadlineExceeded(f"{worker.id} did not answer before the deadline") from error
             return Ending(kind=EndKind.STALLED, detail=f"{worker.id} made no token in time")
         except (aiohttp.ClientError, ConnectionError) as error:
-            return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}")
+            return lost_ending(worker, f": {type(error).__name__}: {error}")
 
     async def _exchange(self, request: web.Request, body: Json, watch: Watch) -> web.StreamResponse | Ending:
         worker, plane = self._worker, self._plane
@@ -156,7 +162,7 @@ class _WholeAttempt:
                 return self._plain(response, await response.read())
             if first := await response.content.readany():
                 return await self._relay(request, response, first, watch)
-            return Ending(kind=EndKind.LOST, detail=f"{worker.id} sent an empty stream")
+            return lost_ending(worker, " sent an empty stream")
 
     def _plain(self, response: aiohttp.ClientResponse, body: bytes) -> web.Response | Ending:
         if response.status == HTTPStatus.NOT_FOUND and self._adapter is not None:

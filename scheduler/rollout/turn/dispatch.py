@@ -134,11 +134,13 @@ class Dispatcher:
                 self._places.withdraw(waiter)
 
     def check_room(self, name: str, num_turns: int) -> None:
-        """Refuses a call at once if some of its turns would certainly be refused later. Starting tens of
-        thousands of turns takes seconds.
+        """Refuses a call of several turns at once if some of them would certainly be refused later. Starting
+        tens of thousands of turns takes seconds.
 
         Raises: QueueFull if the job's queue and all workers together have no room for ``num_turns``.
         """
+        if num_turns == 1:
+            return
         limit, waiting = self._bound(self._jobs.get(name, self._clock()))
         most = limit - waiting
         if num_turns > most and num_turns > most + sum(worker.cap for worker in self._members.values()):

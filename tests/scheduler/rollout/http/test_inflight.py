@@ -1,10 +1,11 @@
-"""Requests with an Idempotency-Key that end and come again."""
+"""Requests with an Idempotency-Key that end and come again, or whose client gives them up unnoticed."""
 
 import asyncio
+import json
 
 from rose.scheduler.rollout.http.inflight import InFlight, SharedAnswer
 from tests.scheduler.rollout.conftest import StartRouter
-from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
+from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker, expected_tokens
 from tests.scheduler.rollout.waiting import until
 
 
@@ -46,3 +47,47 @@ async def test_a_retry_of_a_chat_that_goes_whole_shares_its_answer(start_router:
         assert {answer.headers["X-Rose-Worker"] for answer in answers} == {worker.id}
         assert await answers[0].json() == await answers[1].json()
         assert len(worker.requests) == 1
+
+
+STREAMED_CHAT = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function"}],
+    "stream": True,
+}
+STREAMED_TURN = {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, "return_token_ids": True}
+
+
+async def test_a_retry_takes_the_place_of_a_stream_that_goes_whole(start_router: StartRouter) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.faults.append(Fault(kind="slow"))
+        url, headers = f"{client.router.url}/v1/chat/completions", {"Idempotency-Key": "k"}
+        first = await client.http.post(url, json=STREAMED_CHAT, headers=headers)
+        other = {**STREAMED_CHAT, "max_tokens": 7}
+        assert (await client.post("/v1/chat/completions", other, Idempotency_Key="k"))[0] == 409
+        whole = {**STREAMED_CHAT, "stream": False}
+        assert (await client.post("/v1/chat/completions", whole, Idempotency_Key="k"))[0] == 409
+        retry = await client.http.post(url, json=STREAMED_CHAT, headers=headers)
+        assert b"has taken the stream's place" in await first.read()
+        assert (await retry.read()).endswith(b"data: [DONE]\n\n")
+        assert len(worker.requests) == 2
+        assert client.known(worker).in_flight == 0
+        assert not client.router._service._in_flight._streams
+
+
+async def test_a_retry_of_a_stream_goes_on_with_its_tokens_while_the_first_one_seems_to_run(
+    start_router: StartRouter,
+) -> None:
+    """The client lost its connection, and the router has not been told."""
+    async with ScriptedWorker(hold_after=2) as worker, start_router(worker) as client:
+        url, headers = f"{client.router.url}/v1/completions", {"Idempotency-Key": "k"}
+        first = await client.http.post(url, json=STREAMED_TURN, headers=headers)
+        await until(lambda: worker.num_held == 1)
+        tokens = expected_tokens([1, 2, 3], 4)
+        retried = {**STREAMED_TURN, "rose_so_far": tokens[:2]}
+        asked = asyncio.create_task(client.http.post(url, json=retried, headers=headers))
+        assert b"has taken the stream's place" in await first.read()
+        await until(lambda: worker.num_cancelled == 1)
+        worker.let_pass()
+        events = (await (await asked).read()).split(b"\n\n")
+        choices = [json.loads(each[6:])["choices"] for each in events if each.startswith(b"data: {")]
+        assert [token for (choice,) in choices for token in choice["token_ids"]] == tokens[2:]
