@@ -1,8 +1,8 @@
 """A client's event stream.
 
-Owns: the events of a streamed answer on their way to the client; which streams have begun.
+Owns: the events of a streamed answer on their way to the client.
 Promises: the stream starts with the first event, so that an earlier error has its own status. A client that
-has left is never taken for a worker that was lost.
+has left is never taken for a worker or a front that was lost.
 Never does: make events (formats/).
 """
 
@@ -18,24 +18,14 @@ class ClientLeft(Exception):
     """The connection to the client is gone."""
 
 
-class BegunStreams:
-    """The streams of which clients have received a part: an error is their last event, and no second
-    answer."""
-
-    def __init__(self) -> None:
-        self._by_request: dict[int, web.StreamResponse] = {}
-
-    async def note(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Notes an answer that begins, if it is a stream."""
-        if not isinstance(response, web.Response):
-            self._by_request[id(request)] = response
-
-    def of(self, request: web.Request) -> web.StreamResponse | None:
-        return self._by_request.get(id(request))
-
-    def forget(self, request: web.Request) -> None:
-        """Forgets the stream of a request that has ended, if there is one."""
-        self._by_request.pop(id(request), None)
+async def hand_on(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
+    """Sends the next part of a stream, after its head if it has not begun. Raises: ClientLeft."""
+    try:
+        if not answer.prepared:
+            await answer.prepare(request)
+        await answer.write(data)
+    except ConnectionError as error:  # the server notices it before it cancels the request
+        raise ClientLeft from error
 
 
 class EventStream:
@@ -48,12 +38,7 @@ class EventStream:
 
     async def send(self, event: Json) -> None:
         """Raises: ClientLeft."""
-        try:
-            if not self.answer.prepared:
-                await self.answer.prepare(self._request)
-            await self.answer.write(b"data: %b\n\n" % encode(event))
-        except ConnectionError as error:  # the server notices it before it cancels the request
-            raise ClientLeft from error
+        await hand_on(self._request, self.answer, b"data: %b\n\n" % encode(event))
 
     async def chunk(self, single: Single, chunk: Chunk, model: str | None) -> None:
         await self.send(self._shape.stream_chunk(self._call, single, chunk, model))

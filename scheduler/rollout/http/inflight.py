@@ -3,8 +3,8 @@ the first one's stream.
 
 Owns: the table of Idempotency-Keys in flight.
 Promises: while a request with a key runs, another with the same key and body gets the same answer and costs
-no worker anything. A stream can't be shared, so a retry ends it and runs instead: never do both run. The key
-is free again once the request is answered, because equal GRPO prompts are legitimate.
+no worker anything. A stream can't be shared, so a retry ends it, and runs when it has ended. The key is free
+again once the request is answered, because equal GRPO prompts are legitimate.
 Never does: remember answers.
 """
 
@@ -53,6 +53,8 @@ class _Stream(NamedTuple):
     body: Json
     clock: asyncio.Timeout
     """It runs out when a retry takes the stream's place."""
+    lock: asyncio.Lock
+    """Whichever of the key's streams runs holds it."""
 
 
 class InFlight:
@@ -62,24 +64,29 @@ class InFlight:
         self._running: dict[str, _Running] = {}
         self._streams: dict[str, _Stream] = {}
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: str | None) -> bool:
         return key in self._running or key in self._streams
 
     @asynccontextmanager
-    async def stream(self, key: str, body: Json) -> AsyncIterator[None]:
-        """Lets a stream run inside until a retry takes its place. The retry may say which tokens have come.
+    async def stream(self, key: str | None, body: Json) -> AsyncIterator[None]:
+        """Lets a stream run inside until a retry takes its place, once an earlier one with the same key has
+        ended. The retry may say which tokens have come.
 
         Raises:
             Conflict: the key is in flight with another body, or a retry has taken this stream's place.
         """
+        if key is None:
+            yield
+            return
         earlier = self._streams.get(key)
         if key in self._running or (earlier is not None and _asked(earlier.body) != _asked(body)):
             raise _other_body(key)
+        lock = earlier.lock if earlier is not None else asyncio.Lock()
+        mine = self._streams[key] = _Stream(body, asyncio.timeout(None), lock)
         if earlier is not None:
             earlier.clock.reschedule(asyncio.get_running_loop().time())
-        mine = self._streams[key] = _Stream(body, asyncio.timeout(None))
         try:
-            async with mine.clock:
+            async with mine.clock, lock:  # the earlier one has a place, or room in a queue, until its end
                 yield
         except TimeoutError:
             if not mine.clock.expired():

@@ -18,6 +18,7 @@ from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import Json, encode
 from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
+from rose.scheduler.rollout.http.event_stream import hand_on
 from rose.scheduler.rollout.turn.attempt.endings import (
     Ending,
     EndKind,
@@ -124,9 +125,11 @@ class _WholeAttempt:
         except DeadlineExceeded as error:
             if self._answer is None:
                 raise
-            return await self._break_off(self._answer, http_status(error), str(error))
+            return await self._break_off(request, self._answer, http_status(error), str(error))
         if isinstance(ending, Ending) and self._answer is not None:
-            return await self._break_off(self._answer, 502, f"the worker's stream broke off: {ending.detail}")
+            return await self._break_off(
+                request, self._answer, 502, f"the worker's stream broke off: {ending.detail}"
+            )
         return ending
 
     async def _watched(self, request: web.Request, body: Json) -> web.StreamResponse | Ending:
@@ -184,18 +187,16 @@ class _WholeAttempt:
         """Hands the stream on as it arrives. The client has received something from here on."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._origin()}
         self._answer = answer = web.StreamResponse(headers=headers)
-        await answer.prepare(request)
         tail, data = b"", first
         while data:
             watch.allow(2 * self._plane.config.first_token_s)
             self._num_events += data.count(_EVENT)
             tail = (tail + data)[-_TAIL_BYTES:]
-            await answer.write(self._as_named(data) if self._adapter is not None else data)
+            await hand_on(request, answer, self._as_named(data) if self._adapter is not None else data)
             data = await upstream.content.readany()
         if used := _USAGE.findall(tail):
             self._num_used = int(used[-1])
-        await answer.write(self._line)
-        await answer.write_eof()
+        await hand_on(request, answer, self._line)
         return answer
 
     def _as_named(self, data: bytes) -> bytes:
@@ -214,7 +215,8 @@ class _WholeAttempt:
         return {"X-Rose-Worker": self._worker.id, **shown}
 
     @staticmethod
-    async def _break_off(answer: web.StreamResponse, status: int, message: str) -> web.StreamResponse:
-        await answer.write(error_event(status, message))
-        await answer.write_eof()
+    async def _break_off(
+        request: web.Request, answer: web.StreamResponse, status: int, message: str
+    ) -> web.StreamResponse:
+        await hand_on(request, answer, error_event(status, message))
         return answer

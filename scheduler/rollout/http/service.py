@@ -8,7 +8,6 @@ Never does: read requests (intake.py), place turns (turn/), check keys, turn err
 
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from http import HTTPStatus
 
 import aiohttp
@@ -47,7 +46,7 @@ _FORMATS: dict[str, Format] = {
     "/inference/v1/generate": TokenGenerate(),
     "/generate": SglangGenerate(),
 }
-_QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
+_QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens", "/v1/messages/count_tokens": "prompt"}
 """The paths, each with the field that may hold a long list."""
 _FINISH_PATH = "/finish_session"
 
@@ -74,7 +73,7 @@ class Service:
             client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
         )
         app.on_response_prepare.append(name_server)
-        app.on_response_prepare.append(self._guard.streams.note)
+        app.on_response_prepare.append(self._guard.note_stream)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
@@ -221,11 +220,14 @@ class Service:
     async def _generate(self, request: web.Request, shape: Format, asked: Asked) -> web.StreamResponse:
         """Raises: ChatParsed, while the client has received nothing."""
         route = asked.route
-        call = self._intake.call(shape, asked, partial(self._plane.dispatcher.check_room, route.job))
         key = _key(request, route)
+
+        def check_room(num_turns: int) -> None:
+            if key not in self._in_flight:  # else it shares an answer, or takes the place of a stream
+                self._plane.dispatcher.check_room(route.job, num_turns)
+
+        call = self._intake.call(shape, asked, check_room)
         if call.wants_stream:
-            if key is None:
-                return await self._stream(request, shape, call, route)
             async with self._in_flight.stream(key, asked.body):
                 return await self._stream(request, shape, call, route)
 

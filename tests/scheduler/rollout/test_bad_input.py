@@ -281,7 +281,8 @@ async def test_jobs_over_the_limit_get_no_account_and_no_metrics(start_router: S
         for job in ("a", "b"):
             await client.complete(BODY, X_Rose_Job=job)
         for number in range(10):
-            status, answer = await client.post("/v1/completions", BODY, X_Rose_Job=f"stranger-{number}")
+            body = {**BODY, "n": 1 + number % 2}
+            status, answer = await client.post("/v1/completions", body, X_Rose_Job=f"stranger-{number}")
             assert_error(status, answer, 429, f"stranger-{number}", "max_jobs")
         for job in ("declared", "a"):
             await client.complete(BODY, X_Rose_Job=job)

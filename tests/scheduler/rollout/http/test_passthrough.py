@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from rose.engine.http.leases import Leases
+from rose.scheduler.rollout.formats.completions import Completions
 from rose.scheduler.rollout.http import handshakes
 from tests.scheduler.rollout.conftest import StartRouter, deaf_client
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
@@ -202,3 +203,18 @@ async def test_a_worker_that_an_admin_removes_has_not_failed_the_chats_on_it(
         await client.http.delete(f"{client.router.url}/workers/{a.id}")
         assert (await asked)[0] == 200
         assert client.counters()["reroutes"] == {"removed": 1}
+
+
+async def test_a_bug_of_the_router_ends_a_stream_that_has_begun_with_an_error_event(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(Completions, "stream_usage", fail)
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        url = f"{client.router.url}/v1/completions"
+        async with client.http.post(url, json={**TURN, "stream": True}) as response:
+            *_, error, done, end = (await response.read()).split(b"\n\n")
+        assert (done, end) == (b"data: [DONE]", b"")
+        assert json.loads(error[6:])["error"]["code"] == 500

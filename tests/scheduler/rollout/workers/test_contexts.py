@@ -69,15 +69,16 @@ async def test_a_trajectory_that_outgrows_its_worker_goes_on_at_a_longer_one(
     start_router: StartRouter, policy: str
 ) -> None:
     short, long = workers()
-    async with short, long, start_router(short, long, policy=policy) as client:
-        await client.post(f"/workers/{long.id}/drain", {})
+    async with short, long, start_router(short, (long, "serving"), policy=policy) as client:
+        long.hold()
+        other = asyncio.create_task(client.complete({"prompt": [2] * (SHORT + 1), "max_tokens": 4}))
+        await until(lambda: len(long.requests) == 1)  # so that it is the more loaded one
         await client.complete({"prompt": [1, 2], "max_tokens": 4, "session_id": "s"})
         assert len(short.requests) == 1
-        client.known(long).is_draining = False
-        client.known(long).suspect(0.0, client.router.plane.config)  # tells policies of the change
-        body = {"prompt": [1] * (SHORT + 1), "max_tokens": 4, "session_id": "s"}
-        await client.complete(body)
-        assert len(long.requests) == 1
+        long.go_on()
+        await client.complete({"prompt": [1] * (SHORT + 1), "max_tokens": 4, "session_id": "s"})
+        await other
+        assert (len(short.requests), len(long.requests)) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", list(EVERY_TEXT))
