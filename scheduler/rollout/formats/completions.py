@@ -80,10 +80,11 @@ class ClientCall:
 
 
 CheckRoom = Callable[[int], None]
-"""Is told the number of a call's single requests before they are made, which takes about 10 us for each."""
+"""Is told the number of a call's single requests before they are made, which takes about 10 us for each. None
+stands for a retry of a call that has its room already."""
 
 
-def fan_out(body: Mapping[str, Any], check_room: CheckRoom, shown_id: object = None) -> ClientCall:
+def fan_out(body: Mapping[str, Any], check_room: CheckRoom | None, shown_id: object = None) -> ClientCall:
     """Splits a call into single requests, in vLLM's order of choices (prompt-major).
 
     Child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded, because a generator
@@ -103,7 +104,8 @@ def fan_out(body: Mapping[str, Any], check_room: CheckRoom, shown_id: object = N
     n, call_id = checked_n(body), uuid.uuid4().hex
     if (num_singles := n * len(prompts)) > _MAX_SINGLES:
         raise BadRequest(f"n: {len(prompts)} prompts x {n} are more than {_MAX_SINGLES}; send fewer at once")
-    check_room(num_singles)
+    if check_room is not None:
+        check_room(num_singles)
     singles = []
     for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
         request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
@@ -234,7 +236,7 @@ class Completions:
     ids_key = "prompt"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json, check_room: CheckRoom) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         return fan_out(body, check_room)
 
     def answer(self, call: ClientCall, model: str | None) -> Json:

@@ -137,7 +137,7 @@ class TokenGenerate:
     ids_key = "token_ids"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json, check_room: CheckRoom) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         if body.get("features") or body.get("content_parts"):
             raise BadRequest("features: only text can be routed; send nothing but token_ids")
         prompt = body.get("token_ids")

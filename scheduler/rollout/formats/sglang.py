@@ -24,7 +24,7 @@ class SglangGenerate:
     ids_key = "input_ids"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json, check_room: CheckRoom) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         prompt = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
         if prompt is None:
             raise BadRequest("input_ids: expected token ids, or a string in text")

@@ -20,7 +20,7 @@ class Format(Protocol):
     end: bytes
     """The end of an event stream."""
 
-    def call(self, body: Json, check_room: CheckRoom) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         """Reads a request. Raises: BadRequest; what `check_room` raises."""
 
     def answer(self, call: ClientCall, model: str | None) -> object:

@@ -1,6 +1,6 @@
 """A client's event stream.
 
-Owns: the events of a streamed answer on their way to the client.
+Owns: the events of a streamed answer on their way to the client; which streams have begun.
 Promises: the stream starts with the first event, so that an earlier error has its own status. A client that
 has left is never taken for a worker or a front that was lost.
 Never does: make events (formats/).
@@ -26,6 +26,32 @@ async def hand_on(request: web.Request, answer: web.StreamResponse, data: bytes)
         await answer.write(data)
     except ConnectionError as error:  # the server notices it before it cancels the request
         raise ClientLeft from error
+
+
+class HandledRequests:
+    """The requests that are being handled, each with its stream once that has begun: an error is then the
+    stream's last event, and no second answer."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, web.StreamResponse | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def begin(self, request: web.Request) -> None:
+        self._streams[id(request)] = None
+
+    def end(self, request: web.Request) -> None:
+        del self._streams[id(request)]
+
+    async def note_stream(self, request: web.Request, answer: web.StreamResponse) -> None:
+        """Notes an answer that begins, if it is a stream. An empty one begins when its request has ended."""
+        if id(request) in self._streams and not isinstance(answer, web.Response):
+            self._streams[id(request)] = answer
+
+    def stream_of(self, request: web.Request) -> web.StreamResponse | None:
+        """Returns the stream that has begun; None if none has."""
+        return self._streams[id(request)]
 
 
 class EventStream:

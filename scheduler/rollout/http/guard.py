@@ -23,7 +23,7 @@ from rose.http import PUBLISHED_PATH
 from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
 from rose.scheduler.rollout.http.errors import error_body, error_event, error_response, http_status
-from rose.scheduler.rollout.http.event_stream import ClientLeft
+from rose.scheduler.rollout.http.event_stream import ClientLeft, HandledRequests
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -50,8 +50,7 @@ class Guard:
         self._config = config
         self._callers = callers
         self.is_draining = False
-        self._in_hand: dict[int, web.StreamResponse | None] = {}
-        """The requests that are being handled, by their ids, each with its stream once that has begun."""
+        self.handled = HandledRequests()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -66,11 +65,11 @@ class Guard:
             return error_response(403, _NO_ADMIN_KEY)
         if self._is_too_late(request):
             return error_response(503, "the router is draining and takes no new requests; ask another one")
-        self._in_hand[id(request)] = None
+        self.handled.begin(request)
         try:
             return await handler(request)
         except Refused as refused:
-            if self._in_hand[id(request)] is not None:
+            if self.handled.stream_of(request) is not None:
                 return await self._failed(request, refused.status, str(refused))
             return web.Response(text=refused.body, status=refused.status, content_type="application/json")
         except (RoseError, BadRequest) as error:
@@ -89,18 +88,13 @@ class Guard:
             logger.exception("request failed path=%s", request.path)
             return await self._failed(request, 500, "the router failed; its log holds the reason")
         finally:
-            del self._in_hand[id(request)]
-
-    async def note_stream(self, request: web.Request, answer: web.StreamResponse) -> None:
-        """Notes a stream that begins. One that is empty begins after its request was handled."""
-        if id(request) in self._in_hand and not isinstance(answer, web.Response):
-            self._in_hand[id(request)] = answer
+            self.handled.end(request)
 
     async def _failed(
         self, request: web.Request, status: int, message: str, param: str | None = None
     ) -> web.StreamResponse:
         """Answers with an error, which is the last event of a stream that has begun."""
-        if (begun := self._in_hand[id(request)]) is None:
+        if (begun := self.handled.stream_of(request)) is None:
             return error_response(status, message, param)
         await begun.write(error_event(status, message))
         return begun
@@ -156,9 +150,9 @@ class Guard:
         """Refuses new work and waits for the requests in flight, at most `drain_s`."""
         self.is_draining = True
         until = time.monotonic() + self._config.drain_s
-        while self._in_hand and time.monotonic() < until:
+        while self.handled and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        logger.info("drained left=%d", len(self._in_hand))
+        logger.info("drained left=%d", len(self.handled))
 
 
 def _holds_one_of(request: web.Request, keys: Sequence[str | None]) -> bool:

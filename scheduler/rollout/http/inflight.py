@@ -64,20 +64,17 @@ class InFlight:
         self._running: dict[str, _Running] = {}
         self._streams: dict[str, _Stream] = {}
 
-    def __contains__(self, key: str | None) -> bool:
+    def __contains__(self, key: str) -> bool:
         return key in self._running or key in self._streams
 
     @asynccontextmanager
-    async def stream(self, key: str | None, body: Json) -> AsyncIterator[None]:
+    async def stream(self, key: str, body: Json) -> AsyncIterator[None]:
         """Lets a stream run inside until a retry takes its place, once an earlier one with the same key has
         ended. The retry may say which tokens have come.
 
         Raises:
             Conflict: the key is in flight with another body, or a retry has taken this stream's place.
         """
-        if key is None:
-            yield
-            return
         earlier = self._streams.get(key)
         if key in self._running or (earlier is not None and _asked(earlier.body) != _asked(body)):
             raise _other_body(key)

@@ -79,7 +79,7 @@ class Intake:
         )
         return Asked(data, body, route)
 
-    def call(self, shape: Format, asked: Asked, check_room: CheckRoom) -> ClientCall:
+    def call(self, shape: Format, asked: Asked, check_room: CheckRoom | None) -> ClientCall:
         """Splits a request into its turns. Raises: BadRequest, ChatParsed; what `check_room` raises."""
         call = shape.call(asked.body, check_room)
         self._check_lengths(call, asked.route.model)

@@ -8,6 +8,7 @@ Never does: read requests (intake.py), place turns (turn/), check keys, turn err
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
 import aiohttp
@@ -73,7 +74,7 @@ class Service:
             client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
         )
         app.on_response_prepare.append(name_server)
-        app.on_response_prepare.append(self._guard.note_stream)
+        app.on_response_prepare.append(self._guard.handled.note_stream)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
@@ -221,13 +222,12 @@ class Service:
         """Raises: ChatParsed, while the client has received nothing."""
         route = asked.route
         key = _key(request, route)
-
-        def check_room(num_turns: int) -> None:
-            if key not in self._in_flight:  # else it shares an answer, or takes the place of a stream
-                self._plane.dispatcher.check_room(route.job, num_turns)
-
+        needs_room = key is None or key not in self._in_flight  # a retry gets that of the first one
+        check_room = partial(self._plane.dispatcher.check_room, route.job) if needs_room else None
         call = self._intake.call(shape, asked, check_room)
         if call.wants_stream:
+            if key is None:
+                return await self._stream(request, shape, call, route)
             async with self._in_flight.stream(key, asked.body):
                 return await self._stream(request, shape, call, route)
 

@@ -329,7 +329,7 @@ async def test_an_empty_stream_of_a_front_is_handed_on_and_leaves_nothing_behind
             url = f"{client.router.url}/v1/chat/completions"
             async with client.http.post(url, json=chat) as response:
                 assert (response.status, await response.read()) == (200, b"")
-            assert not client.router._service._guard._in_hand
+            assert not client.router._service._guard.handled
             client.router._service.fronts._fronts.remove(stand_in.front)
 
 
