@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_engine import RealEngine
+from real_engine import RealEngine, new_folder
 from references import ModelDirs, StockAnswers
 from shared_gpu import SharedGpu
 
@@ -59,8 +59,7 @@ def _gpu(engines_dir: Path, models: ModelDirs, stock: StockAnswers) -> Iterator[
 
 @pytest.fixture(scope="session")
 def _late_gpu(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
-    folder = engines_dir / "late"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "late")
     gpu = SharedGpu(folder, {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]}, is_late=True)
     yield gpu
     gpu.close()

@@ -24,7 +24,15 @@ from references import ModelDirs
 from relay_process import RelayProcess
 from safetensors.torch import load_file, save_file
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS, LedgerLog
-from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
+from tiny_adapters import (
+    RANK,
+    Tensors,
+    adapter_config,
+    adapter_tensors,
+    adapter_update,
+    load_missing,
+    save_adapter,
+)
 from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.stock import STOCK_ENV
@@ -66,7 +74,7 @@ def expected(folder: Path, models: ModelDirs) -> Iterator["Expected"]:
 
 def _changed_model(folder: Path, model: Path) -> Path:
     """A model of which one matrix is another one: so little changes in place."""
-    shutil.copytree(model, folder)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     save_file(_changed_tensors(model), folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -132,15 +140,8 @@ class Expected:
 def engine(
     request: pytest.FixtureRequest, engines_dir: Path, models: ModelDirs, expected: Expected
 ) -> Iterator[RealEngine]:
-    flags: tuple[str, ...] = (
-        "--dtype",
-        "float32",
-        "--enable-lora",
-        "--max-loras",
-        "8",
-        "--max-lora-rank",
-        str(RANK),
-    )
+    lora = ("--enable-lora", "--max-loras", "8", "--max-lora-rank", str(RANK))
+    flags: tuple[str, ...] = ("--dtype", "float32", *lora)
     settings: dict[str, Any] = {}
     if request.param == "in a pool":
         settings = {"pool": POOL, "gate": GateMode.OFF, **SETTINGS}
@@ -254,7 +255,10 @@ def _paused(engine: RealEngine) -> Iterator[None]:
         call(f"{engine.url}/resume").raise_for_status()
 
 
-async def test_a_router_says_which_version_answered(engine: RealEngine, expected: Expected) -> None:
+async def test_a_router_says_which_version_answered(
+    engine: RealEngine, expected: Expected, tmp_path: Path
+) -> None:
+    load_missing(engine, tmp_path, ("a/1", "b/0"), SEEDS)
     config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))
     async with RunningRouter(config) as router, httpx.AsyncClient(base_url=router.url) as client:
         (worker,) = router.plane.registry.workers()
@@ -274,8 +278,7 @@ async def test_a_router_says_which_version_answered(engine: RealEngine, expected
 def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_changes_nothing(
     engine: RealEngine, tmp_path: Path, expected: Expected
 ) -> None:
-    folder = tmp_path
-    good = save_adapter(folder / "good", adapter_tensors(SEEDS["a/0"]), adapter_config("tiny"))
+    good = save_adapter(tmp_path / "good", adapter_tensors(SEEDS["a/0"]), adapter_config("tiny"))
     assert engine.post("adapters", adapter_update(good, "c/0").model_dump()).status_code == 200
     before = engine.status().adapters, _listed(engine)
     tensors = adapter_tensors(7)
@@ -310,13 +313,13 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_chan
         ),
     }
     for name, (given, config, message) in cases.items():
-        bad = save_adapter(folder / name, given, dict(config))
+        bad = save_adapter(tmp_path / name, given, dict(config))
         answer = engine.post("adapters", adapter_update(bad, "c/1").model_dump())
         assert (answer.status_code, message in answer.text) == (422, True), (name, answer.text)
     wrong = adapter_update(good, "c/1").model_copy(update={"state_hash": "0" * 32})
     assert "adapter not loaded" in engine.post("adapters", wrong.model_dump()).text
     assert (engine.status().adapters, _listed(engine)) == before
-    assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
+    _check(engine, expected, {"c": "a/0"})
 
 
 def test_answers_of_adapters_stay_equal_while_slabs_move_and_versions_change(
@@ -366,6 +369,7 @@ def test_answers_of_adapters_stay_equal_while_slabs_move_and_versions_change(
 def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device_for_a_while(
     engine: RealEngine, models: ModelDirs, expected: Expected, tmp_path: Path
 ) -> None:
+    load_missing(engine, tmp_path, ("b/0",), SEEDS)
     mirrored = Mirrored(tmp_path / "mirror")
     for tensors in (load_file(models.untied[0] / "model.safetensors"), _changed_tensors(models.untied[0])):
         updated = engine.update_weights(mirrored.put(tensors))
@@ -390,10 +394,6 @@ def _check(engine: RealEngine, expected: Expected, models: Mapping[str, str]) ->
         for turn in probes():
             answer = engine.complete(turn, PROBE_TOKENS, model=model)
             assert answer.tokens == expected.of(version)[tuple(turn)], (model, version, len(turn))
-
-
-def _first(expected: Expected, version: str) -> list[int]:
-    return expected.of(version)[tuple(probes()[0])]
 
 
 def _listed(engine: RealEngine) -> set[str]:

@@ -7,6 +7,7 @@ import engine_runs
 import pytest
 from forked_engines import Reply, forks_in_pool
 from probes import prompt
+from real_engine import new_folder
 from references import ModelDirs
 from tiny_models import BLOCK_TOKENS
 
@@ -22,9 +23,9 @@ SIZE = {"num_slabs": NUM_SLABS, "headroom_slabs": HEADROOM_SLABS}
 def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
     engines_dir: Path, models: ModelDirs
 ) -> None:
-    folder = engines_dir / "disaggregated"
+    folder = new_folder(engines_dir, "disaggregated")
     store = folder / "store"
-    store.mkdir(parents=True)
+    store.mkdir()
     given = {"model": models.serving, "prompts": PROMPTS}
     with (
         forks_in_pool(folder, "decode", **SIZE) as fork,

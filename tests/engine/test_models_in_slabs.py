@@ -11,7 +11,7 @@ from engine_runs import EventChecks, Moves
 from forked_engines import Fork
 from preloaded import FORKS
 from probes import prompt
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from references import ModelDirs
 from tiny_models import BLOCK_TOKENS, SLAB_BYTES, make_mla_model, make_moe_model, make_window_model
 
@@ -121,10 +121,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(engines_dir: Path, models: ModelDirs) -> Iterator[Runs]:
-    folder = engines_dir / "forks"
-    folder.mkdir()
     with ExitStack() as undo:
-        yield Runs(folder, models, undo)
+        yield Runs(new_folder(engines_dir, "forks"), models, undo)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """LoRA adapters of tiny models, with random matrices that change every answer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from real_engine import RealEngine
 from safetensors.numpy import save_file
 
 from rose.messages import AdapterUpdate
@@ -54,10 +55,19 @@ def adapter_tensors(seed: int, rank: int = RANK, layers: int = LAYERS, modules: 
 
 def save_adapter(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
     """Saves an adapter as PEFT does."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     save_file(tensors, folder / TENSORS_FILE)
     return folder
+
+
+def load_missing(engine: RealEngine, folder: Path, versions: Iterable[str], seeds: Mapping[str, int]) -> None:
+    """Delivers versions to an engine that has not got them from an earlier test, as it was started again."""
+    for version in sorted(set(versions).difference(engine.status().adapters or ())):
+        saved = save_adapter(
+            folder / version.replace("/", "@"), adapter_tensors(seeds[version]), adapter_config("tiny")
+        )
+        engine.post("adapters", adapter_update(saved, version).model_dump()).raise_for_status()
 
 
 def adapter_update(folder: Path, version: str) -> AdapterUpdate:

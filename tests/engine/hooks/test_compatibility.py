@@ -8,7 +8,7 @@ from typing import Any
 import engine_runs
 import pytest
 from forked_engines import Fork
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from tiny_models import make_mamba_model, make_mla_model, make_moe_model, make_serving_model, make_state_model
 
 from rose.memory.daemon.daemon import start_daemon
@@ -140,8 +140,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def folder(engines_dir: Path) -> Iterator[Path]:
-    path = engines_dir / "refusing"
-    path.mkdir()
+    path = new_folder(engines_dir, "refusing")
     with ExitStack() as undo:
         for pool in (POOL, f"{POOL}-1", TWO_SHARDS):  # the first two: of two data-parallel ranks
             daemon = start_daemon(
