@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 LEAST_STEP_S = 1e-6
 """The least length of a step, for a clock that does not tell two outputs apart."""
 
+STALE_S = 10.0
+"""The age from which on the last steps do not keep an engine from another one. If the machine is still slow,
+one step in this time may end late."""
+
 
 class StepRecorder:
     """Times steps and fits the step-time model to them. Several may be in flight, and they end in their
@@ -110,6 +114,11 @@ class StepRecorder:
         if self._observations is not None:
             self._observations.append(observation)
         return busy_s
+
+    def forget_stale(self, now: float) -> None:
+        """Returns to the profile if no step has ended for STALE_S."""
+        if now - self._last_end_s >= STALE_S:
+            self._online.forget()
 
     def begin_profile(self) -> None:
         """Keeps every observation from now on."""
