@@ -16,7 +16,7 @@ from real_engine import new_folder, runtime_dir
 from references import ModelDirs
 from speculative_runs import speculation
 from test_models_in_slabs import assert_greedy
-from tiny_models import SLAB_BYTES
+from tiny_models import SLAB_BYTES, make_eagle3_head, make_mtp_model
 from v2_runs import ENV, read_moves
 
 from rose.engine.stock import STOCK_ENV
@@ -52,13 +52,11 @@ def run_v2(folder: Path, pool: str, num_ranks: int = 1, **given: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(engines_dir: Path, models: ModelDirs) -> list[list[int]]:
-    stock = Fork(
-        engines_dir,
-        engine_runs.stock_answers,
-        model=models.untied[0],
-        prompts=PROMPTS,
-        max_tokens=TOKENS,
-    )
+    return stock_answers(engines_dir, models.untied[0])
+
+
+def stock_answers(folder: Path, model: Path) -> list[list[int]]:
+    stock = Fork(folder, engine_runs.stock_answers, model=model, prompts=PROMPTS, max_tokens=TOKENS)
     try:
         answers: list[list[int]] = stock.result()
     finally:
@@ -93,6 +91,29 @@ def test_v2_answers_as_stock_with_a_draft_model_while_slabs_leave(
     assert_greedy(read_moves(found["moves"]), expected)
     assert found["num_drafts"] > 0
     assert "standalone_ar.speculator" in found["modules"]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_v2_drafts_in_the_last_stage_of_a_pipeline_and_answers_as_stock_while_slabs_leave(
+    engines_dir: Path, models: ModelDirs, expected: list[list[int]], method: str
+) -> None:
+    folder = new_folder(engines_dir, method)
+    model, layers = models.untied[0], "3,1"
+    if method == "mtp":
+        model, layers = make_mtp_model(folder / "model", dtype="float32"), "1,1"
+        expected = stock_answers(engines_dir, model)
+    head = make_eagle3_head(folder / "head") if method == "eagle3" else None
+    found = run_v2(
+        folder,
+        f"v2-{method}",
+        num_ranks=2,
+        layers=layers,
+        model=str(model),
+        speculative=speculation(method, head),
+        num_rounds=4,
+    )
+    assert_greedy(read_moves(found["moves"]), expected)
+    assert found["num_drafts"] > 0
 
 
 def test_v2_answers_as_stock_in_a_pipeline_with_async_scheduling_also_behind_a_gate(

@@ -31,7 +31,7 @@ from rose.engine.memory.connector_holds import ConnectorHolds, check_shared_stor
 from rose.engine.memory.kv_layout import fit_longest
 from rose.engine.memory.stages import block_of_core
 from rose.engine.memory.tenant import Tenant
-from rose.engine.scheduling.recorder import StepRecorder, profile_key
+from rose.engine.scheduling.recorder import StepRecorder, profile_key, stage_shares
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.engine.vllm_version import check_versions
@@ -94,7 +94,7 @@ class RoseScheduler(Scheduler):
         self.recorder = StepRecorder(
             profile_key(config),
             Settings.from_environment().profile_dir,
-            config.parallel_config.pipeline_parallel_size,
+            stage_shares(config),
         )
         if self.tenant is not None and not self.recorder.is_profiled:
             nearest = self.recorder.nearest_profile

@@ -122,7 +122,7 @@ def test_old_slow_steps_are_forgotten_once_the_engine_has_waited_for_half_the_st
         ServingView(has_work=True, has_pending_prefill=False, latest_start_s=time.monotonic() + 1000.0)
     )
     rollout.add_request(Request("a", [1] * 9, SamplingParams(max_tokens=4), None))
-    recorder._last_end_s = time.monotonic() - age_s
+    recorder._free_s[-1] = time.monotonic() - age_s
     rollout.schedule()
     assert recorder.model.ratio_q99 > 100
     rollout._waits_since_s = time.monotonic() - 500.0
