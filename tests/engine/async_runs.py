@@ -243,7 +243,7 @@ class _Rollouts:
         return wants
 
     def _step(self, view: ServingView) -> None:
-        # Its end is predicted late: serving waits no longer for a step that a busy machine holds up.
+        # The predicted end is late, so that serving waits for a step that a busy machine holds up.
         if view.may_start and self._side.try_begin(time.monotonic() + HANDOVER_S, view):
             until_s = time.monotonic() + ROLLOUT_STEP_S
             while time.monotonic() < until_s:
