@@ -62,10 +62,12 @@ def harm_one(served: OnRay, name: str, rank: int, fault: str) -> None:
         for each in served.notes(name, "told")
         if (each["attempt"], each["rank"]) == (attempt, rank)
     ]
-    harm(pid, fault)
+    is_harmed = harm(pid, fault)
     wait_until(
         lambda: served.job(name)["attempt"] > attempt, f"{name} after {fault}; {served.server.log_tail()}"
     )
+    if not is_harmed:
+        harm_one(served, name, rank, fault)
 
 
 def assert_none_is_lost(served: OnRay, name: str, rank: int) -> None:
@@ -80,10 +82,15 @@ def assert_none_is_lost(served: OnRay, name: str, rank: int) -> None:
         assert first == last + 1 or (later > attempt and first == last), own
 
 
-def harm(pid: int, fault: str) -> None:
-    if fault == "stopped rank":
-        os.kill(pid, signal.SIGSTOP)  # its lease runs out
-        return
-    actor = psutil.Process(pid).parent()
-    assert actor is not None
-    kill(actor.pid if fault == "actor" else pid)
+def harm(pid: int, fault: str) -> bool:
+    """Returns False if the rank has ended before: its lease runs out if the machine stands still."""
+    try:
+        if fault == "stopped rank":
+            os.kill(pid, signal.SIGSTOP)  # its lease runs out
+            return True
+        actor = psutil.Process(pid).parent()
+        assert actor is not None
+        kill(actor.pid if fault == "actor" else pid)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False
+    return True
