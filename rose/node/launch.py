@@ -30,6 +30,7 @@ from rose.http import http_client
 from rose.memory.slabs.backend import BackendKind
 from rose.node.node_config import EngineConfig, NodeConfig, PoolConfig
 from rose.node.processes import ServerProcess
+from rose.node.scratch import NAME_BYTES
 from rose.types import Role
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ READY_TIMEOUT_S = 900.0
 """A large model's weights take minutes to load from disk."""
 POOL_READY_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 60.0
-MOST_TEMPORARY_BYTES = 56
-"""A socket's path has up to 107 bytes: this, 14 of the folder that ServerProcess makes, and 37 of vLLM's."""
+MOST_TEMPORARY_BYTES = 107 - (1 + NAME_BYTES) - 37
+"""A socket's path has up to 107 bytes: this, the folder that ServerProcess makes, and 37 of vLLM's."""
 
 
 def engine_process(
