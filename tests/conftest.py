@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ def _mooncake_problem() -> str | None:
     return None
 
 
+REASON_LENGTH = 200
+
 REAL = ("vllm", "mooncake", "slow", "clients")
 """Marks of tests that start processes, whose order and speed the machine decides."""
 
@@ -100,11 +102,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark])))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows why tests failed that passed when they were run again."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Starts again, for a second run, what the tests of its file share: the first one may have left it in any
+    state. pytest-rerunfailures keeps it, and sets the count."""
+    if getattr(item, "execution_count", 1) == 1 or not isinstance(item, pytest.Function):
+        return
+    request: Any = item._request
+    for fixtures in item._fixtureinfo.name2fixturedefs.values():
+        for fixture in fixtures:
+            if fixture.scope == "module":
+                fixture.finish(request)  # after all that use it
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """Shows why tests were run again. A line for each such failure, and for each that was the last one of its
+    test, comes behind pytest's own list: a CI may show no more than the end of its log."""
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"RERUN {report.nodeid}")
         terminalreporter.write_line(report.longreprtext)
+    yield
+    for outcome in ("rerun", "error", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            terminalreporter.write_line(f"{outcome.upper()} {report.nodeid}: {_reason(report)}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Where a test failed, and why, as far as it fits into a line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    where = f"{Path(crash.path).name}:{crash.lineno}: " if crash is not None else ""
+    why = crash.message if crash is not None else report.longreprtext
+    return where + " ".join(why.split())[:REASON_LENGTH]
 
 
 def pytest_collection_finish() -> None:

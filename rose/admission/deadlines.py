@@ -79,8 +79,8 @@ class ServingDeadlines:
         joins."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=64)
         """The ends and lengths of the last waits, because a request may have come during one."""
-        self._is_crowded = False
-        """Whether a prompt that waits came during a rollout step for which decodes waited too."""
+        self._crowd: set[str] = set()
+        """The pending requests that came during a rollout step for which decodes waited too."""
         self._arrivals: dict[str, tuple[float, float, str]] = {}
         """The time of a pending request's arrival, ``_waited_s`` less the waits it joined, and its tenant."""
         self.ended: list[RequestDelay] = []
@@ -115,9 +115,10 @@ class ServingDeadlines:
             self.arrived_prefilled(request_id, now, own_slo, tenant)
             return
         if not self._pending:
-            self._queue_waited_s, self._is_crowded = 0.0, False
+            self._queue_waited_s = 0.0
         during_s = sum(min(seconds, end_s - now) for end_s, seconds in self._waits if end_s > now)
-        self._is_crowded |= during_s > 0 and bool(self._decodes)
+        if during_s > 0 and self._decodes:
+            self._crowd.add(request_id)
         self._arrivals[request_id] = (now, self._waited_s - max(self._queue_waited_s, during_s), tenant)
         self._pending[request_id] = PendingPrefill(
             arrival_s=now,
@@ -217,6 +218,7 @@ class ServingDeadlines:
 
     def _first_token(self, request_id: str, now: float) -> TokenTimes:
         self._pending.pop(request_id, None)
+        self._crowd.discard(request_id)
         times = TokenTimes(now, self._own_tpot_s.pop(request_id, None))
         times.is_measured = request_id in self._arrivals
         arrival_s, mark_s, times.tenant = self._arrivals.pop(request_id, (now, self._waited_s, ""))
@@ -228,6 +230,7 @@ class ServingDeadlines:
         """Forgets requests that have ended in any way; unknown ids are ignored."""
         for request_id in request_ids:
             self._pending.pop(request_id, None)
+            self._crowd.discard(request_id)
             self._own_tpot_s.pop(request_id, None)
             self._arrivals.pop(request_id, None)
             times = self._decodes.pop(request_id, None)
@@ -313,7 +316,7 @@ class ServingDeadlines:
         them in one step would delay the decodes again. Other prompts are left whole: if a burst were split,
         the first prompts would get their first tokens early, and then wait for the other parts.
         """
-        if not self._decodes or not self._is_crowded or not self._is_prefill_first:
+        if not self._decodes or not self._crowd or not self._is_prefill_first:
             return self._chunk_tokens
         budget_s = self._least_cap(last_token_s) - now
         room = model.tokens_within(
@@ -332,7 +335,7 @@ class ServingDeadlines:
         """Checks that the records agree. Raises: AssertionError."""
         assert not self._pending.keys() & self._decodes.keys()
         assert self._own_tpot_s.keys() <= self._pending.keys()
-        assert self._arrivals.keys() <= self._pending.keys()
+        assert self._arrivals.keys() <= self._pending.keys() and self._crowd <= self._pending.keys()
         assert all(t.first_token_s <= t.last_token_s for t in self._decodes.values())
         if self._due_s is not None and self._decodes:
             assert self._due_s == min(t.due_s for t in self._decodes.values())

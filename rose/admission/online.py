@@ -7,6 +7,9 @@ almost nothing is admitted.
 The first step of each size may be cold: it compiles kernels and touches memory for the first time. It widens
 the bound like any other step, but only until another step of its size has been seen, or for MIN_OBSERVATIONS
 steps.
+
+A window of slow steps may keep an engine from all further ones, if serving never idles. So its caller has it
+forget them when they are old.
 """
 
 import math
@@ -129,6 +132,19 @@ class OnlineStepTime:
             self._steps_since_refresh = 0
             self._refresh()
 
+    def forget(self) -> None:
+        """Returns to the profile, or without one to the first fit, as if no step had been seen since.
+
+        It is for an engine that is admitted no more. Its last steps may have met stalls or a slow machine,
+        and only another step could show that these are over.
+        """
+        if self._planned_base is None or not self._window:
+            return
+        self._window.clear()
+        self._rebase(self._planned_base)
+        self._steps_since_refresh = 0
+        self._adopt(self._planned_base)
+
     def _refresh(self) -> None:
         counted = [seen for seen in self._window if seen.counts_until > self._num_observed]
         # The only step of a size is used even if it was cold, because it says more than no step.
@@ -147,8 +163,11 @@ class OnlineStepTime:
             # With few steps a better figure than the profile's is not trusted. A worse one counts at once.
             ratio_q99 = max(ratio_q99, self._base.ratio_q99)
             margin_s = max(margin_s, self._base.margin_s)
-        self._observed = replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s)
-        self._model = replace(self._observed, ratio_q99=max(ratio_q99, self._ratio_floor))
+        self._adopt(replace(self._base, ratio_q99=ratio_q99, margin_s=margin_s))
+
+    def _adopt(self, observed: StepTimeModel) -> None:
+        self._observed = observed
+        self._model = replace(observed, ratio_q99=max(observed.ratio_q99, self._ratio_floor))
 
     def _rebase(self, base: StepTimeModel) -> None:
         self._base = base

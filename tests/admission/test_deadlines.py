@@ -35,8 +35,7 @@ def test_a_request_is_pending_until_its_first_token() -> None:
     seen.append(serving.has_pending_prefill)
     serving.produced(["a"], 1.2)
     seen.append(serving.has_pending_prefill)
-    assert seen == [False, True, False]
-    assert serving.num_decodes == 1
+    assert (seen, serving.num_decodes) == ([False, True, False], 1)
     serving.finished(["a", "unknown"])
     assert latest(serving) == NEVER
 
@@ -211,9 +210,7 @@ def test_a_newcomer_joins_a_step_only_within_the_itl_cap() -> None:
 
 
 def test_prefill_that_piled_up_during_a_rollout_step_is_split_for_the_decodes_beside_it() -> None:
-    serving = (
-        books()
-    )  # a step with one decode takes 11 ms and 0.1 ms more per prompt token, the cap is 200 ms
+    serving = books()  # a step with a decode takes 11 ms and 0.1 ms a prompt token, the cap is 200 ms
     assert serving.prefill_room(5.0, MODEL) == 512
     serving.produced(["a"], 1.0)
     serving.waited(0.1, 1.1)
@@ -240,6 +237,17 @@ def test_a_burst_that_no_rollout_step_delayed_is_prefilled_whole(waited_s: float
     serving.produced(["a", "b", "c"], 1.4)
     serving.arrived("d", 1.41, 512)  # the prompts that a rollout step delayed have their first tokens
     assert serving.prefill_room(1.6, MODEL) == 512
+
+
+def test_a_queue_that_never_empties_is_prefilled_whole_again_once_what_piled_up_is_through() -> None:
+    serving = books()
+    serving.produced(["a"], 1.0)
+    serving.waited(0.1, 1.1)
+    serving.arrived("b", 1.05, 512)
+    serving.arrived("c", 1.15, 512)  # and so the queue does not empty
+    assert serving.prefill_room(1.16, MODEL) < 512
+    serving.produced(["a", "b"], 1.3)
+    assert serving.prefill_room(1.48, MODEL) == 512
 
 
 def test_a_burst_that_comes_to_an_idle_gpu_is_prefilled_whole_beside_its_first_decodes() -> None:

@@ -197,3 +197,46 @@ def test_a_size_that_is_slow_twice_is_slow() -> None:
         online.observe(shape(0, 100).observed(3 * CPU.predict(0, 100)))
     run(online, 2 * REFRESH_STEPS, slowdown=1.0)
     assert online.model.ratio_q99 == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    "planned", [(), steps(100, slowdown=1.0)], ids=["costs stay", "costs are fitted again"]
+)
+def test_an_engine_that_slow_steps_keep_from_a_busy_gpu_steps_again_once_they_are_forgotten(
+    planned: list[StepObservation],
+) -> None:
+    gate, online = GatePolicy(GateSettings(slo=SLO(ttft_s=0.5, tpot_s=0.15))), OnlineStepTime(CPU, planned)
+    busy = ServingView(has_work=True, has_pending_prefill=False, latest_start_s=0.1)
+    candidate = RolloutCandidate(prefill_tokens_waiting=0, num_decodes=4, context_tokens=400, waited_s=2.0)
+
+    def is_admitted() -> bool:
+        return gate.decide(0.0, busy, candidate, online.model).is_admitted
+
+    assert is_admitted()
+    run(online, REFIT_STEPS + REFRESH_STEPS, slowdown=20.0)
+    assert not is_admitted()
+    online.forget()
+    assert online.model == online.observed == CPU
+    assert is_admitted()
+    # The machine still is that slow: the first step shows it.
+    run(online, 1, slowdown=20.0)
+    assert not is_admitted()
+
+
+def test_steps_that_have_made_no_model_yet_are_not_forgotten() -> None:
+    online = OnlineStepTime(None)
+    run(online, MIN_OBSERVATIONS - 1, slowdown=1.0)
+    online.forget()
+    assert online.model == UNPROFILED
+    run(online, 2 * REFRESH_STEPS, slowdown=1.0)
+    assert online.is_profiled
+
+
+def test_without_a_profile_an_engine_goes_back_to_its_first_model_with_all_its_caution() -> None:
+    online = OnlineStepTime(None)
+    run(online, 2 * MIN_OBSERVATIONS, slowdown=1.0)
+    run(online, REFRESH_STEPS, slowdown=20.0)
+    assert online.model.ratio_q99 > 10
+    online.forget()
+    assert online.model.ratio_q99 == UNPLANNED_RATIO
+    assert online.observed.ratio_q99 < 1.1

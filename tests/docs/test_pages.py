@@ -23,6 +23,7 @@ MODELS: dict[str, type[BaseModel]] = {
 }
 """The kinds of files, each with a key that only such a file has."""
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+"""A file of ROSE's; another program's is marked as yml."""
 
 
 def shown_files() -> list[tuple[str, dict[str, object]]]:

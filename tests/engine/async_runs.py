@@ -29,7 +29,7 @@ SLO = {"slo_ttft_ms": 8000.0, "slo_tpot_ms": 2000.0}
 PATIENT_S = 1200.0
 ROLLOUT_STEP_S = 0.003
 COLD_S = 4.0
-MOST_TURN_ROUNDS = 6
+MOST_TURN_ROUNDS = 20
 """Steps that a busy machine held up widen serving's predictions until they have left its window."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_engine import RealEngine
+from real_engine import RealEngine, new_folder
 from references import ModelDirs, StockAnswers
 from shared_gpu import SharedGpu
 
@@ -59,27 +59,31 @@ def _gpu(engines_dir: Path, models: ModelDirs, stock: StockAnswers) -> Iterator[
 
 @pytest.fixture(scope="session")
 def _late_gpu(engines_dir: Path, models: ModelDirs) -> Iterator[SharedGpu]:
-    folder = engines_dir / "late"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "late")
     gpu = SharedGpu(folder, {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]}, is_late=True)
     yield gpu
     gpu.close()
 
 
 @pytest.fixture
-def late_gpu(_late_gpu: SharedGpu) -> SharedGpu:
+def late_gpu(_late_gpu: SharedGpu, request: pytest.FixtureRequest) -> SharedGpu:
     """A pair with async scheduling on late devices, both alive and idle."""
-    _late_gpu.ensure_running()
-    _late_gpu.settle()
-    return _late_gpu
+    return _settled(_late_gpu, request)
 
 
 @pytest.fixture
-def gpu(_gpu: SharedGpu) -> SharedGpu:
+def gpu(_gpu: SharedGpu, request: pytest.FixtureRequest) -> SharedGpu:
     """The shared pair, both alive and idle."""
-    _gpu.ensure_running()
-    _gpu.settle()
-    return _gpu
+    return _settled(_gpu, request)
+
+
+def _settled(gpu: SharedGpu, request: pytest.FixtureRequest) -> SharedGpu:
+    """Starts other engines for a test's second run: those of the first one have learnt from it."""
+    if getattr(request.node, "execution_count", 1) > 1:
+        gpu.stop_engines()
+    gpu.ensure_running()
+    gpu.settle()
+    return gpu
 
 
 @pytest.fixture

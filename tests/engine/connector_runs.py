@@ -78,10 +78,17 @@ def _want_everything(tenant: Tenant) -> None:
 
 
 def answer_again_from_the_host(
-    model: Path, pool: str, rounds: list[Prompts], max_tokens: int, *, is_async: bool
+    model: Path,
+    pool: str,
+    rounds: list[Prompts],
+    max_tokens: int,
+    *,
+    is_async: bool = False,
+    num_stages: int = 1,
 ) -> list[list[Reply]]:
-    """An engine that offloads; with ``is_async`` it has two steps in flight on a late device. In the last
-    round it does not hold the slabs of pending copies. Returns the second answers of each round."""
+    """An engine that offloads; with ``is_async`` it has two steps in flight on a late device, and with
+    several stages one in each. In the last round it does not hold the slabs of pending copies. Returns the
+    second answers of each round."""
     from vllm.config import KVTransferConfig
 
     connector = KVTransferConfig(
@@ -95,7 +102,7 @@ def answer_again_from_the_host(
     )
     if is_async:
         use_late_device()
-    driver = lending_engine(model, pool, connector, lend_idle_s=WINDOW_S)
+    driver = lending_engine(model, pool, connector, num_stages=num_stages, lend_idle_s=WINDOW_S)
     _want_everything(tenant_of(driver))
     answers = []
     for prompts in rounds:
@@ -134,6 +141,7 @@ def lending_engine(
     connector: Any,
     engine_id: str = "serving",
     step_tokens: int = CHUNK_TOKENS,
+    num_stages: int = 1,
     **more: Any,
 ) -> Driver:
     """A serving engine that keeps no slab which nobody holds once a window without requests has passed.
@@ -146,8 +154,11 @@ def lending_engine(
         "floor_slabs": 0,
         **more,
     }
+    stages = {"pipeline_parallel_size": num_stages} if num_stages > 1 else {}
     return Driver(
-        make_engine(model, settings, kv_transfer_config=connector, max_num_batched_tokens=step_tokens)
+        make_engine(
+            model, settings, kv_transfer_config=connector, max_num_batched_tokens=step_tokens, **stages
+        )
     )
 
 

@@ -84,14 +84,21 @@ def forks(folder: Path, **given: Any) -> Iterator[Callable[..., Fork]]:
 
 @contextmanager
 def forks_in_pool(
-    folder: Path, pool: str, *, num_slabs: int, headroom_slabs: int, slab_bytes: int = SLAB_BYTES
+    folder: Path,
+    pool: str,
+    *,
+    num_slabs: int,
+    headroom_slabs: int,
+    slab_bytes: int = SLAB_BYTES,
+    num_shards: int = 1,
 ) -> Iterator[Callable[..., Fork]]:
-    """``forks`` beside a pool, which ends after them."""
+    """``forks`` beside a pool, which ends after them. ``slab_bytes``: of all shards together."""
     folder.mkdir(exist_ok=True)
     daemon = start_daemon(
         pool,
         num_slabs=num_slabs,
-        slab_bytes=slab_bytes,
+        slab_bytes=slab_bytes // num_shards,
+        num_shards=num_shards,
         headroom_slabs=headroom_slabs,
         runtime_dir=runtime_dir(folder),
     )

@@ -1,6 +1,7 @@
 """A real vLLM engine on the CPU, started as `rose serve` starts it, and the calls that tests make to it."""
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,6 +195,12 @@ def until(condition: Callable[[], object], what: str, at_most_s: float = 600.0) 
     while not condition():
         assert time.monotonic() < deadline, f"not within {at_most_s:.0f} s: {what}"
         time.sleep(0.02)
+
+
+def new_folder(folder: Path, name: str) -> Path:
+    """Makes another folder at each call, so that a test or a fixture that failed can run again. ``name`` is
+    its first part, and short, as a socket's path may have 107 bytes."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder))
 
 
 def runtime_dir(folder: Path) -> Path:

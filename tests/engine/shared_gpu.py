@@ -143,9 +143,12 @@ class SharedGpu:
         self.engine(Role.ROLLOUT).begin_rl_step(self._rl_step)
         until(lambda: self.ledger.policy.rl_step == self._rl_step, "the rollout engine began the RL step")
 
+    def stop_engines(self) -> None:
+        while self._engines:
+            self._engines.popitem()[1].stop()
+
     def close(self) -> None:
-        for engine in self._engines.values():
-            engine.stop()
+        self.stop_engines()
         self.observer.close()
         self._daemon.stop()
 

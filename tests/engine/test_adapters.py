@@ -24,7 +24,16 @@ from references import ModelDirs
 from relay_process import RelayProcess
 from safetensors.torch import load_file, save_file
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS, LedgerLog
-from tiny_adapters import RANK, Tensors, adapter_config, adapter_tensors, adapter_update, save_adapter
+from tiny_adapters import (
+    RANK,
+    Tensors,
+    adapter_config,
+    adapter_tensors,
+    adapter_update,
+    load_missing,
+    misfits,
+    save_adapter,
+)
 from tiny_models import BLOCK_TOKENS, MAX_MODEL_LEN, SLAB_BYTES
 
 from rose.engine.stock import STOCK_ENV
@@ -66,7 +75,7 @@ def expected(folder: Path, models: ModelDirs) -> Iterator["Expected"]:
 
 def _changed_model(folder: Path, model: Path) -> Path:
     """A model of which one matrix is another one: so little changes in place."""
-    shutil.copytree(model, folder)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     save_file(_changed_tensors(model), folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -128,28 +137,28 @@ class Expected:
         self._process.stop()
 
 
-@pytest.fixture(scope="module", params=["two ranks", "in a pool"])
-def engine(
-    request: pytest.FixtureRequest, engines_dir: Path, models: ModelDirs, expected: Expected
-) -> Iterator[RealEngine]:
-    flags: tuple[str, ...] = (
-        "--dtype",
-        "float32",
-        "--enable-lora",
-        "--max-loras",
-        "8",
-        "--max-lora-rank",
-        str(RANK),
-    )
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["two ranks", "in a pool", "two stages in a pool"])
+def num_stages(request: pytest.FixtureRequest) -> int:
+    """Of the pipeline in a pool; 0 for two tensor-parallel ranks without a pool."""
+    stages: int = request.param
+    return stages
+
+
+@pytest.fixture(scope="module")
+def engine(num_stages: int, engines_dir: Path, models: ModelDirs, expected: Expected) -> Iterator[RealEngine]:
+    lora = ("--enable-lora", "--max-loras", "8", "--max-lora-rank", str(RANK))
+    flags: tuple[str, ...] = ("--dtype", "float32", *lora)
     settings: dict[str, Any] = {}
-    if request.param == "in a pool":
+    if num_stages:
+        flags += ("--pipeline-parallel-size", str(num_stages))
         settings = {"pool": POOL, "gate": GateMode.OFF, **SETTINGS}
     else:
         flags += ("--tensor-parallel-size", "2")
     with start_daemon(
         POOL,
         num_slabs=NUM_SLABS,
-        slab_bytes=SLAB_BYTES,
+        num_shards=max(num_stages, 1),
+        slab_bytes=SLAB_BYTES // max(num_stages, 1),
         headroom_slabs=HEADROOM_SLABS,
         runtime_dir=runtime_dir(engines_dir),
     ):
@@ -254,7 +263,10 @@ def _paused(engine: RealEngine) -> Iterator[None]:
         call(f"{engine.url}/resume").raise_for_status()
 
 
-async def test_a_router_says_which_version_answered(engine: RealEngine, expected: Expected) -> None:
+async def test_a_router_says_which_version_answered(
+    engine: RealEngine, expected: Expected, tmp_path: Path
+) -> None:
+    load_missing(engine, tmp_path, ("a/1", "b/0"), SEEDS)
     config = RouterConfig(port=0, workers=(WorkerSpec(url=engine.url),))
     async with RunningRouter(config) as router, httpx.AsyncClient(base_url=router.url) as client:
         (worker,) = router.plane.registry.workers()
@@ -274,63 +286,36 @@ async def test_a_router_says_which_version_answered(engine: RealEngine, expected
 def test_an_adapter_that_does_not_fit_is_refused_with_names_and_numbers_and_changes_nothing(
     engine: RealEngine, tmp_path: Path, expected: Expected
 ) -> None:
-    folder = tmp_path
-    good = save_adapter(folder / "good", adapter_tensors(SEEDS["a/0"]), adapter_config("tiny"))
+    good = save_adapter(tmp_path / "good", adapter_tensors(SEEDS["a/0"]), adapter_config("tiny"))
     assert engine.post("adapters", adapter_update(good, "c/0").model_dump()).status_code == 200
     before = engine.status().adapters, _listed(engine)
-    tensors = adapter_tensors(7)
-    dropped = "base_model.model.model.layers.2.mlp.up_proj"
-    cases: dict[str, tuple[Tensors, Mapping[str, Any], str]] = {
-        "rank": (
-            adapter_tensors(7, rank=16),
-            adapter_config("tiny", rank=16),
-            "it has rank 16, the engine takes at most 8: use --max-lora-rank 16",
-        ),
-        "base": (tensors, adapter_config("other"), "it was trained on other, and the engine serves"),
-        "side": (
-            {name: each for name, each in tensors.items() if name != f"{dropped}.lora_B.weight"},
-            adapter_config("tiny"),
-            "model.layers.2.mlp.up_proj.lora_B.weight is missing, and lora_A is there",
-        ),
-        "module": (
-            {name: each for name, each in tensors.items() if not name.startswith(dropped)},
-            adapter_config("tiny"),
-            "it has no tensors for model.layers.2.mlp.up_proj, a target of the 19 that it changes",
-        ),
-        "layer": (
-            adapter_tensors(7, layers=5),
-            adapter_config("tiny"),
-            "it changes model.layers.4.mlp.down_proj, which is none of the",
-        ),
-        "shape": (
-            {**tensors, f"{dropped}.lora_A.weight": tensors[f"{dropped}.lora_A.weight"][:, :32].copy()},
-            adapter_config("tiny"),
-            "it changes model.layers.2.mlp.up_proj with 128 outputs and 32 inputs; in the base model that "
-            "has 128 outputs and 64 inputs",
-        ),
-    }
-    for name, (given, config, message) in cases.items():
-        bad = save_adapter(folder / name, given, dict(config))
+    for name, (given, config, message) in misfits().items():
+        bad = save_adapter(tmp_path / name, given, config)
         answer = engine.post("adapters", adapter_update(bad, "c/1").model_dump())
         assert (answer.status_code, message in answer.text) == (422, True), (name, answer.text)
     wrong = adapter_update(good, "c/1").model_copy(update={"state_hash": "0" * 32})
     assert "adapter not loaded" in engine.post("adapters", wrong.model_dump()).text
     assert (engine.status().adapters, _listed(engine)) == before
-    assert engine.complete(probes()[0], PROBE_TOKENS, model="c").tokens == _first(expected, "a/0")
+    _check(engine, expected, {"c": "a/0"})
 
 
 def test_answers_of_adapters_stay_equal_while_slabs_move_and_versions_change(
-    engine: RealEngine, engines_dir: Path, models: ModelDirs, tmp_path: Path, expected: Expected
+    engine: RealEngine,
+    num_stages: int,
+    engines_dir: Path,
+    models: ModelDirs,
+    tmp_path: Path,
+    expected: Expected,
 ) -> None:
     """Serving bursts take most of the rollout engine's slabs. Reclaimed turns count as far as they came."""
-    if engine.status().kv_slabs_budget == 0:
+    if not num_stages:
         pytest.skip("without a pool no slab moves")
     versions = ("a/0", "a/1")
     saved = [
         save_adapter(tmp_path / str(n), adapter_tensors(SEEDS[each]), adapter_config("tiny"))
         for n, each in enumerate(versions)
     ]
-    flags = ("--dtype", "float32")
+    flags = ("--dtype", "float32", "--pipeline-parallel-size", str(num_stages))
     settings: dict[str, Any] = {"pool": POOL, "gate": GateMode.OFF, **SETTINGS}
     burst = [each for wave in range(2) for each in wave_prompts(Role.SERVING, wave)][:8]
     serving = RealEngine(models.serving, Role.SERVING, engines_dir, *flags, **settings)
@@ -359,13 +344,21 @@ def test_answers_of_adapters_stay_equal_while_slabs_move_and_versions_change(
     finally:
         serving.stop()
     assert number > 2
-    alone = [turn.result() for turn in engine.start_requests(WAVE, ROLLOUT_TOKENS, model="d")]
-    assert [answer.tokens for answer in alone] == [wanted[tuple(given)] for given in WAVE]
+
+    def come_whole() -> bool:
+        """Whether no turn has stalled, as some do on a machine that stands still for a few seconds."""
+        alone = [turn.result() for turn in engine.start_requests(WAVE, ROLLOUT_TOKENS, model="d")]
+        for given, answer in zip(WAVE, alone, strict=True):
+            assert answer.tokens == wanted[tuple(given)][: len(answer.tokens)]
+        return all(answer.finish_reason == "length" for answer in alone)
+
+    until(come_whole, "turns beside no serving engine come whole")
 
 
 def test_adapters_stay_when_the_base_model_changes_in_place_or_leaves_the_device_for_a_while(
     engine: RealEngine, models: ModelDirs, expected: Expected, tmp_path: Path
 ) -> None:
+    load_missing(engine, tmp_path, ("b/0",), SEEDS)
     mirrored = Mirrored(tmp_path / "mirror")
     for tensors in (load_file(models.untied[0] / "model.safetensors"), _changed_tensors(models.untied[0])):
         updated = engine.update_weights(mirrored.put(tensors))
@@ -390,10 +383,6 @@ def _check(engine: RealEngine, expected: Expected, models: Mapping[str, str]) ->
         for turn in probes():
             answer = engine.complete(turn, PROBE_TOKENS, model=model)
             assert answer.tokens == expected.of(version)[tuple(turn)], (model, version, len(turn))
-
-
-def _first(expected: Expected, version: str) -> list[int]:
-    return expected.of(version)[tuple(probes()[0])]
 
 
 def _listed(engine: RealEngine) -> set[str]:

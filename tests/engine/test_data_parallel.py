@@ -37,11 +37,13 @@ STALL_S = 60.0
 class Replicas:
     """The pools and both engines."""
 
-    def __init__(self, folder: Path, models: dict[Role, Path]) -> None:
+    def __init__(self, folder: Path, models: dict[Role, Path], num_stages: int = 1) -> None:
+        """``num_stages``: of the pipeline that each data-parallel rank is."""
         self.folder = folder
+        self._num_stages = num_stages
         self._undo = ExitStack()
         self._rl_step = 0
-        size = {"num_slabs": NUM_SLABS, "slab_bytes": SLAB_BYTES, "headroom_slabs": HEADROOM_SLABS}
+        size = {"num_slabs": NUM_SLABS, "slab_bytes": SLAB_BYTES // num_stages, "num_shards": num_stages}
         try:
             self.pools = [self._start_pool(name, size) for name in POOLS]
             self.engines = {role: self._start(role, model) for role, model in models.items()}
@@ -53,13 +55,17 @@ class Replicas:
 
     def _start_pool(self, name: str, size: dict[str, Any]) -> PoolClient:
         runtime = runtime_dir(self.folder)
-        self._undo.callback(start_daemon(name, runtime_dir=runtime, **size).stop)
+        daemon = start_daemon(name, headroom_slabs=HEADROOM_SLABS, runtime_dir=runtime, **size)
+        self._undo.callback(daemon.stop)
         pool = PoolClient.observe(name, runtime_dir=runtime)
         self._undo.callback(pool.close)
         return pool
 
     def _start(self, role: Role, model: Path) -> RealEngine:
-        flags = ("--dtype", "float32", "--data-parallel-size", str(len(POOLS)))
+        sizes = {"data": len(POOLS), "pipeline": self._num_stages}
+        flags = ["--dtype", "float32"]
+        for kind, size in sizes.items():
+            flags += [f"--{kind}-parallel-size", str(size)]
         settings = {**SETTINGS, "pool": POOLS[0], "stall_s": STALL_S, "engine_id": f"replicated-{role}"}
         engine = RealEngine(model, role, self.folder, *flags, **settings)
         self._undo.callback(engine.stop)
@@ -114,9 +120,16 @@ def on_each_rank(engine: RealEngine, turn: list[int]) -> list[list[int]]:
 
 
 def test_all_ranks_answer_as_stock_vllm_while_slabs_and_grants_pass_in_both_pools(
-    replicas: Replicas, serving: RealEngine, rollout: RealEngine, stock: StockAnswers
+    replicas: Replicas, stock: StockAnswers
 ) -> None:
-    """Donors leave NaN behind."""
+    answer_as_stock(replicas, stock)
+
+
+def answer_as_stock(replicas: Replicas, stock: StockAnswers, num_balanced: int = MIN_WAVES) -> None:
+    """Asserts that both engines answer as stock vLLM while slabs and grants pass in both pools. Donors leave
+    NaN behind. vLLM balances the first ``num_balanced`` waves over the ranks. Then a rank has all of a wave,
+    so that its pool is too small."""
+    serving, rollout = replicas.engines[Role.SERVING], replicas.engines[Role.ROLLOUT]
     answers: dict[Role, list[tuple[list[int], Answer]]] = {role: [] for role in Role}
     with ExitStack() as logs:
         ledgers = [logs.enter_context(LedgerLog(pool.ledger)) for pool in replicas.pools]
@@ -131,10 +144,10 @@ def test_all_ranks_answer_as_stock_vllm_while_slabs_and_grants_pass_in_both_pool
         wave = 0
         while wave < MIN_WAVES or (not has_seen_enough() and wave < MAX_WAVES):
             replicas.begin_rl_step()
-            prompts = {role: wave_prompts(role, wave % MIN_WAVES) for role in Role}
-            # vLLM balances the first waves. Then each rank has all of a wave, so that its pool is too small.
+            # In time, each rank has all of each wave's prompts.
+            prompts = {role: wave_prompts(role, (wave + wave // 2) % MIN_WAVES) for role in Role}
             on: dict[str, Any] = (
-                {"headers": {"X-data-parallel-rank": str(wave // 2 % 2)}} if wave >= MIN_WAVES else {}
+                {"headers": {"X-data-parallel-rank": str(wave % 2)}} if wave >= num_balanced else {}
             )
             requests = {Role.ROLLOUT: rollout.start_requests(prompts[Role.ROLLOUT], ROLLOUT_TOKENS, **on)}
             replicas.wait_for_rollouts(requests[Role.ROLLOUT])

@@ -7,6 +7,7 @@ import engine_runs
 import pytest
 from forked_engines import Reply, forks_in_pool
 from probes import prompt
+from real_engine import new_folder
 from references import ModelDirs
 from tiny_models import BLOCK_TOKENS
 
@@ -22,9 +23,9 @@ SIZE = {"num_slabs": NUM_SLABS, "headroom_slabs": HEADROOM_SLABS}
 def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
     engines_dir: Path, models: ModelDirs
 ) -> None:
-    folder = engines_dir / "disaggregated"
+    folder = new_folder(engines_dir, "disaggregated")
     store = folder / "store"
-    store.mkdir(parents=True)
+    store.mkdir()
     given = {"model": models.serving, "prompts": PROMPTS}
     with (
         forks_in_pool(folder, "decode", **SIZE) as fork,
@@ -46,17 +47,23 @@ def test_a_decoder_goes_on_from_blocks_that_were_sent_long_after_their_prefill(
         assert reply.num_cached_tokens == (len(asked) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", ["sync", "async", "stages"])
 def test_offloaded_blocks_come_back_right_as_the_slabs_of_pending_copies_stay(
-    engines_dir: Path, models: ModelDirs, is_async: bool
+    engines_dir: Path, models: ModelDirs, kind: str
 ) -> None:
+    """With async scheduling, without it, and in two stages of a pipeline."""
     given = {"model": models.serving, "max_tokens": TOKENS}
-    pool = f"offloading-{is_async}".lower()
-    with forks_in_pool(engines_dir / pool, pool, **SIZE) as fork:
+    pool, num_stages = f"offloading-{kind}", 2 if kind == "stages" else 1
+    with forks_in_pool(engines_dir / pool, pool, **SIZE, num_shards=num_stages) as fork:
         prompts = [one for part in ROUNDS for one in part]
         stock = fork(engine_runs.stock_answers, **given, prompts=prompts)
         engine = fork(
-            connector_runs.answer_again_from_the_host, **given, pool=pool, rounds=ROUNDS, is_async=is_async
+            connector_runs.answer_again_from_the_host,
+            **given,
+            pool=pool,
+            rounds=ROUNDS,
+            is_async=kind == "async",
+            num_stages=num_stages,
         )
         answers, expected = [reply for part in engine.result() for reply in part], stock.result()
     assert [reply.num_cached_tokens for reply in answers] == [2 * BLOCK_TOKENS] * len(answers)

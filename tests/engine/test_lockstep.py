@@ -10,7 +10,7 @@ import engine_runs
 import pytest
 from forked_engines import Fork
 from probes import ROLLOUT_TOKENS, prompt, wave_prompts
-from real_engine import RealEngine, runtime_dir, until
+from real_engine import RealEngine, new_folder, runtime_dir, until
 from references import ModelDirs, StockAnswers
 from shared_gpu import HEADROOM_SLABS, NUM_SLABS, SETTINGS, BoardLog
 from tiny_models import SLAB_BYTES, make_moe_model
@@ -78,9 +78,7 @@ def is_unclaimed(words: Words) -> bool:
 
 @pytest.fixture(scope="module", params=[(), ("--enable-expert-parallel",)], ids=["data", "experts"])
 def experts(engines_dir: Path, models: ModelDirs, request: pytest.FixtureRequest) -> Iterator[Experts]:
-    folder = engines_dir / f"experts-{len(request.param)}"
-    folder.mkdir()
-    made = Experts(folder, models, *request.param)
+    made = Experts(new_folder(engines_dir, "experts"), models, *request.param)
     yield made
     made.close()
 

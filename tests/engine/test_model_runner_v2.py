@@ -12,11 +12,11 @@ import engine_runs
 import pytest
 from forked_engines import Fork
 from probes import prompt
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from references import ModelDirs
 from speculative_runs import speculation
 from test_models_in_slabs import assert_greedy
-from tiny_models import SLAB_BYTES
+from tiny_models import SLAB_BYTES, make_eagle3_head, make_mtp_model
 from v2_runs import ENV, read_moves
 
 from rose.engine.stock import STOCK_ENV
@@ -31,7 +31,6 @@ TIMEOUT_S = 1200.0
 
 def run_v2(folder: Path, pool: str, num_ranks: int = 1, **given: Any) -> Any:
     """Starts a pool and runs v2_runs.py in it, with the prompts and these arguments."""
-    folder.mkdir()
     arguments, answers, log = (folder / name for name in ("given.json", "answers.json", "v2.log"))
     arguments.write_text(json.dumps({"pool": pool, "prompts": PROMPTS, "max_tokens": TOKENS, **given}))
     environment = {**os.environ, **STOCK_ENV, **ENV, "ROSE_RUNTIME_DIR": str(runtime_dir(folder))}
@@ -53,13 +52,11 @@ def run_v2(folder: Path, pool: str, num_ranks: int = 1, **given: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(engines_dir: Path, models: ModelDirs) -> list[list[int]]:
-    stock = Fork(
-        engines_dir,
-        engine_runs.stock_answers,
-        model=models.untied[0],
-        prompts=PROMPTS,
-        max_tokens=TOKENS,
-    )
+    return stock_answers(engines_dir, models.untied[0])
+
+
+def stock_answers(folder: Path, model: Path) -> list[list[int]]:
+    stock = Fork(folder, engine_runs.stock_answers, model=model, prompts=PROMPTS, max_tokens=TOKENS)
     try:
         answers: list[list[int]] = stock.result()
     finally:
@@ -70,7 +67,7 @@ def expected(engines_dir: Path, models: ModelDirs) -> list[list[int]]:
 def test_v2_warms_up_on_block_0_and_answers_as_stock_over_a_cut_and_counts_what_others_generated(
     engines_dir: Path, models: ModelDirs, expected: list[list[int]]
 ) -> None:
-    found = run_v2(engines_dir / "v2", "v2", model=str(models.untied[0]))
+    found = run_v2(new_folder(engines_dir, "v2"), "v2", model=str(models.untied[0]))
     assert found["written"] == [0]
     assert found["told"] == found["whole"] != found["not told"]
     ends = [end for _, end in found["replies"]]
@@ -85,7 +82,7 @@ def test_v2_answers_as_stock_with_a_draft_model_while_slabs_leave(
     """Most drafts are wrong: the draft model has other weights. Triton's interpreter refuses the kernel with
     which V2 drafts by ngram ("mask has unsupported dtype")."""
     found = run_v2(
-        engines_dir / "v2-drafted",
+        new_folder(engines_dir, "drafted"),
         "v2-drafted",
         model=str(models.untied[0]),
         speculative=speculation("draft_model", models.untied[1]),
@@ -96,13 +93,37 @@ def test_v2_answers_as_stock_with_a_draft_model_while_slabs_leave(
     assert "standalone_ar.speculator" in found["modules"]
 
 
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_v2_drafts_in_the_last_stage_of_a_pipeline_and_answers_as_stock_while_slabs_leave(
+    engines_dir: Path, models: ModelDirs, expected: list[list[int]], method: str
+) -> None:
+    folder = new_folder(engines_dir, method)
+    model, layers = models.untied[0], "3,1"
+    if method == "mtp":
+        model, layers = make_mtp_model(folder / "model", dtype="float32"), "1,1"
+        expected = stock_answers(engines_dir, model)
+    head = make_eagle3_head(folder / "head") if method == "eagle3" else None
+    found = run_v2(
+        folder,
+        f"v2-{method}",
+        num_ranks=2,
+        layers=layers,
+        model=str(model),
+        speculative=speculation(method, head),
+        num_rounds=4,
+    )
+    assert_greedy(read_moves(found["moves"]), expected)
+    assert found["num_drafts"] > 0
+
+
 def test_v2_answers_as_stock_in_a_pipeline_with_async_scheduling_also_behind_a_gate(
     engines_dir: Path, models: ModelDirs, expected: list[list[int]]
 ) -> None:
     """vLLM then holds a step more than there are stages, and a step's tokens reach the first stage as many
     passes later as there are stages. Behind a gate one step is in flight."""
     model = str(models.untied[0])
-    found = run_v2(engines_dir / "v2-staged", "v2-staged", num_ranks=2, model=model, layers="1,3")
+    folder = new_folder(engines_dir, "staged")
+    found = run_v2(folder, "v2-staged", num_ranks=2, model=model, layers="1,3")
     assert found["queue"] == 3
     assert found["in_flight"] == [2, 1]
     assert {end for _, end in found["replies"]} == {"length", "abort"}

@@ -11,7 +11,7 @@ import pytest
 from live_rollouts import live_rollouts
 from preloaded import FORKS
 from probes import prompt
-from real_engine import until
+from real_engine import new_folder, until
 from references import ModelDirs, StockAnswers
 from tiny_models import BLOCK_TOKENS
 
@@ -29,8 +29,7 @@ divide such a slab, so ids have gaps, and the range does not end with a block.""
 @pytest.fixture
 def store(engines_dir: Path) -> Iterator[Path]:
     """Returns the file that tells engines where the store is."""
-    folder = engines_dir / "mooncake-store"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "store")
     master = start_mooncake_master("127.0.0.1")
     config = {
         "metadata_server": "P2PHANDSHAKE",

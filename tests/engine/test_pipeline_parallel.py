@@ -8,13 +8,16 @@ import engine_runs
 import pytest
 from forked_engines import Fork, forks
 from preloaded import FORKS
-from probes import prompt
-from real_engine import runtime_dir
-from references import ModelDirs
+from probes import NUM_VERSIONS, probes, prompt
+from real_engine import new_folder, runtime_dir
+from references import ModelDirs, StockAnswers
+from test_data_parallel import Replicas, answer_as_stock, on_each_rank
 from test_models_in_slabs import HEADROOM_SLABS, NUM_SLABS, assert_greedy
 from tiny_models import SLAB_BYTES, make_parallel_model, make_window_model
+from weight_probes import update
 
 from rose.memory.daemon.daemon import start_daemon
+from rose.types import Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -115,3 +118,20 @@ def test_a_pipeline_serves_beside_tensor_parallel_rollouts(
     assert_greedy(checks.moves, expected)
     answers, once = bursts.result(), run(engine_runs.stock_answers, **serving).result()
     assert answers == once * (len(answers) // len(once))
+
+
+def test_data_parallel_pipelines_answer_as_stock_and_take_new_weights(
+    engines_dir: Path, models: ModelDirs, stock: StockAnswers
+) -> None:
+    """Two engines of two data-parallel ranks, each a pipeline of two stages with a pool of its own."""
+    folder = new_folder(engines_dir, "replicated")
+    pair = Replicas(folder, {Role.SERVING: models.serving, Role.ROLLOUT: models.untied[0]}, NUM_RANKS)
+    try:
+        answer_as_stock(pair, stock, num_balanced=0)
+        rollout = pair.engines[Role.ROLLOUT]
+        update(rollout, models.untied[NUM_VERSIONS], NUM_VERSIONS)
+        expected = stock.of("untied")
+        for turn in probes():
+            assert on_each_rank(rollout, turn) == NUM_RANKS * [expected[tuple(turn)]["tokens"]]
+    finally:
+        pair.close()

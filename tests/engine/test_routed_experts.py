@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from probes import prompt
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from tiny_models import SLAB_BYTES, make_moe_model
 from v2_runs import ENV
 
@@ -24,8 +24,7 @@ PROMPTS = [prompt(f"routed-{index}", 60 + 30 * index) for index in range(4)]
 
 
 def test_the_rows_before_and_behind_a_cut_are_those_of_the_uncut_request(engines_dir: Path) -> None:
-    folder = engines_dir / "routed"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "routed")
     model, given, answers = make_moe_model(folder / "model"), folder / "given.json", folder / "answers.json"
     asked = {"model": str(model), "pool": "routed", "prompts": PROMPTS, "max_tokens": TOKENS}
     given.write_text(json.dumps({**asked, "num_slabs": NUM_SLABS}))

@@ -13,7 +13,7 @@ import speculative_runs
 import torch
 from forked_engines import Fork, forks
 from probes import prompt
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from references import ModelDirs
 from safetensors.torch import load_file, save_file
 from speculative_runs import NUM_DRAFTS, Drafted, Served, Updated, speculation
@@ -180,8 +180,8 @@ def test_new_weights_count_at_once_and_the_drafter_follows_if_its_tensors_come_t
 def test_a_draft_model_of_another_vocabulary_is_refused_before_any_model_is_loaded(
     engines_dir: Path, pool: str, models: ModelDirs
 ) -> None:
-    other = engines_dir / "speculative" / "other-words"
-    shutil.copytree(models.untied[1], other)
+    other = new_folder(engines_dir, "other-words")
+    shutil.copytree(models.untied[1], other, dirs_exist_ok=True)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 2 * VOCABULARY}))
     for file in other.glob("*.safetensors"):

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vllm is not installed")
 
 from forked_server import ForkedServer
 from made_profiles import store_profile
-from real_engine import READY_S, RealEngine, runtime_dir
+from real_engine import READY_S, RealEngine, new_folder, runtime_dir
 from references import ModelDirs
 from tiny_models import SLAB_BYTES
 from vllm.engine.arg_utils import EngineArgs
@@ -32,21 +32,20 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
         *(sys.executable, "-m", "rose.cli", "serve", str(models.serving), "--role", "serving"),
         *("--pool", "strict", "--port", str(free_port()), "--kv-transfer-config", exporting),
     ]
+    folder = new_folder(engines_dir, "strict")
     with ExitStack() as undo:
 
         def engine(*args: str, **rose: str) -> ServerProcess:
-            one = RealEngine(models.untied[0], Role.ROLLOUT, engines_dir, *args, **rose)
+            one = RealEngine(models.untied[0], Role.ROLLOUT, folder, *args, **rose)
             undo.callback(one.stop)
             return one.process
 
-        runtime = runtime_dir(engines_dir)
+        runtime = runtime_dir(folder)
         daemon = start_daemon(
             "strict", num_slabs=8, slab_bytes=SLAB_BYTES, headroom_slabs=2, runtime_dir=runtime
         )
         undo.callback(daemon.stop)
-        command = ServerProcess(
-            serve, "serve", engines_dir / "strict.log", env={"ROSE_RUNTIME_DIR": str(runtime)}
-        )
+        command = ServerProcess(serve, "serve", folder / "strict.log", env={"ROSE_RUNTIME_DIR": str(runtime)})
         command = ForkedServer(command, "vllm.entrypoints.openai.api_server")
         cases = {
             "--additional-config: unknown key 'rose.lease'; did you mean 'lease_s'?": engine(
@@ -63,8 +62,7 @@ def test_what_an_engine_refuses_ends_it_with_one_clear_line(engines_dir: Path, m
 
 
 def test_an_slo_below_the_profile_ends_the_engine_with_one_line(engines_dir: Path, models: ModelDirs) -> None:
-    folder = engines_dir / "slo"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "slo")
     config = EngineArgs(model=str(models.serving), enforce_eager=True).create_engine_config()
     store_profile(profile_key(config), folder / "cache" / "profiles")
     with ExitStack() as undo:

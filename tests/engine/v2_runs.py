@@ -86,11 +86,16 @@ def staged(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def drafted(given: dict[str, Any]) -> dict[str, Any]:
-    """Answers with draft tokens while slabs leave (speculative_runs.py); and V2's modules that drafted."""
+    """Answers with draft tokens while slabs leave (speculative_runs.py); and V2's modules that drafted.
+    ``layers``: how many a pipeline's stages have, if there are stages."""
     from dataclasses import asdict
 
+    from async_runs import use_ranks
     from speculative_runs import draft_over_cuts
 
+    if layers := given.pop("layers", ""):
+        use_ranks(layers)
+        given["pipeline_parallel_size"] = len(layers.split(","))
     found = asdict(draft_over_cuts(**given))
     made = "vllm.v1.worker.gpu.spec_decode."
     return {**found, "modules": [name.removeprefix(made) for name in sys.modules if name.startswith(made)]}

@@ -110,14 +110,3 @@ def test_adapters_whose_versions_could_never_change_are_refused_before_anything_
         checks.check_adapters(_with_adapters())
     checks.check_adapters(_with_adapters("--max-loras", "3"))
     checks.check_adapters(_with_adapters("--max-loras", "2", "--max-cpu-loras", "4"))
-
-
-@pytest.mark.parametrize("flags", [("-pp", "2"), ("--pipeline-parallel-size=2",)])
-def test_adapters_of_an_engine_with_pipeline_parallelism_are_refused_before_anything_starts(
-    flags: tuple[str, ...],
-) -> None:
-    with pytest.raises(
-        ConfigError, match=r"don.t work with pipeline parallelism, and --pipeline-parallel-size is 2"
-    ):
-        checks.check_adapters(_with_adapters("--max-loras", "5", *flags))
-    checks.check_adapters(_with_adapters("--max-loras", "5"))

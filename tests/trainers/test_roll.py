@@ -32,7 +32,8 @@ def make_proxy(url: str) -> Any:
 
     import rose.trainers.roll  # noqa: F401
 
-    config = LLMProxyConfig(proxy_type="rose", proxy_config={"router_url": url, "model": "scripted"})
+    given = {"router_url": url, "model": "scripted", "weights": {"relay_url": "embedded://relay:8400"}}
+    config = LLMProxyConfig(proxy_type="rose", proxy_config=given)
     tokenizer: Any = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD)
     return create_llm_proxy(None, config, tokenizer, None)
 

@@ -67,5 +67,19 @@ class RelayProcess:
 
 StartRelay = Callable[..., RelayProcess]
 """Starts a relay process; takes its kind, then options of `rose relay`."""
-SharedRelays = Callable[[str], RelayProcess]
-"""Returns the process of a kind that all tests share."""
+
+
+class SharedRelays:
+    """One relay process of each kind, which all tests share, from its first use on."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, RelayProcess] = {}
+
+    def __call__(self, kind: str) -> RelayProcess:
+        if kind not in self._started:
+            self._started[kind] = RelayProcess(kind)
+        return self._started[kind]
+
+    def stop(self) -> None:
+        while self._started:
+            self._started.popitem()[1].stop()

@@ -5,6 +5,7 @@
     rose/{run}/HEAD                      newest version, and the chain to it        (replaced)
     rose/{run}/LAYOUT                    tensors, bucket size, adapter's config     (written once)
     rose/{run}/CLAIM                     the trainer that has opened the run last   (replaced)
+    rose/{run}/OPENING                   the trainer that is to write HEAD first    (removed then)
     rose/{run}/{new}-{base}/{bucket}     one frame; base "none" for a snapshot      (written once)
     rose/{run}/{new}-{base}/MANIFEST     the version's buckets and state hash, put after its frames
     rose/{run}/{new}-{base}/PART{rank}   one trainer rank's share of the version, if there are several
@@ -244,6 +245,10 @@ def head_key(run_id: str) -> str:
 
 def claim_key(run_id: str) -> str:
     return f"rose/{run_id}/CLAIM"
+
+
+def opening_key(run_id: str) -> str:
+    return f"rose/{run_id}/OPENING"
 
 
 def layout_key(run_id: str) -> str:

@@ -6,6 +6,7 @@ the caller. take_back() restores the kept copy as it was at the last settle(). C
 the GIL, so each thread may use a core. Never talks to a relay. One caller at a time.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +18,17 @@ from rose.transfer.format.layout import Bucket
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.codec_choice import pack_for_link
 from rose.transfer.publish.kept_copy import KeptCopy
+
+_MOST_ENCODE_THREADS = 4
+"""The default's limit: more cores only wait for memory."""
+
+
+def num_encode_threads(wanted: int | None, num_ranks: int) -> int:
+    """Returns a rank's share of the cores, unless another number is wanted. Raises: ValueError."""
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"encode_threads must be >= 1, got {wanted}")
+    share = len(os.sched_getaffinity(0)) // max(num_ranks, 1)
+    return wanted if wanted is not None else min(max(share, 1), _MOST_ENCODE_THREADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

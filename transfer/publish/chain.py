@@ -3,8 +3,8 @@
 Owns which objects exist, HEAD, the oldest version from which followers may still start, the time at which the
 relay folds deltas into a snapshot, and the run's announcement. Also removes objects that are no longer
 needed, and repairs relay copies that missed writes. HEAD never names an object that is missing, and is moved
-before anything that it named is removed. Never encodes weights. The publisher's thread calls it; the threads
-that put call make_room() and announce_coming().
+before anything that it named is removed. Never encodes weights. One thread at a time calls it; beside it, the
+threads that put call make_room() and announce_coming().
 """
 
 import logging
@@ -58,7 +58,7 @@ class VersionChain:
     latest.
 
     snapshot_share: a snapshot is also due when all deltas since the last one exceed this share of its size.
-    adapter: what the run's adapter is; None: it has whole weights.
+    adapter: what the run's adapter is; None: it has whole weights. writer: what claim_run() returned.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class VersionChain:
         signer: Signer | None,
         adapter: AdapterBody | None = None,
         config: dict[str, JsonValue] | None = None,
+        writer: str | None = None,
     ) -> None:
         self._adapter = adapter
         self._config = config
@@ -80,7 +81,7 @@ class VersionChain:
         self._snapshot_every = snapshot_every
         self._snapshot_share = snapshot_share
         self._signer = signer
-        self._writer = uuid.uuid4().hex
+        self._writer = writer if writer is not None else uuid.uuid4().hex
         self._has_claimed = False
         """Whether this trainer was the last to open the run, as far as it knows."""
         self._objects: dict[tuple[int, int | None], list[str]] = {}
@@ -109,12 +110,11 @@ class VersionChain:
         also where another trainer has published under this run id.
         """
         self._opened_s = time.monotonic()
-        if self._relay.get(keys.head_key(self._run_id)) is None:
-            if not self._has_claimed and not others_write:
-                left = self._relay.keys(keys.run_prefix(self._run_id))  # by a trainer that failed meanwhile
-                self._relay.remove(key for key in left if keys.is_version_key(key))
-            self._open_anew()
-        elif not self._has_claimed:
+        key = keys.head_key(self._run_id)
+        head = self._relay.get(key)
+        if head is None:
+            self._open_anew(removes_left=not self._has_claimed and not others_write)
+        elif unpack_body(head, Head, key).writer != self._writer:
             raise _used_already(self._run_id)
         else:
             prefix = keys.run_prefix(self._run_id)
@@ -127,11 +127,15 @@ class VersionChain:
                 others_write += (keys.version_prefix(self._run_id, self._folding.version, None),)
             self._relay.repair(prefix, written, newest, others_write)
 
-    def _open_anew(self) -> None:
+    def _open_anew(self, *, removes_left: bool = False) -> None:
+        """removes_left: removes what a trainer that failed meanwhile has left."""
+        _claim(self._relay, self._run_id, self._writer)
+        if removes_left:
+            left = self._relay.keys(keys.run_prefix(self._run_id))
+            self._relay.remove(key for key in left if keys.is_version_key(key))
         key = keys.layout_key(self._run_id)
         body = LayoutBody.of(self._layout, self._adapter, self._config)
         self._relay.upsert(key, sealed(self._signer, key, body))
-        self._relay.upsert(keys.claim_key(self._run_id), self._writer.encode())
         self.is_announced, self._has_claimed = False, True
         self._folding = None
 
@@ -142,13 +146,27 @@ class VersionChain:
         if self.is_announced:  # so HEAD stands in the relay, unless that is a new one
             is_there = self._relay.get(keys.head_key(self._run_id)) is not None
         else:
-            claim = self._relay.get(keys.claim_key(self._run_id))
-            is_there = self._has_claimed = claim == self._writer.encode()
+            is_there = self._has_claimed = self._holds_claim() and self._marks_opening()
         if not is_there:
             raise RelayError(
                 f"run {self._run_id}: the relay was started again while a snapshot was written, or another "
                 "trainer has opened this run; publish again, and if that fails, choose another run id"
             )
+        return False
+
+    def _holds_claim(self) -> bool:
+        return self._relay.get(keys.claim_key(self._run_id)) == self._writer.encode()
+
+    def _marks_opening(self) -> bool:
+        """Tells other trainers that HEAD is about to be written; returns whether the claim still holds.
+
+        A trainer writes its claim and then looks for the mark, and this one looks for claims when the mark is
+        there. So of two that open the run at the same time, one is refused at least.
+        """
+        self._relay.upsert(keys.opening_key(self._run_id), self._writer.encode())
+        if self._holds_claim():
+            return True
+        self._relay.remove([keys.opening_key(self._run_id)])
         return False
 
     def start(self, version: int, base: int | None) -> list[str]:
@@ -206,10 +224,11 @@ class VersionChain:
         self._head = (version, state_hash)
         if self._snapshots[-1] == version:
             self._folding, self._is_fold_due, self._chain_bytes = None, False, 0  # the trainer sent it
-        self.make_room()
+        self._make_room()
         if not self.is_announced:
             if self._adapter is None:  # engines that follow the newest run want whole weights
                 self._relay.upsert(keys.HEAD_RUN_KEY, pack_body(HeadRun(run_id=self._run_id)))
+            self._relay.remove([keys.opening_key(self._run_id)])
             self.is_announced = True
         if self._is_fold_due:
             self._ask_to_fold(version, state_hash)
@@ -245,9 +264,11 @@ class VersionChain:
 
     def make_room(self) -> None:
         """Removes what nobody needs now that workers have acknowledged more. Raises: RelayError."""
+        if self.is_announced:  # else a relay that came back empty would get HEAD before its version
+            self._make_room()
+
+    def _make_room(self) -> None:
         with self._lock:
-            if self._head is None:
-                return
             self._take_folded()
             self._left = []
             self._oldest_base = self._choose_oldest_base()
@@ -296,6 +317,13 @@ class VersionChain:
         acks = [read_ack(key, data) for key, data in bodies.items()]
         return {ack.worker: ack for ack in acks if ack is not None}
 
+    def acked_version(self, worker: str) -> int:
+        """Returns the number that the worker acknowledged last, or -1. Raises: RelayError."""
+        key = keys.ack_prefix(self._run_id) + worker
+        data = self._relay.get(key)
+        ack = read_ack(key, data) if data is not None else None
+        return ack.version if ack is not None else -1
+
     def _choose_oldest_base(self) -> int:
         """Returns the latest snapshot once all workers are past it, else the one before it, for workers that
         lag.
@@ -318,6 +346,14 @@ class VersionChain:
         return [ack for name, ack in acks.items() if name not in gone]
 
 
+def check_pace(link_gbps: float, snapshot_every: int) -> None:
+    """Raises: ValueError."""
+    if link_gbps <= 0 or snapshot_every < 1:
+        raise ValueError(
+            f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
+        )
+
+
 def read_ack(key: str, data: bytes) -> Ack | None:
     """Returns the acknowledgement in an object; None, and a line in the log, when it is none: whoever has the
     relay's read key can write there, and is not to stop the trainer.
@@ -329,16 +365,27 @@ def read_ack(key: str, data: bytes) -> Ack | None:
         return None
 
 
-def claim_run(relay: Relay, run_id: str) -> None:
-    """Checks that nobody published under this run id, and removes what a run without HEAD left.
+def claim_run(relay: Relay, run_id: str) -> str:
+    """Claims a run that nobody has published, and removes what a run without HEAD left; returns the claim.
 
     What trainer ranks announced that they hold stays, because some may already have done so. Raises:
     RelayError.
     """
     if relay.get(keys.head_key(run_id)) is not None:
         raise _used_already(run_id)
-    left = relay.keys(keys.run_prefix(run_id))
+    writer = uuid.uuid4().hex
+    _claim(relay, run_id, writer)
+    left = set(relay.keys(keys.run_prefix(run_id))) - {keys.claim_key(run_id)}
     relay.remove(key for key in left if not key.startswith(keys.rank_prefix(run_id)))
+    return writer
+
+
+def _claim(relay: Relay, run_id: str, writer: str) -> None:
+    """Raises: RelayError where another trainer is about to write HEAD, or has just done so."""
+    relay.upsert(keys.claim_key(run_id), writer.encode())
+    mark = relay.get(keys.opening_key(run_id))
+    if mark not in (None, writer.encode()) or relay.get(keys.head_key(run_id)) is not None:
+        raise _used_already(run_id)
 
 
 def _used_already(run_id: str) -> RelayError:

@@ -5,12 +5,13 @@ its objects are in the relay; the routers of ROSE_ROUTER_URL hear of it before p
 copy is updated in the same pass that compares it with the weights. If that publish fails, the next one takes
 the copy back to the last committed version and starts from there. Deltas are exact. Never waits for engines,
 except in wait_acked(). One thread at a time, which may go on with its training while publish_async() sends.
+A trainer of one process also gives the last version again to a relay that came back empty.
 Source: ROSE §4.2. Where we differ: deltas are wrap differences of raw bits instead of sums (a bf16 sum is not
 exact), and the relay folds snapshots, which bound the chain of deltas that a late joiner has to apply.
 """
 
 import logging
-import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -33,8 +34,8 @@ from rose.transfer.format.planes import WeightPlanes
 from rose.transfer.format.state_hash import StateHash
 from rose.transfer.publish.announcer import RunAnnouncer
 from rose.transfer.publish.behind import Behind
-from rose.transfer.publish.bucket_encoder import BucketEncoder
-from rose.transfer.publish.chain import VersionChain, claim_run, read_ack
+from rose.transfer.publish.bucket_encoder import BucketEncoder, num_encode_threads
+from rose.transfer.publish.chain import VersionChain, check_pace, claim_run
 from rose.transfer.publish.kept_copy import open_kept_copy
 from rose.transfer.publish.published_dtypes import AUTO, PublishedDtypes
 from rose.transfer.publish.quantized_source import source_of
@@ -53,8 +54,6 @@ DEFAULT_LINK_GBPS = 1.0
 FULL_WAIT_S = 30.0
 RANKS_TIMEOUT_S = 120.0
 _PUT_THREADS = 2
-_MOST_ENCODE_THREADS = 4
-"""The default's limit: more cores only wait for memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +77,6 @@ class SyncReport:
     encode_s: float
     put_s: float
     """The time spent waiting for the relay when nothing was left to encode meanwhile."""
-
-
-def _check_pace(link_gbps: float, snapshot_every: int) -> None:
-    if link_gbps <= 0 or snapshot_every < 1:
-        raise ValueError(
-            f"link_gbps must be > 0 and snapshot_every >= 1, got {link_gbps} and {snapshot_every}"
-        )
-
-
-def _num_encode_threads(wanted: int | None, num_ranks: int) -> int:
-    """Returns this rank's share of the cores, unless another number is wanted. Raises: ValueError."""
-    if wanted is not None and wanted < 1:
-        raise ValueError(f"encode_threads must be >= 1, got {wanted}")
-    share = len(os.sched_getaffinity(0)) // max(num_ranks, 1)
-    return wanted if wanted is not None else min(max(share, 1), _MOST_ENCODE_THREADS)
 
 
 class WeightPublisher:
@@ -149,8 +133,8 @@ class WeightPublisher:
         routers: RunAnnouncer | None = None,
     ) -> None:
         self.run_id = keys.check_name(run_id if run_id is not None else uuid.uuid4().hex[:12], "run id")
-        _check_pace(link_gbps, snapshot_every)
-        num_threads = _num_encode_threads(encode_threads, num_ranks)
+        check_pace(link_gbps, snapshot_every)
+        num_threads = num_encode_threads(encode_threads, num_ranks)
         self._source = source_of(weights, dtype, quantized_like, num_ranks, checkpoint, rank)
         self._full_wait_s, self._number, self._is_followed = full_wait_s, -1, False
         settings = Settings.from_environment()
@@ -164,8 +148,7 @@ class WeightPublisher:
             self._ranks = TrainerRanks(
                 self._relay, self.run_id, rank, num_ranks, ranks_timeout_s, self._signer
             )
-            if self._ranks.is_leader:
-                claim_run(self._relay, self.run_id)
+            writer = claim_run(self._relay, self.run_id) if self._ranks.is_leader else None
             specs, held = self._source.specs(), self._source.holdings()
             self.layout, share = self._ranks.agree(specs, held, bucket_bytes)
         except (RelayError, ValueError):
@@ -175,15 +158,16 @@ class WeightPublisher:
         self._planes = WeightPlanes(self.layout, share)
         self._buckets = [self.layout.buckets[index] for index in sorted(share)]
         arch = architecture_of(weights) if adapter is None else None
+        pace = (snapshot_every, snapshot_share)
         self._chain = VersionChain(
-            self._relay, self.run_id, self.layout, snapshot_every, snapshot_share, self._signer, adapter, arch
+            self._relay, self.run_id, self.layout, *pace, self._signer, adapter, arch, writer
         )
-        self._lease = RunLease(self._relay, self.run_id) if adapter is None else None  # "auto" wants none
+        self._lease = RunLease(self._relay, self.run_id, self._restore) if adapter is None else None
         self._version_hash, self._is_under_way = StateHash(), False
         """Whether a version was begun whose commit is not known of yet."""
         self._kept = open_kept_copy(self._source, self._planes)
         self._encoder = BucketEncoder(self._kept, codec, link_gbps * 1e9 / 8, num_threads)
-        self._behind = Behind[SyncReport](f"rose-publish-{self.run_id}")
+        self._behind, self._publishing = Behind[SyncReport](f"rose-publish-{self.run_id}"), threading.Lock()
 
     @property
     def version(self) -> WeightVersion | None:
@@ -228,6 +212,28 @@ class WeightPublisher:
         self._source.prepare()
 
     def _publish(self, has_read: Callable[[], None] | None = None) -> SyncReport:
+        with self._publishing:
+            return self._publish_version(has_read)
+
+    def _restore(self) -> None:
+        """Gives a relay that has lost the run its last version again, from the kept copy. Raises: RelayError.
+
+        Engines that start now would find nothing there, and the trainer may publish no other version before
+        they have made its turns. Leaves it to a publish that is under way or has to be repeated, and always
+        if the trainer has several ranks.
+        """
+        if self.num_ranks > 1 or not self._publishing.acquire(blocking=False):
+            return
+        try:
+            if not self._is_under_way and self._relay.get(keys.head_key(self.run_id)) is None:
+                self._chain.open()
+                self._write(self._number, None, self._put_snapshot)
+                self._chain.move_head(self._number, self.state_hash)
+                logger.info("the relay had lost the run and has it again: version=%s", self.version)
+        finally:
+            self._publishing.release()
+
+    def _publish_version(self, has_read: Callable[[], None] | None) -> SyncReport:
         if self._ranks.is_leader:
             base = self._number if self._number >= 0 else None
             coming = keys.version_prefix(self.run_id, self._number + 1, base)
@@ -275,7 +281,7 @@ class WeightPublisher:
         seen: str | None = None
         late = unread = set(workers)
         while True:
-            late = late - {name for name in unread if self._acked_version(prefix + name) >= version.number}
+            late = late - {name for name in unread if self._chain.acked_version(name) >= version.number}
             if not late:
                 return
             left_s = deadline_s - time.monotonic()
@@ -287,11 +293,6 @@ class WeightPublisher:
             # The link to the relay may be slow, so only new acknowledgements are read.
             written = {key.removeprefix(prefix) for key in changes.keys} if changes.keys is not None else late
             unread = late & written
-
-    def _acked_version(self, key: str) -> int:
-        data = self._relay.get(key)
-        ack = read_ack(key, data) if data is not None else None
-        return ack.version if ack is not None else -1
 
     def close(self) -> None:
         """Says that the run has ended, and closes the connection; what was published stays in the relay."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import rose
 from lib.cluster.phase_job import compute
-from lib.load.turns import RouterClient, Turn, random_prompt, until_so
+from lib.load.turns import RouterClient, Turn, random_prompt, until, until_so
 from rose.trainers.own_engines import OwnEngines
 
 PROMPT_TOKENS = 32
@@ -47,7 +47,8 @@ class TailedJob:
             while not wait((answered,), REPORT_S).done:
                 running = [len(turn.token_ids) for turn in turns if turn.finish_reason is None]
                 if running:
-                    progress.report("rollout", total - len(running), total, num_tokens=max(running))
+                    ended = sum(turn.finish_reason is not None for turn in turns)
+                    progress.report("rollout", ended, total, num_tokens=max(running))
             answered.result()
         progress.report("rollout", total, total, lengths=[len(turn.token_ids) for turn in turns])
         line = {
@@ -61,16 +62,19 @@ class TailedJob:
             log.write(json.dumps(line) + "\n")
 
     async def _ask(self, turns: list[Turn], iteration: int) -> None:
-        """Asks for the longest ones first, once the router knows that all engines are active."""
+        """Asks once the router knows that all engines are active. The longest ones run before the others are
+        asked for, so that a router that places each turn on the least-loaded worker spreads them evenly."""
         lengths = sorted(self._arguments.lengths * len(self._arguments.engines), reverse=True)
         async with RouterClient(self._arguments.router, self._arguments.model) as client:
             await until_so(lambda: self._knows_all(client), "the router knows that all engines are active")
-            begun = [
-                client.begin(random_prompt(f"{iteration}-{number}", PROMPT_TOKENS), length)
-                for number, length in enumerate(lengths)
-            ]
-            turns += [turn for turn, _ in begun]
-            await asyncio.gather(*(task for _, task in begun))
+            tasks = []
+            for number, length in enumerate(lengths):
+                if number == lengths.count(lengths[0]):
+                    await until(lambda: all(turn.token_ids or turn.error for turn in turns), "the tail runs")
+                turn, task = client.begin(random_prompt(f"{iteration}-{number}", PROMPT_TOKENS), length)
+                turns.append(turn)
+                tasks.append(task)
+            await asyncio.gather(*tasks)
         whole = [turn.is_whole(length) for turn, length in zip(turns, lengths, strict=True)]
         assert all(whole), [turn.error for turn in turns]
 

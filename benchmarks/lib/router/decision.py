@@ -120,7 +120,7 @@ def _worker(number: int, config: RouterConfig, slowness: float) -> Worker:
     worker.take_status(RoutingStatus(), 0.0)
     worker.seen(0.0)
     for _ in range(10):
-        worker.speed.saw_decode(0.01 * slowness, 4, 1.0)
+        worker.speed.saw_decode(0.01 * slowness, 4, 1.0, 0.0)
         worker.speed.saw_prefill(0.1 * slowness, 500.0, 1.0)
     return worker
 

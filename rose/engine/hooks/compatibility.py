@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rose.admission.profile import load_profile
 from rose.admission.reach import floors_s, unreachable_slo
 from rose.config import Settings
-from rose.engine.hooks.connectors import check_connectors, check_emptied
+from rose.engine.hooks.connectors import check_connectors, check_emptied, works_in_stages
 from rose.engine.lockstep import in_lockstep, lockstep_problem
 from rose.engine.settings import CONFIG_KEY, EngineSettings
 from rose.errors import ConfigError
@@ -181,24 +181,47 @@ def _check_states(config: VllmConfig) -> None:
 
 
 def _check_connected_ranks(config: VllmConfig) -> None:
-    """Refuses a KV connector whose ranks have different layers, or different tokens of a request."""
+    """Refuses a KV connector whose ranks have different layers or different tokens of a request, except
+    those that are tested in a pipeline."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return
     for kind in ("pipeline", "prefill_context", "decode_context"):
         size = getattr(config.parallel_config, f"{kind}_parallel_size", 1)
-        if size > 1 and config.kv_transfer_config is not None:
+        if size > 1 and not (kind == "pipeline" and works_in_stages(transfer)):
             raise ConfigError(
-                f"--kv-transfer-config with --{kind.replace('_', '-')}-parallel-size {size}: no connector "
-                f"has been tested with such ranks in a slab pool; use --tensor-parallel-size alone, or serve "
-                f"without --pool"
+                f"--kv-transfer-config {transfer.kv_connector} with --{kind.replace('_', '-')}-parallel-size "
+                f"{size}: it has not been tested with such ranks in a slab pool; use --tensor-parallel-size "
+                f"alone, or serve without --pool"
             )
 
 
 def _check_speculation(config: VllmConfig) -> None:
-    """Refuses drafters that a slab pool can't count. vLLM refuses a draft model of another vocabulary."""
+    """Refuses drafters that a slab pool can't count, and those that vLLM can't run in a pipeline. vLLM
+    refuses a draft model of another vocabulary."""
     speculative = config.speculative_config
-    if speculative is not None and speculative.method in UNCOUNTED_DRAFTERS:
+    if speculative is None:
+        return
+    if speculative.method in UNCOUNTED_DRAFTERS:
         raise ConfigError(
             f"--speculative-config method {speculative.method}: vLLM does not say which KV it keeps, so a "
             f"slab pool can't hold it; use ngram, a draft model, EAGLE or MTP, or serve without --pool"
+        )
+    num_stages = config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return
+    what = f"--speculative-config with --pipeline-parallel-size {num_stages}"
+    if speculative.uses_draft_model():
+        # The first draft would end the engine (vLLM 0.32).
+        raise ConfigError(
+            f"{what}: vLLM runs a draft model in the last stage, but loads only this stage's share of its "
+            f"layers there; use EAGLE or MTP, or leave one of the two flags out"
+        )
+    if not config.use_v2_model_runner:
+        # V1 looks for a drafter in every stage, and finds none before the last one (vLLM 0.32).
+        raise ConfigError(
+            f"{what}: vLLM's Model Runner V1, which this engine has, can't draft in a pipeline; use Model "
+            f"Runner V2, which is vLLM's default on a GPU, or leave one of the two flags out"
         )
 
 

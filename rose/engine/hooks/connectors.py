@@ -34,8 +34,8 @@ move. A connector that is derived from one of them counts as that one."""
 EXPORTING = {"LMCacheMPConnector", "FlexKVConnectorV1"}
 """Those of vLLM's connectors that hand the memory to another process by handles of CUDA's IPC, which name a
 whole allocation of cudaMalloc."""
-
-
+STAGED = {"OffloadingConnector"}
+"""The connectors that are tested in a pipeline, where each stage has the KV of its own layers."""
 TRANSIENT = {"NixlBaseConnector", "MooncakeConnector", "DecodeBenchConnector"}
 """Connectors that keep no KV of one request for another."""
 EMPTIED_SPEC = "CPUOffloadingSpec"
@@ -87,6 +87,11 @@ def check_connectors(config: VllmConfig, role: Role) -> None:
     for one in _connectors(config.kv_transfer_config):
         if problem := _problem(one, has_latents=config.model_config.use_mla):
             raise ConfigError(f"--kv-transfer-config {one.kv_connector}: {problem}, or serve without --pool")
+
+
+def works_in_stages(config: KVTransferConfig) -> bool:
+    """Returns whether the connector, or each one in a MultiConnector, is known to work in a pipeline."""
+    return all(one.kv_connector in STAGED for one in _connectors(config))
 
 
 def preferred_layout(config: VllmConfig) -> str | None:

@@ -77,8 +77,7 @@ class ServedEngine:
         """None where several API servers share the engine."""
         self.loan = LoanedRun(has_subscriber=settings.has_subscriber)
         self.adapters: EngineAdapters | None = None
-        """None on an engine without --enable-lora, under pipeline parallelism, and where several API servers
-        share the engine."""
+        """None on an engine without --enable-lora, and where several API servers share the engine."""
         self.fails_prompt_logprobs = False
         """Whether a request for the log-probabilities of its prompt would end the engine core."""
         self._exclusive = asyncio.Lock()
@@ -210,7 +209,7 @@ class ServedEngine:
         if self.adapters is None:
             raise ConfigError(
                 "this engine takes no LoRA adapters: start it with --enable-lora --max-loras N "
-                "--max-lora-rank R, with one API server and without --pipeline-parallel-size"
+                "--max-lora-rank R, and with one API server"
             )
         async with self._exclusive:
             is_active = self.is_active

@@ -315,8 +315,7 @@ class RoseEndpoint:
             # vLLM 0.32.
             control.fails_prompt_logprobs = config.lora_config is not None and current_platform.is_cpu()
             models = getattr(state, "openai_serving_models", None)
-            is_alone = control.leases is not None and config.parallel_config.pipeline_parallel_size == 1
-            if config.lora_config is not None and models is not None and is_alone:
+            if config.lora_config is not None and models is not None and control.leases is not None:
                 copies = AdapterCopies(Settings.from_environment().staging_root, settings.engine_id)
                 control.adapters = EngineAdapters(engine_client, models, copies, control.call_ranks)
             await control.start()

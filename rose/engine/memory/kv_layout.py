@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from rose.errors import ConfigError, PoolError
+from rose.memory.pool.pool_memory import KEPT_BY_OTHERS
 from rose.memory.slabs.layout import SlabLayout
 
 SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
@@ -118,6 +119,25 @@ def place_on_slabs(
         tensor.block_stride = layout.block_stride
     config.num_blocks = layout.num_ids(num_positions)
     return layout
+
+
+def check_longest(config: KVCacheConfig, vllm_config: Any, layout: SlabLayout, num_slabs: int) -> None:
+    """Refuses a --max-model-len of which a request might never get its memory: it would wait at the head of
+    the queue, and all others behind it. ``config`` is on slabs of this ``layout``.
+
+    vLLM's own check counts bytes, and knows neither the block that it pads with nor unused parts of slabs.
+    Raises: ConfigError.
+    """
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    blocks = sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
+    slabs, most = math.ceil((blocks + 1) / layout.blocks_per_slab), num_slabs - KEPT_BY_OTHERS
+    if slabs > most:
+        length = vllm_config.model_config.max_model_len
+        raise ConfigError(
+            f"--max-model-len {length}: such a request needs {slabs} slabs, and of the pool's {num_slabs} "
+            f"another engine keeps one for good: use {length * most // slabs} or less, or start the pool "
+            f"with a larger --num-slabs"
+        )
 
 
 def _multiples(spec: KVCacheSpec) -> tuple[int, int]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import platform
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -25,29 +26,37 @@ logger = logging.getLogger(__name__)
 LEAST_STEP_S = 1e-6
 """The least length of a step, for a clock that does not tell two outputs apart."""
 
+STALE_S = 10.0
+"""The age from which on the last steps do not keep an engine from another one. If the machine is still slow,
+one step in this time may end late."""
+
 
 class StepRecorder:
     """Times steps and fits the step-time model to them. Several may be in flight, and they end in their
     order. A step that waits behind another one takes the time between the two outputs.
 
     In a pipeline, a step takes longer than the time between two outputs, because the steps in flight are in
-    different stages. It counts as taking that time in each stage, which holds if the stages take equally
-    long, but at most the time since it was begun. The model predicts the time of a step that has the pipeline
-    alone.
+    different stages. Each stage takes its share of a step's time, and begins it when it is free and the stage
+    before has ended it. The seconds of a step are those of its way through all stages without a wait, and the
+    model predicts these.
     """
 
-    def __init__(self, key: ProfileKey, directory: Path, num_stages: int = 1) -> None:
-        """Starts from the profile stored for ``key``, if any. ``num_stages``: of the engine's pipeline.
-        Raises: ConfigError if the profile's file is broken."""
+    def __init__(self, key: ProfileKey, directory: Path, stage_shares: Sequence[float] = (1.0,)) -> None:
+        """Starts from the profile stored for ``key``, if any. ``stage_shares``: the share of a step's time
+        that each stage of the engine's pipeline takes. Raises: ConfigError if the profile's file is broken.
+        """
         self._key = key
         self._directory = directory
-        self._num_stages = num_stages
+        self._stage_shares = stage_shares
         stored = load_profile(directory, key)
         self._online = OnlineStepTime(*stored) if stored is not None else OnlineStepTime(None)
         self._observations: list[StepObservation] | None = None
         self._in_flight: deque[tuple[StepShape, float]] = deque()
         """The shape of each step in flight, and when it was begun."""
-        self._last_end_s = 0.0
+        self._free_s = [0.0] * len(stage_shares)
+        """When each stage had ended the step that ended last. The last stage's time is measured."""
+        self._num_begun = 0
+        """The steps that have begun since none was in flight."""
         self.seconds = 0.0
         """The seconds of the step that ended last."""
         self.predicted_s = 0.0
@@ -79,6 +88,7 @@ class StepRecorder:
 
     def started(self, output: SchedulerOutput, requests: Mapping[str, Request], began_s: float) -> None:
         """Starts the clock of a step with tokens, which began with its scheduling."""
+        self._num_begun = 1 + (self._num_begun if self._in_flight else 0)
         self._in_flight.append((shape_of(output, requests), began_s))
 
     def leave_out(self, seconds: float) -> None:
@@ -87,29 +97,58 @@ class StepRecorder:
             shape, began_s = self._in_flight[0]
             self._in_flight[0] = shape, began_s + seconds
 
+    @property
+    def has_unused_stage(self) -> bool:
+        """Whether fewer steps than there are stages have begun since none was in flight."""
+        return self._num_begun < len(self._stage_shares)
+
     def end_of_steps(self) -> float:
         """Returns when the steps in flight will have ended, as the model predicts (time.monotonic)."""
-        free_s = [0.0] * (self._num_stages - 1) + [self._last_end_s]  # when each stage will be free
+        free_s = self._free_s
         for shape, began_s in self._in_flight:
-            stage_s, end_s = self.model.predict_step(shape) / self._num_stages, began_s
-            for stage in range(self._num_stages):
-                end_s = free_s[stage] = max(end_s, free_s[stage]) + stage_s
+            free_s = self._behind(free_s, began_s, self.model.predict_step(shape))
         return free_s[-1]
+
+    def _behind(self, free_s: Sequence[float], began_s: float, seconds: float) -> list[float]:
+        """Returns when each stage will have ended a step of so many seconds. ``free_s``: when each stage
+        will have ended the step ahead."""
+        ends_s = []
+        for share, from_s in zip(self._stage_shares, free_s, strict=True):
+            began_s = max(began_s, from_s) + share * seconds
+            ends_s.append(began_s)
+        return ends_s
+
+    def _seconds(self, began_s: float, now: float) -> float:
+        """Returns the seconds that a step which ends now takes through all stages without a wait.
+
+        From the moment that a stage was free, the step had at least the shares of that stage and of those
+        behind it to go: exactly these if this stage was the last one that it waited for, and more if it
+        waited for a later one. So the least quotient is the step's time. For the first stage, the moment is
+        at the earliest the step's beginning.
+        """
+        free_s, shares = [max(began_s, self._free_s[0]), *self._free_s[1:]], self._stage_shares
+        left = [sum(shares[stage:]) for stage in range(len(shares))]
+        return min((now - from_s) / share for from_s, share in zip(free_s, left, strict=True) if share > 0)
 
     def ended(self, now: float) -> float:
         """Stops the clock of the oldest step when its output is there; returns how many seconds it adds to
         the time with steps in flight."""
         assert self._in_flight, "a step ended that never started"
         shape, began_s = self._in_flight.popleft()
-        busy_s = max(LEAST_STEP_S, now - max(began_s, self._last_end_s))
-        seconds = self.seconds = min(max(LEAST_STEP_S, now - began_s), self._num_stages * busy_s)
-        self._last_end_s = now
+        busy_s = max(LEAST_STEP_S, now - max(began_s, self._free_s[-1]))
+        seconds = self.seconds = max(LEAST_STEP_S, self._seconds(began_s, now))
+        self._free_s = [*self._behind(self._free_s, began_s, seconds)[:-1], now]
         self.predicted_s = self.model.predict_step(shape) if self.is_profiled else 0.0
         observation = shape.observed(seconds)
         self._online.observe(observation)
         if self._observations is not None:
             self._observations.append(observation)
         return busy_s
+
+    def forget_stale(self, now: float) -> None:
+        """Returns to the profile if no step has ended for STALE_S."""
+        if now - self._free_s[-1] >= STALE_S:
+            self._online.forget()
 
     def begin_profile(self) -> None:
         """Keeps every observation from now on."""
@@ -175,6 +214,17 @@ def _parallelism(parallel: ParallelConfig) -> str:
     contexts = {kind: getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("prefill", "decode")}
     further = "".join(f"{kind[0]}cp{size}" for kind, size in contexts.items() if size > 1)
     return f"tp{parallel.tensor_parallel_size}pp{parallel.pipeline_parallel_size}{further}"
+
+
+def stage_shares(config: VllmConfig) -> list[float]:
+    """Returns the share of the model's layers that each stage of the pipeline has, which stands for its share
+    of a step's time. Heads and embeddings count nothing."""
+    num_stages = config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return [1.0]
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    ranges = (get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages))
+    return [(end - start) / num_layers for start, end in ranges]
 
 
 def num_draft_tokens(config: VllmConfig) -> int:

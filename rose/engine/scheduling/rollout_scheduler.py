@@ -41,6 +41,8 @@ STARVED_WAIT_S = 0.01
 """Longest sleep of the engine's loop during that pause. A change of the ledger ends it."""
 PATIENT_WAIT_S = 0.1
 """Longest wait for a grant after which the engine's loop runs once in any case."""
+FORGET_SHARE = 0.5
+"""The share of the stall timeout after which an engine without a step no longer goes by stale steps."""
 MAX_TRIES = 3
 """Tries to claim the GPU per scheduling pass. A try fails if serving publishes between look and claim."""
 
@@ -204,6 +206,8 @@ class RolloutScheduler(RoseScheduler):
         """Returns the token limit of a step that has a grant, or 0 without one. It sleeps while nothing else
         is due, and up to the board's 20 ms longer."""
         candidate = self._candidate()
+        if candidate.waited_s >= FORGET_SHARE * self.rose.stall_s:
+            self.recorder.forget_stale(time.monotonic())
         view, wants = side.view(), candidate.num_decodes + candidate.prefill_tokens_waiting > 0
         side.set_want(wants, self._gate.shortest_step_s(view, candidate, self.recorder.model))
         for attempt in range(MAX_TRIES):

@@ -28,9 +28,10 @@ from vllm.v1.request import Request, RequestStatus
 from rose.admission.gate import GateSettings
 from rose.config import Settings
 from rose.engine.memory.connector_holds import ConnectorHolds, check_shared_store
+from rose.engine.memory.kv_layout import check_longest
 from rose.engine.memory.stages import block_of_core
 from rose.engine.memory.tenant import Tenant
-from rose.engine.scheduling.recorder import StepRecorder, profile_key
+from rose.engine.scheduling.recorder import StepRecorder, profile_key, stage_shares
 from rose.engine.settings import EngineSettings
 from rose.engine.status import Field, ProfileCommand, StatusPage, page_path
 from rose.engine.vllm_version import check_versions
@@ -71,6 +72,7 @@ class RoseScheduler(Scheduler):
                 block=block_of_core(config),
                 lease_s=settings.lease_s if settings.role is Role.ROLLOUT else None,
             )
+            check_longest(kv_cache_config, config, self.tenant.layout, self.tenant.client.num_slabs)
         super().__init__(*args, **kwargs)
         if self.tenant is not None:
             self.tenant.adopt(
@@ -92,7 +94,7 @@ class RoseScheduler(Scheduler):
         self.recorder = StepRecorder(
             profile_key(config),
             Settings.from_environment().profile_dir,
-            config.parallel_config.pipeline_parallel_size,
+            stage_shares(config),
         )
         if self.tenant is not None and not self.recorder.is_profiled:
             nearest = self.recorder.nearest_profile

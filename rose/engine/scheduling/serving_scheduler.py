@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -120,6 +121,11 @@ class ServingScheduler(RoseScheduler):
             # claim of the steps in flight ends too, as steady traffic always has some.
             self._side.end_step(NO_WORK, num_steps=0)
 
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Leaves the GPU to rollouts during a pause that keeps the requests: no step would say so."""
+        super().set_pause_state(pause_state)
+        self._publish(time.monotonic())
+
     @property
     def _shares_compute(self) -> bool:
         return self._side is not None and self._gate.settings.mode is not GateMode.OFF
@@ -180,17 +186,24 @@ class ServingScheduler(RoseScheduler):
         return False
 
     def must_drain(self) -> bool:
-        """Serving keeps steps in flight until a rollout step can take the GPU behind them."""
+        """Serving keeps steps in flight until a rollout step can take the GPU behind them. In a pipeline, a
+        long prompt's chunks fill the stages first. One by one, they would leave all stages but one idle."""
         if super().must_drain():
             return True
         side = self._side
         if side is None or not self._shares_compute or not side.is_wanted:
+            return False
+        if self.recorder.has_unused_stage and self._has_chunk_due():
             return False
         end_s = self.recorder.end_of_steps()
         if self._must_let_finish(side):
             return side.may_offer(end_s, NEVER, to_paused=True)
         view = self._deadlines.view_after(end_s, self.recorder.model, self._context_tokens)
         return self._gate.may_yield(end_s, view) and side.may_offer(end_s, view.latest_start_s)
+
+    def _has_chunk_due(self) -> bool:
+        """Whether a further chunk of a prompt could be scheduled behind those in flight."""
+        return any(request.num_computed_tokens < request.num_prompt_tokens for request in self.running)
 
     def _must_let_finish(self, side: ServingSide) -> bool:
         """Whether a paused rollout step has to end now: it keeps memory that serving lacks, or its requests

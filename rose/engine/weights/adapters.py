@@ -1,8 +1,8 @@
 """Whether a LoRA adapter fits the engine's base model: its modules, their shapes, its rank.
 
-Owns the check, which one rank makes by the names and shapes of its own layers. vLLM checks none of this: it
-skips modules that the model does not have, and copies a matrix that is too small into a part of its place.
-Never loads an adapter.
+Owns the check, which each rank makes by the names and shapes of its own layers. In a pipeline, the ranks of
+each stage check that stage's layers. vLLM checks none of this: it skips modules that the model does not have,
+and copies a matrix that is too small into a part of its place. Never loads an adapter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from rose.transfer.adapters.description import (
     TENSORS_FILE,
@@ -42,7 +43,7 @@ def check_fits(manager: Any, config: VllmConfig, folder: Path) -> None:
     if (rank := max_rank(adapter)) > most:
         raise ValueError(f"it has rank {rank}, the engine takes at most {most}: use --max-lora-rank {rank}")
     found = pairs((spec for spec, _ in read_checkpoint(folder / TENSORS_FILE).values()), adapter)
-    _check_modules(_renamed(found, manager.model), _shapes(manager), adapter)
+    _check_modules(_renamed(found, manager.model), manager, adapter)
 
 
 def _check_base(adapter: AdapterBody, config: VllmConfig) -> None:
@@ -97,12 +98,15 @@ def _part_sizes(layer: Any, num_parts: int) -> list[int] | None:
     return sizes if len(sizes) == num_parts else None
 
 
-def _check_modules(found: Mapping[str, MatrixPair], shapes: ModuleShapes, adapter: AdapterBody) -> None:
+def _check_modules(found: Mapping[str, MatrixPair], manager: Any, adapter: AdapterBody) -> None:
+    shapes = _shapes(manager)
     for module, pair in sorted(found.items()):
+        if is_pp_missing_parameter(f"{module}.", manager.model):
+            continue  # another stage of the pipeline has it
         if module not in shapes:
             raise ValueError(
-                f"it changes {module}, which is none of the {len(shapes)} modules of the base model that "
-                "an adapter may change here"
+                f"it changes {module}, which is none of the base model's modules that an adapter may change "
+                "here"
             )
         wanted = shapes[module]
         if wanted is not None and (pair.up[0], pair.down[1]) != wanted:

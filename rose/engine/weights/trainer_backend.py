@@ -66,11 +66,10 @@ class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
         return cls(init_info, client, source)
 
     def send_weights(self) -> None:
-        """Publishes what the source yields now. Raises: RelayError; WorkerError naming the late workers."""
-        assert self.source is not None
-        for name, tensor in self.source:
-            if self.is_sender:
-                self._keep(name, tensor.detach())
+        """Publishes what the source yields now. Raises: RelayError; WorkerError naming the late workers;
+        ValueError naming the tensors that are not those of the run's first version.
+        """
+        self._gather()
         if not self.is_sender:
             return
         info = self._init_info
@@ -88,8 +87,28 @@ class RelayTrainerEngine(TrainerWeightTransferEngine[RelayTrainerInit]):
             self._publisher.close()
             self._publisher = None
 
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self._weights:
-            self._weights[name].copy_(tensor)
-        else:
-            self._weights[name] = tensor.to("cpu", copy=True)
+    def _gather(self) -> None:
+        """Copies what the source yields to the host. Refuses tensors only when all were read, because the
+        other ranks gather each of them together with this one.
+        """
+        assert self.source is not None
+        if self._publisher is None:
+            self._weights = {}
+        seen, other = set[str](), set[str]()
+        for name, tensor in self.source:
+            if not self.is_sender:
+                continue
+            seen.add(name)
+            kept = self._weights.get(name)
+            if self._publisher is None:
+                self._weights[name] = tensor.detach().to("cpu", copy=True)
+            elif kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+                kept.copy_(tensor.detach())
+            else:
+                other.add(f"{name} is now {tensor.dtype} {tuple(tensor.shape)}")
+        other |= {f"{name} is missing" for name in self._weights.keys() - seen}
+        if other:
+            raise ValueError(
+                "the source's tensors differ from those of the run's first version: "
+                f"{'; '.join(sorted(other))}: yield the same ones each time, or begin a new run"
+            )

@@ -4,14 +4,17 @@ back what dead engines held.
 It owns the pool's memory, the lock and the state file; connections.py has its clients' sockets. A pool has
 one daemon. A dead engine's slabs come free once all its processes have ended. A daemon that starts while
 engines of its predecessor live takes over their memory instead of making new memory. The daemon takes no part
-in moving slabs: if it dies, engines go on with the memory they hold.
+in moving slabs: if it dies, engines go on with the memory they hold. But a rollout engine that hangs with
+memory that serving lacks is killed.
 
 One thread. Source: the crash rules are ours; ROSE §4.1 has only "a global allocator".
 """
 
 import logging
 import os
-from contextlib import ExitStack
+import signal
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +22,7 @@ from typing import Self
 from rose.errors import ConfigError, PoolError
 from rose.memory.daemon.connections import MAX_CLIENTS, Connection, Connections
 from rose.memory.daemon.event_loop import EventLoop, Stopped
+from rose.memory.daemon.hung import HUNG_S, HungEngines
 from rose.memory.daemon.pool_lock import PoolLock
 from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, write_state
 from rose.memory.daemon.roster import AttachRefused, Roster
@@ -32,6 +36,8 @@ logger = logging.getLogger(__name__)
 HAND_OVER_TIMEOUT_S = 20.0
 """A surviving engine connects again every 0.1 to 1 s, but one that loads weights may hold its interpreter for
 seconds."""
+_LOOK_S = 1.0
+"""How often it looks for engines that hang."""
 
 
 class PoolOwner:
@@ -118,9 +124,26 @@ class PoolOwner:
         return memory
 
     def run(self) -> None:
-        """Serves clients until :attr:`loop` is stopped."""
+        """Serves clients until :attr:`loop` is stopped, and ends engines that hang with serving's memory."""
         logger.info("pool open name=%s %s", self._name, self._size)
-        self.loop.run()
+        hung = HungEngines()
+        while not self.loop.is_stopping:
+            self.loop.run(timeout_s=_LOOK_S)
+            assert self._memory is not None, "open() comes first"
+            for slot, num_due in hung.find(self._memory.ledger, time.monotonic()).items():
+                self._kill(slot, num_due)
+
+    def _kill(self, slot: int, num_due: int) -> None:
+        """Kills an engine's processes. Its slabs come free once they have ended."""
+        members = [each for each in self._connections.members() if each.slot == slot]
+        logger.error(
+            "killed hung engine pool=%s slot=%d pids=%s: serving lacks slabs, and it has not given back any "
+            "of %d for %.0f s; start it again",
+            *(self._name, slot, [each.pid for each in members], num_due, HUNG_S),
+        )
+        for each in members:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
 
     # A former daemon's pool ----------------------------------------------------------------------
 

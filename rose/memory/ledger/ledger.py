@@ -147,6 +147,11 @@ class Ledger(SlabTable):
         """How many of the slabs that they want the rollout engines don't own."""
         return self._lacking(self.slots_of(Role.ROLLOUT))
 
+    @property
+    def serving_lacks(self) -> int:
+        """How many of the slabs without which their requests wait the serving engines don't own."""
+        return self._lacking(self.slots_of(Role.SERVING))
+
     def others_lack(self, slot: int) -> int:
         """Returns how many of the slabs that they want the engines in other slots don't own."""
         return self._lacking(other for other in _SLOTS if other != slot)

@@ -124,6 +124,10 @@ class SlabTable:
         """Slabs that an engine owns, without those it is giving back."""
         return self.count_matching(0xFFFF, slot << 8 | SlabState.OWNED)
 
+    def num_giving(self, slot: int) -> int:
+        """Slabs that an engine is giving back."""
+        return self.count_matching(0xFFFF, slot << 8 | SlabState.DRAINING)
+
     def owned(self, slot: int) -> list[int]:
         """Returns the slabs behind :meth:`num_owned`, ascending."""
         return self._matching(0xFFFF, slot << 8 | SlabState.OWNED)

@@ -29,6 +29,8 @@ MIN_SLABS = 2
 """Every engine keeps one slab mapped for good, and at least two engines share a pool."""
 MAX_SLABS = (1 << 24) - 1
 """The ledger's policy word has 24 bits for a number of slabs."""
+KEPT_BY_OTHERS = 1
+"""The slabs that an engine can't have, at least: another one keeps the slab of its padding block for good."""
 MAX_SHARDS = 16
 """The most GPUs that one host has. The daemon's limit on clients follows from it."""
 

@@ -138,9 +138,22 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
             continue
         try:
             content = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--fine-tune {path}: line {number} is not JSON ({error.msg})") from error
+            json.dumps(content, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--fine-tune {path}: line {number} {_defect(error)}") from error
         yield number, content
+
+
+def _defect(error: ValueError | RecursionError) -> str:
+    """Returns what is wrong with a line that can't be read."""
+    match error:
+        case json.JSONDecodeError():
+            return f"is not JSON ({error.msg})"
+        case UnicodeEncodeError():
+            return f"has {error.object[error.start]!a} alone, half of a character, which no tokenizer takes"
+        case RecursionError():
+            return "has lists or objects too deep inside each other"
+    return f"can't be read ({error})"
 
 
 def _parse(path: Path, number: int, content: Any) -> Example | Preference:

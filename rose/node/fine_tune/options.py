@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
@@ -211,6 +212,8 @@ def check(options: FineTuneOptions, model: str, num_gpus: int = 0) -> None:
         check_output(options.output)
     folder = model_folder(model)
     if folder is not None:
+        if options.output is not None:
+            check_space(options.output, _weight_bytes(folder))
         trained_bytes = _TRAINED_BYTES if options.lora_rank is None else _ADAPTED_BYTES
         trained_bytes += _REFERENCE_BYTES if has_preferences else 0
         trained_ratio = options.processes * trained_bytes / _dtype_bytes(folder)
@@ -248,6 +251,16 @@ def check_output(folder: Path) -> None:
         raise ConfigError(f"{flag('output')} {folder}: it is not empty; choose another, or empty it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{flag('output')} {folder}: it can't be written to; choose another")
+
+
+def check_space(folder: Path, weight_bytes: int) -> None:
+    """Raises: ConfigError if the disk of the output folder has no room for the model."""
+    free_bytes = shutil.disk_usage(folder).free
+    if weight_bytes > free_bytes:
+        raise ConfigError(
+            f"{flag('output')} {folder}: the model takes {weight_bytes / 1e9:.1f} GB, and its disk has "
+            f"{free_bytes / 1e9:.1f} GB free: free some, or choose a folder on another disk"
+        )
 
 
 def check_memory(weight_bytes: int, trained_ratio: float, free_bytes: int) -> None:

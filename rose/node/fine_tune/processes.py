@@ -106,7 +106,7 @@ class FineTuning:
         if self._trainers and self._options.output is not None:
             leader, *others = self._trainers
             for process in self._trainers:
-                process.send_signal(signal.SIGTERM)
+                _ask_to_end(process)
             # The first one may wait for one that hangs. One that is killed while it computes with the others
             # on a GPU would have them wait.
             for process, seconds in [*((other, _END_S) for other in others), (leader, _SAVE_S)]:
@@ -162,7 +162,13 @@ class FineTuning:
         if self._kill_s is None:
             self._kill_s = time.monotonic() + grace_s
             for process in self._trainers:
-                process.send_signal(signal.SIGTERM)
+                _ask_to_end(process)
+
+
+def _ask_to_end(process: ServerProcess) -> None:
+    """Sends SIGTERM, and lets a process act on it that someone has stopped by SIGSTOP."""
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
 
 
 def _rank_environments(count: int) -> list[dict[str, str]]:

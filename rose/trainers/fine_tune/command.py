@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +37,7 @@ from transformers import (
 )
 
 from rose.arguments import CommandParser, run_command
-from rose.errors import ConfigError
+from rose.errors import ConfigError, WorkerError
 from rose.node.fine_tune.examples import Example, Preference, read_examples, read_prompts
 from rose.node.fine_tune.options import PUBLISH_S, FineTuneOptions, add_flags, take_options
 from rose.node.signals import take_sigterm_as_sigint
@@ -46,7 +47,13 @@ from rose.trainers.fine_tune.preferences import Preferences, preference_trainer
 from rose.trainers.fine_tune.ranks import HUNG_S, Ranks
 from rose.trainers.fine_tune.rewards import RewardedPrompts, load_reward, reward_trainer
 from rose.trainers.fine_tune.sequences import Sequences, padded
-from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines, on_one_gpu
+from rose.trainers.fine_tune.trainer import (
+    FiniteGradients,
+    GuestTrainer,
+    PublishTrained,
+    StepLines,
+    on_one_gpu,
+)
 from rose.trainers.publishing import PublishWeights
 from rose.transfer.publish.file_names import as_in_files, names_in_files
 from rose.transfer.publish.published_dtypes import PublishedDtypes
@@ -173,6 +180,7 @@ def make_trainer(
             callbacks=callbacks,
         )
     trainer.remove_callback(PrinterCallback)  # it prints a line for each step
+    trainer.add_callback(FiniteGradients())
     return trainer
 
 
@@ -196,7 +204,10 @@ def _publishing(
 
 def save(loaded: Loaded, folder: Path) -> None:
     """Saves the tokenizer and whole weights, each in the checkpoint's data type. The model can't be trained
-    after it."""
+    after it.
+
+    Raises: WorkerError if the folder can't hold them.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     merge_for_good(loaded.model)
@@ -207,8 +218,14 @@ def save(loaded: Loaded, folder: Path) -> None:
         if any(dtypes.keeps(in_file, each) for in_file in names[name])
     }
     model.to(getattr(torch, dtypes.most))
-    model.save_pretrained(folder, state_dict={**model.state_dict(), **wide})
-    loaded.tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder, state_dict={**model.state_dict(), **wide})
+        loaded.tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise WorkerError(
+            f"--fine-tune-output {folder}: the trained model is not saved, what is there is incomplete "
+            f"({error}): the engine alone has the version that went live last"
+        ) from error
     logger.info("saved the trained model to %s", folder)
 
 

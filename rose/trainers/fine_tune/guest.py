@@ -15,6 +15,7 @@ from rose._shm import Words
 from rose.admission.board import MAX_STEP_WAIT_S
 from rose.admission.gate import GatePolicy, GateReason, GateSettings, ServingView
 from rose.admission.rollout_side import RolloutSide
+from rose.admission.slack import NEVER
 from rose.errors import WorkerError
 from rose.scheduler.node.pieces import GIVE_WAY_S, Piece, PieceTimes, Work
 from rose.trainers.fine_tune.ranks import TELL_S, Ranks
@@ -77,6 +78,8 @@ class TrainingGuest:
         """Whether the grant ends when serving gets work. If serving has lent its slack, it waits for the
         end."""
         self._tokens = 0
+        self._longest_s = 0.0
+        """The longest step that serving has ever allowed."""
         self._is_closed = False
 
     @property
@@ -192,15 +195,23 @@ class TrainingGuest:
         return False
 
     def _least_s(self, piece: Piece, work: Work, safe_s: float, view: ServingView) -> float:
-        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves this much."""
+        """Returns the slack that a piece needs. Raises: WorkerError if serving never leaves this much.
+
+        Requests with a tight SLO of their own make the longest step shorter for minutes, which the piece then
+        waits for.
+        """
         longest_s = self._gate.longest_step_s(view)
+        if view.max_step_s < NEVER:
+            self._longest_s = max(self._longest_s, longest_s)
         if math.isinf(safe_s) or safe_s <= longest_s:
             return safe_s
-        if self.times.predict_least(piece, work) > longest_s:
+        least_s = self.times.predict_least(piece, work)
+        if least_s > max(longest_s, self._longest_s):
             expected_s = self.times.predict(piece, work)
             raise WorkerError(
                 f"{piece.kind} of layer {piece.layer} takes {1e3 * expected_s:.0f} ms for {work.sequences} "
                 f"sequences of {work.length} tokens, and serving allows a guest {1e3 * longest_s:.0f} ms: "
                 "train on shorter sequences or fewer at once, or raise max_step_ms of the serving engine"
             )
-        return longest_s  # not all measurements are too long, or there are few
+        # If it is within, not all measurements are too long, or there are few.
+        return safe_s if least_s > longest_s else longest_s

@@ -7,6 +7,7 @@ microbatches were all left out makes no version. Source: LeMix §IV-B and §IV-D
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from rose.errors import WorkerError
 from rose.host_memory import available_and_total
 from rose.scheduler.node.memory import MemoryVerdict, WaitOrDrop
 from rose.scheduler.node.pieces import Work, num_parts
@@ -111,6 +113,26 @@ def _memory_use(device: torch.device) -> tuple[int, int]:
     return total_bytes - available_bytes, total_bytes
 
 
+class FiniteGradients(TrainerCallback):
+    """Ends training ahead of an update that would turn weights into NaN, which would go live and be saved.
+
+    transformers hides such a loss: it logs the mean of the earlier ones in its place.
+    """
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raises: WorkerError if a gradient is infinite or NaN."""
+        gradients = [each.grad for each in kwargs["model"].parameters() if each.grad is not None]
+        largest = float(torch.nn.utils.get_total_norm(gradients, math.inf))
+        if not math.isfinite(largest):
+            raise WorkerError(
+                f"step {state.global_step + 1}: a gradient is {largest:g}, so the update is not made, and "
+                "the weights stay as they are: use a lower --fine-tune-learning-rate, or look for extreme "
+                "examples or rewards"
+            )
+
+
 class PublishTrained(PublishWeights):
     """Publishes weights, but not after optimizer steps that trained nothing."""
 
@@ -138,12 +160,13 @@ def on_one_gpu(arguments: _Arguments) -> _Arguments:
 
 class StepLines(TrainerCallback):
     """Adds a JSON line to a file for each optimizer step: its loss, its reward if there is one, its number,
-    and the guest's totals so far."""
+    and the guest's totals so far. Training goes on without the lines that can't be written."""
 
     def __init__(self, path: Path, slack: SlackCallback, publisher: WeightPublisher) -> None:
         self._path = path
         self._slack = slack
         self._publisher = publisher
+        self._has_failed = False
 
     def on_log(
         self,
@@ -169,5 +192,10 @@ class StepLines(TrainerCallback):
             "left_out": self._slack.num_left_out,
             "version": version.number if version is not None else None,
         }
-        with self._path.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
+        try:
+            with self._path.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("%s lacks lines from step %d on: %s", self._path, state.global_step, error)
+            self._has_failed = True

@@ -12,7 +12,7 @@ from yarl import URL
 
 from rose.scheduler.rollout.placing.views import WorkerKind, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
-from rose.scheduler.rollout.workers.speed import SpeedEstimate
+from rose.scheduler.rollout.workers.speed import ModelSpeeds, WorkerSpeed
 
 _INTERVALS_PER_STALL = 4
 """A chunk has to arrive well within the stall time, even when the gate slows the worker's steps."""
@@ -42,7 +42,8 @@ class AnsweringWorker:
         self.in_flight = 0
         self.num_tokens = 0
         self.seconds_per_token: float | None = None
-        self.speed = SpeedEstimate()
+        self.speed = WorkerSpeed()
+        self._model_speeds = ModelSpeeds()
         self.cache_trust = 1.0
         """The fraction of the prompt tokens expected in its prefix cache that were found there."""
         self.dividing: set[Callable[[str, int, float], None]] = set()
@@ -54,6 +55,15 @@ class AnsweringWorker:
     def _change(self) -> None:
         self._view = None
         self._changed.add(self.id)
+
+    def learn_beside(self, speeds: ModelSpeeds) -> None:
+        """Compares its speed with that of other workers, which share these."""
+        self._model_speeds = speeds
+        self.serves(None)
+
+    def serves(self, model: str | None) -> None:
+        """Compares its speed with that of the workers with this model; None: those that don't say theirs."""
+        self.speed.is_of(self._model_speeds.of(model))
 
     def stream_interval(self, config: RouterConfig) -> int:
         """Returns the tokens to ask for per chunk, few enough that slow steps don't look like a stall."""
@@ -81,7 +91,8 @@ class AnsweringWorker:
             return
         per_token = took_s / num_tokens
         self._change()
-        self.speed.saw_decode(per_token, self.in_flight, self._share if self._share is not None else 1.0)
+        share = self._share if self._share is not None else 1.0
+        self.speed.saw_decode(per_token, self.in_flight, share, now)
         known = self.seconds_per_token
         self.seconds_per_token = (
             per_token if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * per_token

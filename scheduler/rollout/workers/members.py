@@ -8,6 +8,7 @@ Never does: I/O.
 from collections.abc import Iterable, Iterator, Mapping
 
 from rose.scheduler.rollout.placing.fleet import Fleet
+from rose.scheduler.rollout.workers.speed import ModelSpeeds
 from rose.scheduler.rollout.workers.worker import Worker
 
 
@@ -18,6 +19,7 @@ class Members(Mapping[str, Worker]):
         self._workers: dict[str, Worker] = {}
         self._changed: set[str] = set()
         self._fleet = Fleet()
+        self._speeds = ModelSpeeds()
         self.num_contests = 0
         """How often another router lent a GPU that this one would have lent to another job, or a GPU came to
         get other runs' weights than before."""
@@ -36,6 +38,7 @@ class Members(Mapping[str, Worker]):
     def add(self, worker: Worker) -> None:
         self._workers[worker.id] = worker
         worker.note_changes(self._changed)
+        worker.learn_beside(self._speeds)
 
     def remove(self, worker_id: str) -> Worker:
         """Returns the removed worker. Raises: KeyError."""

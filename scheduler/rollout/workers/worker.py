@@ -102,6 +102,8 @@ class Worker(AnsweringWorker):
     def begin_turn(self, job: str, missing_tokens: float) -> None:
         """Takes in a turn that has `missing_tokens` of its prompt to prefill."""
         self._change()
+        if not self.in_flight:
+            self.speed.wakes()
         self.num_turns += 1
         self.tenants[job] += 1
         self.in_flight += 1
@@ -207,7 +209,7 @@ class Worker(AnsweringWorker):
             not_before=self.cooldown_until,
             share=self._share,
             share_until=float("inf") if self._is_dedicated else self._status_at + self._share_lasts_s,
-            speed=self.speed.speed(),
+            speed=self.speed.speed(is_idle=not self.in_flight),
             pending_prefill_tokens=self.pending_prefill_tokens,
         )
 
@@ -372,14 +374,15 @@ class Worker(AnsweringWorker):
         """Takes in what the worker serves; None: it does not say."""
         self._change()
         self.said_models, self.models = models, with_adapters(models, self.adapters)
+        self.serves(next(iter(models or ()), None))
 
     def seen(self, now: float) -> None:
         """Notes a sign of life."""
+        self._change()  # the speed of an idle worker ages
         self.last_seen = now
         self.problem = None
         if not self.is_alive:
             logger.info("worker alive worker=%s kind=%s", self.id, self.spec.kind)
-            self._change()
             self.is_alive = True
 
     def lost(self, reason: str) -> None:

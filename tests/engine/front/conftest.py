@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from front.running import ADAPTERS, OTHERS, PARSERS, SINGLE, ProxyThread, Setup, front_router
-from real_engine import RealEngine
+from real_engine import RealEngine, new_folder
 
 from rose.measure.scripted import make_scripted_model
 from rose.types import Role
@@ -18,8 +18,7 @@ def scripted_model(engines_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def scripted_engine(engines_dir: Path, scripted_model: Path) -> Iterator[RealEngine]:
-    folder = engines_dir / "front"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "front")
     engine = RealEngine(scripted_model, Role.ROLLOUT, folder, *PARSERS, *OTHERS, *SINGLE, *ADAPTERS)
     try:
         yield engine

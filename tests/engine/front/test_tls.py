@@ -9,7 +9,7 @@ import httpx
 import pytest
 from front.chats import CHATS
 from front.running import ENVIRONMENT, PARSERS, READY_S
-from real_engine import RealEngine
+from real_engine import RealEngine, new_folder
 
 from rose.errors import WorkerError
 from rose.http import http_client
@@ -45,8 +45,7 @@ class Way:
 
 @pytest.fixture(scope="module")
 def way(engines_dir: Path, scripted_model: Path) -> Iterator[Way]:
-    folder = engines_dir / "tls"
-    folder.mkdir()
+    folder = new_folder(engines_dir, "tls")
     certificate, key = make_certificate(folder)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**KEYS, "ROSE_TLS_CA": str(certificate), "ROSE_ROUTER_ADMIN_KEY": "adm"}.items():

@@ -8,7 +8,7 @@ from typing import Any
 import engine_runs
 import pytest
 from forked_engines import Fork
-from real_engine import runtime_dir
+from real_engine import new_folder, runtime_dir
 from tiny_models import make_mamba_model, make_mla_model, make_moe_model, make_serving_model, make_state_model
 
 from rose.memory.daemon.daemon import start_daemon
@@ -56,7 +56,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a connector of a pipeline": (
         "serving",
         {**staged("serving"), **connector("NixlConnector")},
-        "--kv-transfer-config with --pipeline-parallel-size 2: no connector has been tested with such ranks",
+        "NixlConnector with --pipeline-parallel-size 2: it has not been tested with such ranks",
+    ),
+    "offloading in a pipeline": ("serving", {**staged("serving"), "kv_offloading_size": 1}, ""),
+    "offloading beside another in a pipeline": (
+        "serving",
+        {**staged("serving"), **connector("MultiConnector", connectors=[OFFLOADING, EXAMPLE])},
+        "MultiConnector with --pipeline-parallel-size 2: it has not been tested with such ranks",
     ),
     "pipeline": ("rollout", staged("rollout"), ""),
     "unknown": (
@@ -79,6 +85,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "serving",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         "",
+    ),
+    "speculation in a pipeline": (
+        "rollout",
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+            **staged("rollout"),
+        },
+        "--pipeline-parallel-size 2: vLLM's Model Runner V1, which this engine has, can't draft",
     ),
     "extraction": (
         "serving",
@@ -140,8 +154,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def folder(engines_dir: Path) -> Iterator[Path]:
-    path = engines_dir / "refusing"
-    path.mkdir()
+    path = new_folder(engines_dir, "refusing")
     with ExitStack() as undo:
         for pool in (POOL, f"{POOL}-1", TWO_SHARDS):  # the first two: of two data-parallel ranks
             daemon = start_daemon(
@@ -186,6 +199,9 @@ def test_what_cannot_live_in_a_pool_is_refused_with_reason_and_fix(folder: Path)
     cases.append(engine_args(hybrid, "rollout", drafts))
     cases.append(engine_args(hybrid, "serving", connector("ExampleConnector")))
     expected += ["", "", "leave --kv-transfer-config out"]
+    drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    cases.append(engine_args(model, "rollout", {"speculative_config": drafter, **staged("rollout")}))
+    expected.append("vLLM runs a draft model in the last stage, but loads only this stage's share")
     fork = Fork(folder, engine_runs.refusals, cases=cases)
     other = Fork(folder, engine_runs.refusals_by_another_version, version="0.34.0", cases=cases[:1])
     try:

@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
+from preloaded import STAGES
+from rank_models import without_weights
+
 from rose.admission.profile import ProfileKey
-from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder, shape_of
+from rose.engine.scheduling.recorder import LEAST_STEP_S, StepRecorder, shape_of, stage_shares
 
 pytestmark = pytest.mark.vllm
 
@@ -23,6 +26,8 @@ KEY = ProfileKey(
     kv_dtype="auto",
     graphs="eager",
 )
+HALVES = (0.5, 0.5)
+"""Two stages that take equally long."""
 OUTPUT: Any = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={})
 DECODE: Any = {"r": SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=2)}
 
@@ -55,7 +60,7 @@ def test_steps_in_flight_end_one_after_the_other(recorder: StepRecorder) -> None
 
 def test_a_step_in_a_pipeline_takes_the_time_between_two_outputs_in_each_stage(tmp_path: Path) -> None:
     """But never longer than since it was begun."""
-    recorder = StepRecorder(KEY, tmp_path, num_stages=2)
+    recorder = StepRecorder(KEY, tmp_path, HALVES)
     for began_s in (1.0, 1.1):
         recorder.started(OUTPUT, DECODE, began_s)
     recorder.ended(2.0)
@@ -70,7 +75,7 @@ def test_a_step_in_a_pipeline_takes_the_time_between_two_outputs_in_each_stage(t
 
 
 def test_steps_in_a_pipeline_end_a_stage_apart(tmp_path: Path) -> None:
-    recorder = StepRecorder(KEY, tmp_path, num_stages=2)
+    recorder = StepRecorder(KEY, tmp_path, HALVES)
     step_s = recorder.model.predict(0, 1, 4)
     recorder.started(OUTPUT, DECODE, 1.0)
     assert recorder.end_of_steps() == pytest.approx(1.0 + step_s)
@@ -78,6 +83,42 @@ def test_steps_in_a_pipeline_end_a_stage_apart(tmp_path: Path) -> None:
     assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)
     recorder.ended(1.0 + step_s)
     assert recorder.end_of_steps() == pytest.approx(1.0 + 1.5 * step_s)
+
+
+@pytest.mark.parametrize("shares", [(0.75, 0.25), (0.25, 0.75), (0.2, 0.5, 0.3), (1.0, 0.0)])
+def test_a_step_takes_its_way_through_stages_of_any_size_whatever_it_waits_for(
+    tmp_path: Path, shares: tuple[float, ...]
+) -> None:
+    """The stages compute steps of different lengths one after the other, as a pipeline does."""
+    recorder = StepRecorder(KEY, tmp_path, shares)
+    steps_s, free_s, ends_s = [4.0, 0.4, 0.4, 4.0, 1.0, 4.0, 4.0, 4.0], [0.0] * len(shares), list[float]()
+    for index, step_s in enumerate(steps_s):
+        # As many are in flight as there are stages, so that each begins with the end of an earlier one.
+        began_s = at_s = ends_s[index - len(shares)] if index >= len(shares) else 0.0
+        for stage, share in enumerate(shares):
+            at_s = free_s[stage] = max(at_s, free_s[stage]) + share * step_s
+        ends_s.append(at_s)
+        if index >= len(shares):
+            recorder.ended(ends_s[index - len(shares)])
+            assert recorder.seconds == pytest.approx(steps_s[index - len(shares)])
+        recorder.started(OUTPUT, DECODE, began_s)
+
+
+def test_a_stage_has_the_share_of_its_layers_also_where_they_are_divided_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = without_weights(tmp_path, max_model_len=64, pipeline_parallel_size=2).create_engine_config()
+    assert stage_shares(config) == [0.5, 0.5]
+    monkeypatch.setenv(STAGES, "1,3")
+    assert stage_shares(config) == [0.25, 0.75]
+
+
+def test_steps_end_at_the_pace_of_the_slowest_stage(tmp_path: Path) -> None:
+    recorder = StepRecorder(KEY, tmp_path, (0.75, 0.25))
+    step_s = recorder.model.predict(0, 1, 4)
+    for _ in range(3):
+        recorder.started(OUTPUT, DECODE, 1.0)
+    assert recorder.end_of_steps() == pytest.approx(1.0 + step_s + 2 * 0.75 * step_s)
 
 
 def test_a_decode_with_draft_tokens_is_one_decode() -> None:

@@ -22,11 +22,13 @@ from vllm.v1.request import Request
 from rose._shm import Words
 from rose.admission.board import BoardWord
 from rose.admission.gate import ServingView
+from rose.admission.online import OnlineStepTime
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.serving_side import ServingSide
 from rose.admission.slack import NEVER
-from rose.admission.step_time import MIN_OBSERVATIONS
+from rose.admission.step_time import MIN_OBSERVATIONS, StepShape, StepTimeModel
 from rose.engine.scheduling import rollout_scheduler
+from rose.engine.scheduling.recorder import STALE_S
 from rose.types import GateMode, Role
 
 
@@ -105,6 +107,27 @@ def test_scheduling_is_a_part_of_the_step_that_the_gate_predicts(
     rollout.schedule()
     started, ends = (board(rollout).load(word) for word in (BoardWord.R_STARTED, BoardWord.R_EST_END))
     assert started > 0 and ends - started > 1e9 * slow_s
+
+
+@pytest.mark.parametrize(("age_s", "is_forgotten"), [(STALE_S, True), (STALE_S - 5, False)])
+def test_old_slow_steps_are_forgotten_once_the_engine_has_waited_for_half_the_stall_timeout(
+    rollout: Any, age_s: float, is_forgotten: bool
+) -> None:
+    recorder = rollout.recorder
+    profile = StepTimeModel(base_s=0.01, per_prefill_token_s=0.001, per_decode_s=0.001)
+    recorder._online = OnlineStepTime(profile)
+    recorder._online.observe(StepShape(prefill_tokens=0, num_decodes=4, context_tokens=0).observed(2.0))
+    assert recorder.model.ratio_q99 > 100
+    ServingSide(board(rollout)).publish(
+        ServingView(has_work=True, has_pending_prefill=False, latest_start_s=time.monotonic() + 1000.0)
+    )
+    rollout.add_request(Request("a", [1] * 9, SamplingParams(max_tokens=4), None))
+    recorder._free_s[-1] = time.monotonic() - age_s
+    rollout.schedule()
+    assert recorder.model.ratio_q99 > 100
+    rollout._waits_since_s = time.monotonic() - 500.0
+    rollout.schedule()
+    assert (recorder.model == profile) is is_forgotten
 
 
 def test_a_paused_engine_stalls_nobody_and_asks_for_no_grant(rollout: Any) -> None:

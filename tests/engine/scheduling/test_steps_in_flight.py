@@ -21,6 +21,7 @@ from rose.admission.deadlines import MIN_PREFILL_TOKENS
 from rose.admission.online import OnlineStepTime
 from rose.admission.rollout_side import RolloutSide
 from rose.admission.step_time import StepTimeModel
+from rose.engine.scheduling.recorder import StepRecorder, profile_key
 from rose.engine.status import Field, ProfileCommand
 from rose.types import GateMode, Role
 
@@ -138,6 +139,27 @@ def test_serving_drains_for_a_rollout_engine_that_died_in_a_pause_once(
     serving.schedule()
     assert words.load(BoardWord.S_YIELDS) == 1  # left without an answer
     assert not serving.must_drain()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_long_prompts_chunks_fill_a_pipeline_before_it_drains_for_rollouts(
+    serving: Any, rollout: RolloutSide, tmp_path: Path, num_stages: int
+) -> None:
+    shares = [1 / num_stages] * num_stages
+    serving.recorder = StepRecorder(profile_key(serving.vllm_config), tmp_path, shares)
+    serving.recorder._online = OnlineStepTime(MODEL)
+    serving.max_num_scheduled_tokens = 50
+    shut(serving, GateMode.TTFT_ONLY)
+    ask(serving, "prompt", 200)
+    steps: list[SchedulerOutput] = []
+    while not steps or (len(steps) < 4 and not serving.must_drain()):
+        steps.append(serving.schedule())
+        # It is alive, although it has left a grant unanswered.
+        board(serving).store(BoardWord.R_HEARTBEAT, time.monotonic_ns())
+    assert ["prompt" in step.num_scheduled_tokens for step in steps] == [True] * num_stages
+    for step in steps:
+        assert serving.must_drain()
+        end(serving, step)
 
 
 def test_a_profile_is_of_steps_with_nothing_in_flight_beside_them(serving: Any) -> None:

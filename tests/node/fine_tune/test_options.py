@@ -15,6 +15,7 @@ from rose.node.fine_tune.options import (
     check_memory,
     check_output,
     check_reward,
+    check_space,
     take_options,
 )
 
@@ -103,6 +104,9 @@ def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path: Path) ->
         ("", "there is no example in it"),
         ("\n\n", "there is no example in it"),
         ('{"text": "a"}\n{"text": ', "line 2 is not JSON"),
+        (f'{{"text": {"1" * 5000}}}', "line 1 can't be read"),
+        (f'{{"text": {"[" * 100_000}}}', "line 1 has lists or objects too deep inside each other"),
+        (r'{"text": "a \ud83d b"}', r"line 1 has '\\ud83d' alone, half of a character"),
         ('{"txt": "a"}', "line 1 is not of the form"),
         ('["a"]', "line 1 is not of the form"),
         ('{"text": 3}', "line 1 is not of the form"),
@@ -201,6 +205,14 @@ def test_a_folder_with_content_is_no_place_for_the_trained_model(tmp_path: Path)
         with pytest.raises(ConfigError, match=f"--fine-tune-output {folder}: .*{message}"):
             check_output(folder)
         (tmp_path / "new" / "file").touch()
+
+
+def test_a_model_that_does_not_fit_on_the_disk_of_its_folder_is_refused_with_the_numbers(
+    tmp_path: Path,
+) -> None:
+    check_space(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"the model takes 1000000000\.0 GB, and its disk has .* GB free"):
+        check_space(tmp_path, 10**18)
 
 
 def test_a_model_in_the_hubs_cache_is_checked_against_the_memory_of_this_process(

@@ -1,6 +1,7 @@
 """The processes of `rose serve --fine-tune` that end: what is logged, and what is ended with them."""
 
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_processes_that_a_stop_finds_healthy_end_by_themselves_and_the_first_one
         tuning.let_save()
         assert (leader.exit_status, healthy.exit_status, deaf.exit_status) == (0, 0, -9)
         assert "saved" in leader.log_tail() and "saved" in healthy.log_tail()
+
+
+def test_a_trainer_that_someone_has_paused_saves_its_model_when_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SAVE_S", 30.0)
+    engine = EngineConfig(model="./model", port=1, role=Role.SERVING)
+    tuning = FineTuning(FineTuneOptions(data=tmp_path / "data", output=tmp_path / "model"), engine)
+    with ProcessGroup() as group:
+        (paused,) = start(tuning, group, tmp_path, SAVES)
+        wait_up(paused)
+        paused.send_signal(signal.SIGSTOP)
+        tuning.let_save()
+        assert paused.exit_status == 0 and "saved" in paused.log_tail()
 
 
 def test_a_process_that_outlives_the_first_one_is_ended(

@@ -124,6 +124,24 @@ def test_a_piece_longer_than_serving_ever_allows_ends_the_trainer(words: Words, 
         guest.begin(FIRST, WORK)
 
 
+def test_a_request_with_a_tight_slo_holds_the_trainer_back_and_does_not_end_it(
+    words: Words, guest: TrainingGuest
+) -> None:
+    serving = ServingSide(words)
+    serving.set_max_step(0.125)
+    know(guest, 0.1, 12)
+    guest.begin(FIRST, WORK)
+    guest.leave()
+    know(guest, 0.1, 12)
+    serving.set_max_step(0.001)
+    thread = beginning(guest, SECOND)
+    thread.join(0.2)
+    assert thread.is_alive()
+    serving.set_max_step(0.125)
+    thread.join(60)
+    assert guest.num_grants == 2
+
+
 def test_a_few_slow_measurements_on_a_crowded_machine_do_not_end_the_trainer(
     words: Words, guest: TrainingGuest
 ) -> None:

@@ -1,5 +1,7 @@
 """The trainer of `rose serve --fine-tune`: its batches, its parts, and what it does without memory."""
 
+import math
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,14 @@ from rose.errors import ConfigError, WorkerError
 from rose.host_memory import available_and_total
 from rose.measure.models import numbered_words, word_tokenizer
 from rose.node.fine_tune.examples import Example
+from rose.node.fine_tune.options import FineTuneOptions
 from rose.scheduler.node.pieces import Piece, Work
 from rose.trainers.fine_tune.callback import SlackCallback
+from rose.trainers.fine_tune.command import Loaded, make_trainer, save
 from rose.trainers.fine_tune.guest import TrainingGuest
 from rose.trainers.fine_tune.sequences import IGNORED, Sequences, padded
-from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained
+from rose.trainers.fine_tune.trainer import GuestTrainer, PublishTrained, StepLines
+from rose.transfer.publish.published_dtypes import PublishedDtypes
 
 TOKENIZER = word_tokenizer(numbered_words(40), 64)
 
@@ -124,6 +129,49 @@ def test_a_microbatch_that_waits_for_memory_holds_no_grant(
     assert slack.num_left_out >= 1 and "is left out: it needs" in caplog.text
     assert not slack.guest.is_computing
     slack.guest.close()
+
+
+def loaded(model: Any) -> Loaded:
+    return Loaded(model=model, tokenizer=TOKENIZER, published=PublishedDtypes("float32"), data=sequences())
+
+
+@pytest.mark.slow
+def test_training_ends_before_a_loss_that_is_no_number_reaches_the_weights(
+    model: Any, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[6] = math.inf  # w6, of an example
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = FineTuneOptions(data=tmp_path / "data")
+    trainer = make_trainer(options, loaded(model), SlackCallback("none"), str(tmp_path), [])
+    with pytest.raises(WorkerError, match="step 1: a gradient is nan, so the update is not made"):
+        trainer.train()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+
+
+def test_training_goes_on_if_its_log_is_on_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
+    slack, publisher = SlackCallback("none"), SimpleNamespace(version=None)
+    slack.guest = SimpleNamespace(num_grants=0, computed_s=0.0, waited_s=0.0)  # type: ignore[assignment]
+    lines = StepLines(Path("/dev/full"), slack, publisher)  # type: ignore[arg-type]
+    args: Any = None
+    for _ in range(2):
+        lines.on_log(args, TrainerState(global_step=7), TrainerControl(), {"loss": 1.0})
+    (told,) = caplog.messages
+    assert told.startswith("/dev/full lacks lines from step 7 on:") and "No space left" in told
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_while_the_model_is_saved_is_one_clear_line(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(WorkerError, match=f"--fine-tune-output {tmp_path}: the trained model is not sav"):
+            save(loaded(model), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Versions:

@@ -1,5 +1,7 @@
 """A follower of "auto" follows the only live run of a relay, and refuses to guess between two."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +20,18 @@ from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
 
 Publish = Callable[[str], tuple[Weights, WeightPublisher]]
+
+FAILING_TRAINER = """
+import os, sys, torch
+from rose.transfer.publish.publisher import WeightPublisher
+publisher = WeightPublisher({"a": torch.ones(40, 40)}, sys.argv[1], "first")
+publisher.publish()
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(publisher.relay.get("rose/.runs/first").decode())
+raise RuntimeError("the trainer fails")
+"""
 
 
 @pytest.fixture
@@ -122,6 +136,19 @@ def test_a_follower_leaves_a_run_that_said_it_ended_at_once(publish: Publish, re
     follower = Follower(relay, "auto", WeightMirror())
     assert follower.advance()
     first.close()
+    publish("second")
+    assert follower.advance() and str(follower.mirror.version) == "second/0"
+
+
+def test_a_run_ends_with_its_trainers_process_if_nobody_closed_the_publisher(
+    publish: Publish, relay: Relay, embedded_url: str
+) -> None:
+    trainer = [sys.executable, "-c", FAILING_TRAINER, embedded_url]
+    told = subprocess.run(trainer, capture_output=True, text=True, check=False)
+    assert '"is_ended":false' in told.stdout, "a fork's end is not the run's"
+    assert "the trainer fails" in told.stderr
+    follower = Follower(relay, "auto", WeightMirror())
+    assert follower.advance() and str(follower.mirror.version) == "first/0"
     publish("second")
     assert follower.advance() and str(follower.mirror.version) == "second/0"
 

@@ -1,7 +1,9 @@
 """What happens while a version is written: the relay is killed and comes back empty, or another trainer opens
 the same run."""
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, ClassVar
@@ -14,12 +16,14 @@ from relay_process import RelayProcess, StartRelay
 from rose.errors import RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import leases
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.layout import Layout, TensorSpec
 from rose.transfer.format.manifest import Head, unpack_body
 from rose.transfer.format.state_hash import StateHash
-from rose.transfer.publish.chain import VersionChain
+from rose.transfer.publish.chain import VersionChain, claim_run
 from rose.transfer.publish.publisher import WeightPublisher
+from rose.transfer.publish.run_lease import RunLease
 from rose.transfer.publish.torch_source import TensorShard
 from rose.transfer.relay.opening import open_relay
 from rose.transfer.relay.protocol import Relay
@@ -88,6 +92,91 @@ def test_late_joiners_get_a_run_whose_relay_was_started_again_while_a_version_wa
     publisher.close()
 
 
+def test_a_relay_that_comes_back_empty_gets_the_last_version_again_without_another_publish(
+    start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer may wait for turns of an engine that has just started, too, and so publish nothing."""
+    monkeypatch.setattr(leases, "BEAT_S", 0.05)
+    relay_process = start_relay("embedded")
+    weights = torch.randn(SHAPE)
+    with closing(WeightPublisher({"a": weights}, relay_process.url, "run")) as publisher:
+        for _ in range(3):
+            published = weights.add_(1.0).clone()
+            publisher.publish()
+        relay_process.kill()
+        weights.add_(1.0)  # half of a step
+        again = start_relay("embedded", "--port", relay_process.port)
+        with closing(open_relay(again.url)) as relay:
+            late = Follower(relay, "run", WeightMirror())
+            while not late.advance():
+                late.wait(1.0)
+            assert str(late.mirror.version) == "run/2"
+            check_newest(relay, published)
+            weights.add_(1.0)
+            assert str(publisher.publish().version) == "run/3"
+            check_newest(relay, weights)
+            assert late.advance() and str(late.mirror.version) == "run/3"
+
+
+def test_a_relay_that_comes_back_too_small_for_the_last_version_is_told_of(
+    start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 0.05)
+    first = start_relay("embedded")
+    weights = torch.randn(SHAPE)
+    with closing(WeightPublisher({"a": weights}, first.url, "run", full_wait_s=0.05)) as publisher:
+        publisher.publish()
+        first.kill()
+        start_relay("embedded", "--port", first.port, "--capacity-bytes", "4096")
+        while not (told := [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]):
+            time.sleep(0.05)
+        assert "lost run run, and could not be given its last version again" in told[0]
+        assert "free of 4096" in told[0]
+        with pytest.raises(RelayError, match="free of 4096"):
+            publisher.publish()
+        with closing(open_relay(first.url)) as relay:
+            assert relay.get(keys.head_key("run")) is None, "HEAD names a version that is not there"
+
+
+def test_a_run_whose_relay_came_back_empty_lives_on_while_its_last_version_is_sent_again(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 0.02)
+    is_sent = threading.Event()
+
+    def send_again() -> None:
+        is_sent.wait()
+
+    with closing(open_relay(embedded_url)) as relay:
+        lease = RunLease(relay, "run", send_again)
+        lease.start()
+        signs = {relay.get(keys.run_sign_key("run"))}
+        while len(signs) < 5:
+            signs.add(relay.get(keys.run_sign_key("run")))
+        is_sent.set()
+        lease.stop()
+
+
+def test_a_trainer_leaves_its_run_to_another_that_opened_it_in_a_relay_that_came_back_empty(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 1e6)
+    mine, others = torch.randn(SHAPE), torch.randn(SHAPE)
+    with (
+        closing(open_relay(embedded_url)) as relay,
+        closing(WeightPublisher({"a": mine}, embedded_url, "run")) as first,
+    ):
+        first.publish()
+        relay.remove(relay.keys("rose/"))
+        with closing(WeightPublisher({"a": others}, embedded_url, "run")) as second:
+            second.publish()
+            for _ in range(2):
+                mine.add_(1.0)
+                with pytest.raises(RelayError, match="run run is in this relay already; choose another"):
+                    first.publish()
+            check_newest(relay, others)
+
+
 def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_it_again(
     embedded_url: str,
 ) -> None:
@@ -104,6 +193,55 @@ def test_a_relay_that_lost_a_run_while_a_late_snapshot_was_written_gets_all_of_i
             chain.require_claim(1)
         chain.open()
         assert relay.get(keys.layout_key("run")) is not None and not chain.is_announced
+
+
+class BetweenCalls:
+    """A relay's client; at one call of a method something else happens first."""
+
+    def __init__(self, relay: Relay, at: tuple[str, int], act: Callable[[], None]) -> None:
+        self._relay = relay
+        self._at, self._act = at, act
+        self._called: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        self._called[name] += 1
+        if (name, self._called[name]) == self._at:
+            self._act()
+        return getattr(self._relay, name)
+
+
+@pytest.mark.parametrize("call", [("get", 1), ("upsert", 1), ("get", 2), ("remove", 1), ("upsert", 2)])
+def test_a_trainer_that_opens_a_run_while_another_commits_it_takes_nothing_away(
+    embedded_url: str, call: tuple[str, int]
+) -> None:
+    """Whenever the second one begins, its opening or the first one's commit is refused, or both are."""
+    layout = Layout([TensorSpec(name="a", dtype="BF16", shape=SHAPE)])
+    frame = keys.bucket_key("run", 0, None, 0)
+    refused: list[RelayError] = []
+
+    def open_too() -> None:
+        try:
+            claim_run(relay, "run")
+        except RelayError as error:
+            refused.append(error)
+
+    with closing(open_relay(embedded_url)) as relay:
+        first = VersionChain(relay, "run", layout, 1, 1.0, None, writer=claim_run(relay, "run"))
+        first.open()
+        relay.put(frame, b"bits")
+        watched: Any = BetweenCalls(relay, call, open_too)
+        first._relay = watched
+        try:
+            first.require_claim(4)
+            first.add_snapshot(0, 4)
+            first.move_head(0, StateHash())
+        except RelayError as error:
+            refused.append(error)
+        assert refused
+        assert relay.get(keys.head_key("run")) is None or relay.get(frame) == b"bits"
+        assert relay.get(keys.opening_key("run")) is None
 
 
 def test_of_two_trainers_with_one_run_id_followers_get_the_weights_of_one(embedded_url: str) -> None:

@@ -13,6 +13,7 @@ from relay_process import CAPACITY_BYTES, StartRelay, stored, wait_folded
 from rose.errors import FrameError, RelayError
 from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
+from rose.transfer.format import leases
 from rose.transfer.format import manifest as keys
 from rose.transfer.format.codec import Codec
 from rose.transfer.format.manifest import Ack, Head, pack_body, unpack_body
@@ -300,7 +301,10 @@ def test_a_full_relay_is_waited_for_until_acknowledgements_make_room(
     relay.close()
 
 
-def test_a_relay_that_came_back_empty_is_filled_again(embedded_url: str, model: TiedModel) -> None:
+def test_a_relay_that_came_back_empty_is_filled_again(
+    embedded_url: str, model: TiedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 1e6)  # the publish fills it, not the lease
     relay = open_relay(embedded_url)
     publisher = WeightPublisher(model, embedded_url, "run")
     early = Follower(relay, "auto", WeightMirror())

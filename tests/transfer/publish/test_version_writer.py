@@ -3,6 +3,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import count
 
 import numpy as np
@@ -52,7 +53,8 @@ def test_the_rest_of_a_batch_is_put_when_a_relay_with_room_for_a_part_of_it_has_
         relay.remove(blocks)
 
     may_put = threading.Event()
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(1) as executor, ExitStack() as undo:
+        undo.callback(may_put.set)  # the executor waits for its thread also if the test fails
         executor.submit(may_put.wait)
         writer = VersionWriter(
             relay,
