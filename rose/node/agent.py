@@ -1,9 +1,10 @@
 """`rose node NODE.yaml`: a pool and its engines under one supervisor.
 
 The pool starts first, then serving engines, then rollout engines. Each death is one error line in the log.
-A pool's daemon that dies is started again (pool_keeper.py); its engines keep its memory and go on meanwhile.
-An engine's death leaves the others running, and ends the subscriber that fed it alone, so that the engine can
-be started by hand. Engines are not started again: an operator has to look at a serving engine that dies.
+A pool's daemon that dies is started again, unless it keeps dying (pool_keeper.py); its engines keep its
+memory and go on meanwhile. An engine's death leaves the others running, and ends the subscriber that fed it
+alone, so that the engine can be started by hand. Engines are not started again: an operator has to look at a
+serving engine that dies.
 """
 
 import logging
@@ -47,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
             when_ended.callback(launch.remove_staging_dir, engine, settings)
         with StopOnSignals(), ProcessGroup() as group:
             pools = _start_pools(node, settings, log_dir, group)
+            keeper = PoolKeeper(group, pools, partial(launch.pool_processes, node, log_dir))
             engines = _start(node, settings, log_dir, group, when_ended)
             fed = _start_subscribers(node, settings, log_dir, group, engines)
-            keeper = PoolKeeper(group, pools, partial(launch.pool_processes, node, log_dir))
             _watch(group, keeper, engines.values(), fed)
     return 0  # a signal
 

@@ -40,7 +40,7 @@ READY_TIMEOUT_S = 900.0
 POOL_READY_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 60.0
 MOST_TEMPORARY_BYTES = 107 - (1 + NAME_BYTES) - 37
-"""A socket's path has up to 107 bytes: this, the folder that ServerProcess makes, and 37 of vLLM's."""
+"""A socket's path has up to 107 bytes: this, a slash with the ServerProcess's folder, and 37 of vLLM's."""
 
 
 def engine_process(

@@ -65,6 +65,7 @@ class ServerProcess:
         self.name = name
         self.log_path = log_path
         self.argv = [*_pinning(cpus, nice), *argv]
+        self.added_env = dict(env) if env is not None else {}
         self._env = child_environment(env)
         self._folder = folder
         self._scratch_variable = scratch
@@ -136,7 +137,8 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT if log is not None else None,
                 start_new_session=True,
-                pass_fds=[self._scratch.fd] if self._scratch is not None else [],  # its lock
+                # The folder stays locked as long as the server lives.
+                pass_fds=[self._scratch.fd] if self._scratch is not None else [],
             )
 
     def wait_ready(self, url: str, timeout_s: float) -> None:

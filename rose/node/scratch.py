@@ -1,7 +1,9 @@
-"""A server's own folder for sockets and the like, below the folder for temporary files.
+"""Folders of servers for sockets and the like, below the folder for temporary files.
 
-Owns the folders named ``rose-rpc-*``. A folder is locked while its supervisor or its server lives, so that
-what is left of both, killed together, is known to be nobody's: the next server's start removes it.
+Owns the folders named ``rose-rpc-*``. Each is locked (``flock``) while its supervisor or its server lives.
+When both are killed together with their watcher, the folder is left without a lock, and the start of any later
+server removes it. A folder whose lock is held is never removed by another server's start; no pid is trusted.
+Machines that share the folder for temporary files have to share its locks as well.
 """
 
 import fcntl
@@ -14,23 +16,24 @@ from pathlib import Path
 
 PREFIX = "rose-rpc-"
 NAME_BYTES = len(PREFIX) + 8
-"""What ``tempfile`` makes of the prefix."""
-_NEW_S = 60.0
-"""A folder that was made just now may not be locked yet."""
+"""The length of a folder's name: ``tempfile`` adds 8 characters to the prefix."""
+NEW_S = 60.0
+"""A younger folder is never removed: its supervisor may not have locked it yet."""
 
 
 class ScratchFolder:
-    """An empty folder, locked by ``fd``: a process that inherits the descriptor keeps the lock too."""
+    """An empty folder, which is locked until every process that has ``fd`` has closed it or ended."""
 
     def __init__(self) -> None:
-        """Makes the folder, and removes those that nobody has any more."""
+        """Makes the folder, and removes those that dead servers have left."""
         remove_stale()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self.fd = _open(self.path)
-        fcntl.flock(self.fd, fcntl.LOCK_SH)
+        with suppress(OSError):  # where the file system has no locks, remove_stale() gets none either
+            fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def remove(self) -> None:
-        """Removes the folder with all that is in it."""
+        """Removes the folder with all that is in it. The server has ended."""
         os.close(self.fd)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -38,12 +41,12 @@ class ScratchFolder:
 def remove_stale() -> None:
     """Removes this user's folders whose servers and supervisors have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it has gone, it is another user's, or its processes live
+        with suppress(OSError):  # another start has removed it, it is no folder, or its lock is held
             fd = _open(path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found = os.fstat(fd)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > NEW_S:
                     shutil.rmtree(path)
             finally:
                 os.close(fd)

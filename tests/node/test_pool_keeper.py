@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -13,73 +14,80 @@ from rose.node.pool_keeper import PoolKeeper
 from rose.node.processes import ProcessGroup, ServerProcess
 
 PATIENCE_S = 300.0
-POOL = ("gpu0", "--num-slabs", "4")
-RUNS = "import time; time.sleep(600)"
-FAILS = "raise SystemExit('rose: error: pool: no memory')"
+RUNS = [sys.executable, "-c", "import time; time.sleep(600)"]
+FAILS = [sys.executable, "-c", "raise SystemExit('no memory')"]
+CANNOT_START = ["/no/such/program"]
 
 
 class Node:
-    """A node's pool, whose daemons are ``programs``, and a clock."""
+    """A node with one pool, whose next daemon runs ``argv``, and a clock."""
 
     def __init__(self, group: ProcessGroup, folder: Path) -> None:
         self._folder = folder
-        self.now_s = 0.0
-        self.num_started = 0
-        self.program = RUNS
-        (first,) = self._describe()
-        self.daemons = [group.start(first)]
         self._group = group
-        self.keeper = PoolKeeper(group, self.daemons, self._describe, now=lambda: self.now_s)
+        self.now_s = 0.0
+        self.num_described = 0
+        self.argv = RUNS
+        pools = [group.start(each) for each in self._describe()]
+        self.keeper = PoolKeeper(group, pools, self._describe, now=lambda: self.now_s)
 
     def _describe(self) -> list[ServerProcess]:
-        self.num_started += 1
-        argv = [sys.executable, "-c", self.program, *POOL]
-        return [ServerProcess(argv, "pool-gpu0", self._folder / "pool-gpu0.log")]
+        self.num_described += 1
+        log, env = self._folder / "pool-gpu0.log", {"CUDA_VISIBLE_DEVICES": "2,3"}
+        return [ServerProcess(self.argv, "pool-gpu0", log, env)]
 
     @property
     def daemon(self) -> ServerProcess:
         (daemon,) = self._group.servers
         return daemon
 
-    def end(self, after_s: float) -> None:
-        """The daemon ends ``after_s`` after its start."""
-        self.now_s += after_s
-        if self.program == RUNS:
-            os.kill(self.daemon.pid, signal.SIGKILL)
+    def kill(self) -> None:
+        os.kill(self.daemon.pid, signal.SIGKILL)
         assert self.daemon.wait(PATIENCE_S) is not None
-        self.keeper.keep()
+
+    def pause_s(self) -> float:
+        """Returns how long the keeper waits before it starts the next daemon; inf if it never does."""
+        began_s, num_described = self.now_s, self.num_described
+        while self.num_described == num_described:
+            self.keeper.keep()
+            if self.num_described == num_described:
+                self.now_s += 1.0
+            if self.now_s > began_s + 1000.0:
+                return float("inf")
+        return self.now_s - began_s
 
 
-def test_a_daemon_that_had_come_up_is_started_again_at_once(tmp_path: Path) -> None:
+def test_a_daemon_that_ran_for_long_is_started_again_at_once_and_once(tmp_path: Path) -> None:
     with ProcessGroup() as group:
         node = Node(group, tmp_path)
-        node.end(after_s=pool_keeper.STEADY_S)
-        node.keeper.keep()
-        assert node.num_started == 2 and node.daemon.is_alive()
-        node.keeper.keep()
-        assert node.num_started == 2
+        node.now_s += pool_keeper.STEADY_S
+        node.kill()
+        assert node.pause_s() <= 1.0
+        assert node.daemon.is_alive()
+        assert node.pause_s() == float("inf")
 
 
-def test_daemons_that_never_come_up_are_started_ever_later_and_then_given_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_daemon_that_ran_for_long_ends_a_row_of_failures(tmp_path: Path) -> None:
+    with ProcessGroup() as group:
+        node = Node(group, tmp_path)
+        for ran_s, pause_s in ((0.0, 10), (0.0, 20), (pool_keeper.STEADY_S, 0), (0.0, 10)):
+            node.now_s += ran_s
+            node.kill()
+            assert node.pause_s() == pytest.approx(pause_s, abs=1)
+
+
+@pytest.mark.parametrize("argv", [FAILS, CANNOT_START])
+def test_a_daemon_that_keeps_failing_is_started_ever_later_and_then_given_up_with_its_command(
+    argv: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ProcessGroup() as group, caplog.at_level(logging.WARNING, pool_keeper.logger.name):
         node = Node(group, tmp_path)
-        node.program = FAILS
-        os.kill(node.daemon.pid, signal.SIGKILL)
-        pauses = []
-        while True:
-            began_s = node.now_s
-            num_started = node.num_started
-            assert node.daemon.wait(PATIENCE_S) is not None
-            while node.num_started == num_started and node.now_s < began_s + 1000:
-                node.keeper.keep()
-                node.now_s += 1.0
-            if node.num_started == num_started:
-                break
-            pauses.append(node.now_s - began_s)
-    assert pauses == pytest.approx([10, 20, 40, 80, 160], abs=1)
-    (last_word,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    said = last_word.getMessage()
-    assert "6 daemons in a row ended within 60 s" in said and "run: rose pool gpu0 --num-slabs 4;" in said
-    assert said.endswith("ends with: rose: error: pool: no memory")
+        node.argv = argv
+        node.kill()
+        for pause_s in (10, 20, 40, 80, 160):
+            assert node.pause_s() == pytest.approx(pause_s, abs=1)
+            node.daemon.wait(PATIENCE_S)
+        assert node.pause_s() == float("inf")
+    (last_word,) = [text for text in caplog.messages if text.startswith("gave up")]
+    assert "name=pool-gpu0: it ended 6 times in a row within 60 s" in last_word
+    assert last_word.endswith(f": env CUDA_VISIBLE_DEVICES=2,3 {shlex.join(argv)}")
