@@ -1,9 +1,9 @@
 """Folders of servers for sockets and the like, below the folder for temporary files.
 
 Owns the folders named ``rose-rpc-*``. Each is locked (``flock``) while its supervisor or its server lives.
-When both are killed together with their watcher, the folder is left without a lock, and the start of any later
-server removes it. A folder whose lock is held is never removed by another server's start; no pid is trusted.
-Machines that share the folder for temporary files have to share its locks as well.
+When both are killed together with their watcher, the folder is left without a lock, and the start of any
+later server removes it. A folder whose lock is held is never removed by another server's start, and no pid is
+trusted. Machines that share the folder for temporary files have to share its locks as well.
 """
 
 import fcntl
