@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from preloaded import ASYNC, STAGES
 
 from rose._shm import Words
 from rose.admission.board import BoardWord
+from rose.admission.gate import ServingView
 from rose.admission.rollout_side import RolloutSide
 from rose.engine.scheduling.scheduler import RoseScheduler
 from rose.types import GateMode
@@ -28,9 +29,12 @@ SLO = {"slo_ttft_ms": 8000.0, "slo_tpot_ms": 2000.0}
 """Loose, so that there is slack on a busy machine."""
 PATIENT_S = 1200.0
 ROLLOUT_STEP_S = 0.003
-COLD_S = 4.0
-MOST_TURN_ROUNDS = 20
-"""Steps that a busy machine held up widen serving's predictions until they have left its window."""
+HANDOVER_S = 2.0
+"""How long serving waits for a rollout engine's thread, which may not run at once on a busy machine."""
+PATIENT_TARGET_MS = 600_000.0
+"""A TPOT target that leaves slack however long serving's steps take on a busy machine."""
+LEAD_STEPS = 4
+"""How many rollout steps there may be for each of serving's. The slack would last for minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +157,9 @@ def offer_turns(
     max_tokens: int,
     speculative: dict[str, Any] | None = None,
 ) -> Turns:
-    """A serving engine with slack to spend, first alone, then beside an engine that always wants the GPU.
-
-    The first step of its warm-up is cold.
-    """
-    device = use_late_device(cold_s=COLD_S)
-    return _offer_turns(device, model, pool, prompts, max_tokens, speculative_config=speculative)
+    """A serving engine with slack to spend, first alone, then beside an engine that wants LEAD_STEPS for each
+    of serving's steps."""
+    return _offer_turns(use_late_device(), model, pool, prompts, max_tokens, speculative_config=speculative)
 
 
 def offer_turns_of_ranks(layers: str, **given: Any) -> Turns:
@@ -174,25 +175,23 @@ def _offer_turns(
     max_tokens: int,
     **args: Any,
 ) -> Turns:
-    driver = _gated(model, "serving", pool, prompts, max_tokens, **args)
+    driver = _gated(model, "serving", pool, prompts, max_tokens, tpot_target_ms=PATIENT_TARGET_MS, **args)
+    patient = replace(driver.scheduler._gate.settings, handover_s=HANDOVER_S)
+    driver.scheduler.set_gate(patient)
     device.most_in_flight = 0
     driver.answer(prompts, max_tokens)
     alone = device.most_in_flight
     words = tenant_of(driver).client.board_words
     with _Rollouts(words, device) as rollouts:
-        for _ in range(MOST_TURN_ROUNDS):
-            before, rollouts.num_steps = words.load(BoardWord.S_STEPS), 0
-            replies = driver.answer(prompts, max_tokens)
-            turns = Turns(
-                replies=replies,
-                alone_in_flight=alone,
-                num_serving_steps=words.load(BoardWord.S_STEPS) - before,
-                num_rollout_steps=rollouts.num_steps,
-                num_overlaps=rollouts.num_overlaps,
-            )
-            if turns.num_rollout_steps > turns.num_serving_steps / 2:
-                break
-    return turns
+        replies = driver.answer(prompts, max_tokens)
+        num_serving_steps = rollouts.num_serving_steps
+    return Turns(
+        replies=replies,
+        alone_in_flight=alone,
+        num_serving_steps=num_serving_steps,
+        num_rollout_steps=rollouts.num_steps,
+        num_overlaps=rollouts.num_overlaps,
+    )
 
 
 def _gated(
@@ -221,24 +220,38 @@ class _Rollouts:
     def __init__(self, words: Words, device: type[LateDevice] | type[Ranks]) -> None:
         self._device = device
         self._side = RolloutSide(words)
-        self._side.set_want(True, ROLLOUT_STEP_S)
         self._words = words
+        self._steps_before = words.load(BoardWord.S_STEPS)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.num_steps = self.num_overlaps = 0
 
+    @property
+    def num_serving_steps(self) -> int:
+        return self._words.load(BoardWord.S_STEPS) - self._steps_before
+
     def _run(self) -> None:
         while not self._closing.is_set():
-            if not self._side.wait_grant():
-                continue
-            view = self._side.view()
-            if view.may_start and self._side.try_begin(time.monotonic() + ROLLOUT_STEP_S, view):
-                until_s = time.monotonic() + ROLLOUT_STEP_S
-                while time.monotonic() < until_s:
-                    self.num_overlaps += self._device.num_in_flight > 0
-                    time.sleep(ROLLOUT_STEP_S / 8)
-                self.num_steps += view.has_work
-                self._side.end_step(1)
+            if not self._want():
+                time.sleep(ROLLOUT_STEP_S / 8)
+            elif self._side.wait_grant():
+                self._step(self._side.view())
+
+    def _want(self) -> bool:
+        wants = self.num_steps < LEAD_STEPS * (1 + self.num_serving_steps)
+        self._side.set_want(wants, ROLLOUT_STEP_S)
+        return wants
+
+    def _step(self, view: ServingView) -> None:
+        # The predicted end is late, so that serving waits for a step that a busy machine holds up.
+        if view.may_start and self._side.try_begin(time.monotonic() + HANDOVER_S, view):
+            until_s = time.monotonic() + ROLLOUT_STEP_S
+            while time.monotonic() < until_s:
+                self.num_overlaps += self._device.num_in_flight > 0
+                time.sleep(ROLLOUT_STEP_S / 8)
+            self.num_steps += view.has_work
+            self._want()
+            self._side.end_step(1)
 
     def __enter__(self) -> _Rollouts:
         self._thread.start()

@@ -27,8 +27,6 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
 
     num_waits = 0
     """Times that unmapping waited for the device."""
-    cold_s = 0.0
-    """How much longer the first step takes, as one that compiles kernels does."""
     most_in_flight = 0
     num_in_flight = 0
     """Steps whose output is not there yet."""
@@ -54,8 +52,7 @@ class LateDevice(UniProcExecutor):  # type: ignore[misc]
 
         def step() -> Any:
             self._began_s = time.monotonic()
-            time.sleep(LATE_S + LateDevice.cold_s)
-            LateDevice.cold_s = 0.0
+            time.sleep(LATE_S)
             return worker.execute_model(scheduler_output)
 
         return self._later(step, non_block)
@@ -95,11 +92,10 @@ class _LateRange:
         return getattr(self._range, name)
 
 
-def use_late_device(*, is_fenced: bool = True, cold_s: float = 0.0) -> type[LateDevice]:
+def use_late_device(*, is_fenced: bool = True) -> type[LateDevice]:
     """Gives the engines of this process a late device, and async scheduling. Without ``is_fenced``, slabs
     are unmapped under the steps in flight."""
     os.environ.update(ASYNC)
-    LateDevice.cold_s = cold_s
     if not is_fenced:
         StepFence.hold = lambda self, slabs: self._held.append((0, slabs))  # type: ignore[method-assign]
     vllm.v1.executor.UniProcExecutor = LateDevice

@@ -106,8 +106,7 @@ def test_an_answer_ends_at_its_stop_token_whatever_is_in_flight_behind_it(
 def test_serving_drains_to_offer_a_grant_and_only_then(
     run: Run, pool: str, models: ModelDirs, expected: list[list[int]], method: str | None
 ) -> None:
-    """One cold step of its warm-up does not keep it from offering. vLLM schedules ngram drafts without
-    async."""
+    """vLLM schedules ngram drafts without async."""
     drafter = models.untied[1] if method == "draft_model" else None
     drafts = speculation(method, drafter) if method is not None else None
     turns = run(async_runs.offer_turns, model=models.untied[0], pool=pool, speculative=drafts).result()

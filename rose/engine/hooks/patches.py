@@ -36,7 +36,7 @@ from rose.engine.vllm_version import (
 )
 from rose.errors import BoardError, ConfigError, PoolError
 from rose.host_memory import available_bytes
-from rose.memory.pool.pool_memory import KEPT_BY_OTHERS, PoolSize
+from rose.memory.pool.pool_memory import PoolSize
 from rose.memory.slabs.backend import BackendKind
 from rose.types import Role
 
@@ -313,7 +313,7 @@ def _apply(settings: EngineSettings, engine_args: Any) -> None:
         settings.check_floor(size.num_slabs)
         if backend is BackendKind.HOST and engine_args.attention_backend is None:
             engine_args.attention_backend = portable_attention(engine_args.model)
-        engine_args.kv_cache_memory_bytes = (size.num_slabs - KEPT_BY_OTHERS) * size.slab_bytes
+        engine_args.kv_cache_memory_bytes = size.num_slabs * size.slab_bytes
         if settings.role is Role.ROLLOUT:
             # The gate fits steps of this size into serving's slack. A dedicated engine has no such limit.
             given = engine_args.max_num_batched_tokens

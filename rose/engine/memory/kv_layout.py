@@ -5,9 +5,12 @@ Owns the choice of vLLM's layout, in which a block has all layers side by side, 
 copy. They agree, because the result depends on the largest rank's block alone. Never allocates memory.
 """
 
+import logging
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_cache_interface import (
@@ -23,6 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from rose.errors import ConfigError, PoolError
 from rose.memory.pool.pool_memory import KEPT_BY_OTHERS
 from rose.memory.slabs.layout import SlabLayout
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 """Dense and grouped-query attention, MLA (a subclass of full attention), sliding windows and chunks; and the
@@ -121,23 +126,40 @@ def place_on_slabs(
     return layout
 
 
-def check_longest(config: KVCacheConfig, vllm_config: Any, layout: SlabLayout, num_slabs: int) -> None:
-    """Refuses a --max-model-len of which a request might never get its memory: it would wait at the head of
-    the queue, and all others behind it. ``config`` is on slabs of this ``layout``.
+def fit_longest(config: KVCacheConfig, vllm_config: Any, layout: SlabLayout, num_slabs: int) -> None:
+    """Refuses a --max-model-len of which a request might never get its memory, because it would wait at the
+    head of the queue, and all others behind it. Lowers one that vLLM has chosen itself ("auto"). ``config``
+    is on slabs of this ``layout``.
 
-    vLLM's own check counts bytes, and knows neither the block that it pads with nor unused parts of slabs.
+    vLLM's own check counts bytes, and knows neither its padding block nor unused parts of slabs.
     Raises: ConfigError.
     """
+    model, most = vllm_config.model_config, num_slabs - KEPT_BY_OTHERS
+    length = model.max_model_len
+    needed = _slabs_of_longest(config, vllm_config, layout, length)
+    if needed <= most:
+        return
+    slabs_of = partial(_slabs_of_longest, config, vllm_config, layout)
+    fitting = bisect_right(range(1, length + 1), most, key=slabs_of)
+    model.max_model_len = length
+    if fitting and getattr(model, "original_max_model_len", None) == -1:
+        model.max_model_len = fitting
+        logger.info("max_model_len=%d->%d, which fits into %d slabs", length, fitting, most)
+        return
+    raise ConfigError(
+        f"--max-model-len {length}: such a request needs {needed} slabs, and of the pool's {num_slabs} "
+        f"another engine keeps one for good: start the pool with --num-slabs {needed + KEPT_BY_OTHERS} or "
+        f"more, or the engine with --max-model-len {fitting} or less"
+    )
+
+
+def _slabs_of_longest(config: KVCacheConfig, vllm_config: Any, layout: SlabLayout, length: int) -> int:
+    """Returns the slabs that a request of ``length`` tokens and the padding block need. Leaves ``length`` in
+    ``vllm_config``, where vLLM's specifications look it up."""
+    vllm_config.model_config.max_model_len = length
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     blocks = sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
-    slabs, most = math.ceil((blocks + 1) / layout.blocks_per_slab), num_slabs - KEPT_BY_OTHERS
-    if slabs > most:
-        length = vllm_config.model_config.max_model_len
-        raise ConfigError(
-            f"--max-model-len {length}: such a request needs {slabs} slabs, and of the pool's {num_slabs} "
-            f"another engine keeps one for good: use {length * most // slabs} or less, or start the pool "
-            f"with a larger --num-slabs"
-        )
+    return math.ceil((blocks + 1) / layout.blocks_per_slab)
 
 
 def _multiples(spec: KVCacheSpec) -> tuple[int, int]:

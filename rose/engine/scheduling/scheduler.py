@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from rose.admission.gate import GateSettings
 from rose.config import Settings
 from rose.engine.memory.connector_holds import ConnectorHolds, check_shared_store
-from rose.engine.memory.kv_layout import check_longest
+from rose.engine.memory.kv_layout import fit_longest
 from rose.engine.memory.stages import block_of_core
 from rose.engine.memory.tenant import Tenant
 from rose.engine.scheduling.recorder import StepRecorder, profile_key, stage_shares
@@ -72,7 +72,7 @@ class RoseScheduler(Scheduler):
                 block=block_of_core(config),
                 lease_s=settings.lease_s if settings.role is Role.ROLLOUT else None,
             )
-            check_longest(kv_cache_config, config, self.tenant.layout, self.tenant.client.num_slabs)
+            fit_longest(kv_cache_config, config, self.tenant.layout, self.tenant.client.num_slabs)
         super().__init__(*args, **kwargs)
         if self.tenant is not None:
             self.tenant.adopt(

@@ -8,31 +8,33 @@ from rose.memory.ledger.ledger import Ledger
 from rose.memory.policy.budget import BudgetPolicy
 from rose.types import Role
 
-HUNG_S = 120.0
-"""How long an engine may keep what it has to give back. Steps take less, and so do most updates; loading
-a very large model whole may take longer."""
+HUNG_LOOKS = 600
+"""The looks in a row, one a second, after which an engine hangs. A healthy engine has given the slabs back
+before: it loads a large model whole within minutes, and vLLM's NixlConnector keeps blocks for a peer that
+does not read them for 480 s. Looks and not seconds, because a machine that was frozen must not count."""
 
 
 class HungEngines:
-    """Watches one pool. ``now`` is time.monotonic()."""
+    """Watches one pool."""
 
     def __init__(self) -> None:
-        self._since: dict[int, tuple[tuple[int, int], float]] = {}
-        """For each slot that has slabs to give back: how many it has and is giving back, and since when
-        neither number has changed."""
+        self._seen: dict[int, tuple[tuple[int, int], int]] = {}
+        """For each slot that keeps serving waiting: how many slabs it has and is giving back, and at how many
+        looks in a row it had as many."""
 
-    def find(self, ledger: Ledger, now: float) -> dict[int, int]:
-        """Returns the slots of the rollout engines that hang while serving lacks memory, each with the number
-        of slabs that it has to give back. Call it about once a second."""
-        due = _due(ledger)
-        seen = {slot: (ledger.num_owned(slot), ledger.num_giving(slot)) for slot in due}
-        self._since = {
-            slot: before if (before := self._since.get(slot)) and before[0] == has else (has, now)
-            for slot, has in seen.items()
-        }
-        if ledger.serving_lacks <= ledger.num_free:
-            return {}
-        return {slot: due[slot] for slot, (_, since_s) in self._since.items() if now - since_s >= HUNG_S}
+    def find(self, ledger: Ledger) -> dict[int, int]:
+        """Returns the slots of the rollout engines that hang, each with the number of slabs that it has to
+        give back. Such an engine has given none at HUNG_LOOKS looks in a row, and serving lacked slabs at all
+        of them. Call it about once a second. A slot that it has returned begins anew."""
+        due = _due(ledger) if ledger.serving_lacks > ledger.num_free else {}
+        seen = {}
+        for slot in due:
+            has = ledger.num_owned(slot), ledger.num_giving(slot)
+            before, num_looks = self._seen.get(slot, (has, 0))
+            seen[slot] = has, num_looks + 1 if before == has else 1
+        hung = {slot: due[slot] for slot, (_, num_looks) in seen.items() if num_looks >= HUNG_LOOKS}
+        self._seen = {slot: each for slot, each in seen.items() if slot not in hung}
+        return hung
 
 
 def _due(ledger: Ledger) -> dict[int, int]:

@@ -13,8 +13,7 @@ One thread. Source: the crash rules are ours; ROSE §4.1 has only "a global allo
 import logging
 import os
 import signal
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +21,7 @@ from typing import Self
 from rose.errors import ConfigError, PoolError
 from rose.memory.daemon.connections import MAX_CLIENTS, Connection, Connections
 from rose.memory.daemon.event_loop import EventLoop, Stopped
-from rose.memory.daemon.hung import HUNG_S, HungEngines
+from rose.memory.daemon.hung import HUNG_LOOKS, HungEngines
 from rose.memory.daemon.pool_lock import PoolLock
 from rose.memory.daemon.pool_state import MemberState, PoolState, read_state, write_state
 from rose.memory.daemon.roster import AttachRefused, Roster
@@ -130,20 +129,22 @@ class PoolOwner:
         while not self.loop.is_stopping:
             self.loop.run(timeout_s=_LOOK_S)
             assert self._memory is not None, "open() comes first"
-            for slot, num_due in hung.find(self._memory.ledger, time.monotonic()).items():
+            for slot, num_due in hung.find(self._memory.ledger).items():
                 self._kill(slot, num_due)
 
     def _kill(self, slot: int, num_due: int) -> None:
         """Kills an engine's processes. Its slabs come free once they have ended."""
         members = [each for each in self._connections.members() if each.slot == slot]
         logger.error(
-            "killed hung engine pool=%s slot=%d pids=%s: serving lacks slabs, and it has not given back any "
-            "of %d for %.0f s; start it again",
-            *(self._name, slot, [each.pid for each in members], num_due, HUNG_S),
+            "killing hung engine pool=%s slot=%d pids=%s: serving has lacked slabs for %.0f s, in which it "
+            "gave back none of the %d that it has to; start it again",
+            *(self._name, slot, [each.pid for each in members], HUNG_LOOKS * _LOOK_S, num_due),
         )
         for each in members:
-            with suppress(ProcessLookupError):
+            try:
                 signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
+            except OSError as error:  # it has just ended, or a container's profile forbids it
+                logger.error("not killed pool=%s pid=%d error=%s", self._name, each.pid, error.strerror)
 
     # A former daemon's pool ----------------------------------------------------------------------
 

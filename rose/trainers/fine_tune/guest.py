@@ -213,5 +213,6 @@ class TrainingGuest:
                 f"sequences of {work.length} tokens, and serving allows a guest {1e3 * longest_s:.0f} ms: "
                 "train on shorter sequences or fewer at once, or raise max_step_ms of the serving engine"
             )
-        # If it is within, not all measurements are too long, or there are few.
-        return safe_s if least_s > longest_s else longest_s
+        if least_s > longest_s:
+            return safe_s
+        return longest_s  # not all measurements are too long, or there are few

@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 from rose.errors import RoseError
 from rose.scheduler.rollout.formats import resume
 from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
-from rose.scheduler.rollout.formats.completions import ClientCall, Single, checked_n, child_body, usage_of
+from rose.scheduler.rollout.formats.completions import (
+    CheckRoom,
+    ClientCall,
+    Single,
+    checked_n,
+    child_body,
+    usage_of,
+)
 from rose.scheduler.rollout.formats.events import CHAT_PATH, Chunk
 from rose.scheduler.rollout.formats.resume import Accumulated
 
@@ -209,11 +216,13 @@ class Chat:
     ids_key = "prompt"  # a chat has none
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         """Reads a request for which `can_resume` holds."""
         limited = {**body, "max_tokens": _limit(body)}
         limited.pop("max_completion_tokens", None)
         n, call_id = checked_n(limited), uuid.uuid4().hex
+        if check_room is not None:
+            check_room(n)
         prompt, is_streamed = transcript(body["messages"]), bool(body.get("stream"))
         singles = []
         for index in range(n):

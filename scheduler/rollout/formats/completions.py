@@ -7,7 +7,7 @@ Never does: I/O.
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,12 @@ class ClientCall:
         return bool((self.body.get("stream_options") or {}).get("include_usage"))
 
 
-def fan_out(body: Mapping[str, Any], shown_id: object = None) -> ClientCall:
+CheckRoom = Callable[[int], None]
+"""Is told the number of a call's single requests before they are made, which takes about 10 us for each. None
+stands for a retry of a call that has its room already."""
+
+
+def fan_out(body: Mapping[str, Any], check_room: CheckRoom | None, shown_id: object = None) -> ClientCall:
     """Splits a call into single requests, in vLLM's order of choices (prompt-major).
 
     Child i of a seeded call gets seed + i, as in vLLM. An unseeded child stays unseeded, because a generator
@@ -93,9 +98,14 @@ def fan_out(body: Mapping[str, Any], shown_id: object = None) -> ClientCall:
 
     Raises:
         BadRequest: prompt, n, max_tokens or seed is malformed, or the call can't be continued.
+        RoseError: whatever `check_room` raises.
     """
     prompts = split_prompts(body.get("prompt"))
-    n, call_id = checked_n(body, len(prompts)), uuid.uuid4().hex
+    n, call_id = checked_n(body), uuid.uuid4().hex
+    if (num_singles := n * len(prompts)) > _MAX_SINGLES:
+        raise BadRequest(f"n: {len(prompts)} prompts x {n} are more than {_MAX_SINGLES}; send fewer at once")
+    if check_room is not None:
+        check_room(num_singles)
     singles = []
     for index, (prompt, child) in enumerate((p, i) for p in prompts for i in range(n)):
         request = {**child_body(body, child), "prompt": prompt, "request_id": f"{call_id}-{index}"}
@@ -132,6 +142,8 @@ def _checked_so_far(given: object, body: Mapping[str, Any], generation: Accumula
 
 _MAX_SINGLES = 2**16
 """The most single requests of one call: each costs the router some KB, and n costs the client a few bytes."""
+_MAX_N = 16384
+"""vLLM's own limit (VLLM_MAX_N_SEQUENCES)."""
 _INTEGERS = ("max_tokens", "seed", "min_tokens", "stream_interval", PROMPT_START)
 _COUNTS = ("n", *_INTEGERS, "max_completion_tokens", "max_new_tokens", "min_new_tokens")
 _MAX_INTEGER = 2**63
@@ -147,7 +159,7 @@ def take_whole_numbers(body: Json) -> None:
                     holder[name] = int(value)
 
 
-def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
+def checked_n(body: Mapping[str, Any]) -> int:
     """Returns n, and checks the other fields that the router itself uses.
 
     Raises:
@@ -156,8 +168,8 @@ def checked_n(body: Mapping[str, Any], num_prompts: int = 1) -> int:
     n = body.get("n") if body.get("n") is not None else 1
     if type(n) is not int or n < 1:
         raise BadRequest(f"n: expected a positive integer, got {n!r}")
-    if n * num_prompts > _MAX_SINGLES:
-        raise BadRequest(f"n: {num_prompts} prompts x {n} is more than {_MAX_SINGLES}; send several requests")
+    if n > _MAX_N:
+        raise BadRequest(f"n must be at most {_MAX_N}, got {n}; send several requests", "n")
     for name in _INTEGERS:
         value = body.get(name)
         if value is not None and (type(value) is not int or abs(value) >= _MAX_INTEGER):
@@ -224,8 +236,8 @@ class Completions:
     ids_key = "prompt"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> ClientCall:
-        return fan_out(body)
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
+        return fan_out(body, check_room)
 
     def answer(self, call: ClientCall, model: str | None) -> Json:
         returns_ids = bool(call.body.get("return_token_ids"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from rose.http import SO_FAR
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, encode
-from rose.scheduler.rollout.formats.completions import ClientCall, Single, fan_out, usage_of
+from rose.scheduler.rollout.formats.completions import CheckRoom, ClientCall, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.resume import (
     REASONING_ENDED,
@@ -137,7 +137,7 @@ class TokenGenerate:
     ids_key = "token_ids"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         if body.get("features") or body.get("content_parts"):
             raise BadRequest("features: only text can be routed; send nothing but token_ids")
         prompt = body.get("token_ids")
@@ -152,7 +152,7 @@ class TokenGenerate:
         if reasoning:
             completion["vllm_xargs"] = {**(completion.get("vllm_xargs") or {}), **reasoning}
         completion |= {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        call = fan_out(completion, shown_id=body.get("request_id"))
+        call = fan_out(completion, check_room, shown_id=body.get("request_id"))
         for single in call.singles:
             single.generation.needs_text = given is None or given.get("detokenize") is not False
             single.generation.is_told_reasoning = bool(reasoning) and has_grammar(completion)

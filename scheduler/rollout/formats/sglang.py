@@ -9,7 +9,7 @@ Never does: I/O.
 from collections.abc import Mapping
 
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
-from rose.scheduler.rollout.formats.completions import ClientCall, Single, fan_out, usage_of
+from rose.scheduler.rollout.formats.completions import CheckRoom, ClientCall, Single, fan_out, usage_of
 from rose.scheduler.rollout.formats.events import Chunk
 from rose.scheduler.rollout.formats.generate import TOKEN_PREFIX, sampling, version_of, weight_versions
 
@@ -24,7 +24,7 @@ class SglangGenerate:
     ids_key = "input_ids"
     end = b"data: [DONE]\n\n"
 
-    def call(self, body: Json) -> ClientCall:
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
         prompt = body.get("input_ids") if body.get("input_ids") is not None else body.get("text")
         if prompt is None:
             raise BadRequest("input_ids: expected token ids, or a string in text")
@@ -41,7 +41,7 @@ class SglangGenerate:
                 completion[name] = body[name]
         completion |= {"prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
         rid = body.get("rid")
-        return fan_out(completion, shown_id=rid if isinstance(rid, str) else None)
+        return fan_out(completion, check_room, shown_id=rid if isinstance(rid, str) else None)
 
     def answer(self, call: ClientCall, model: str | None) -> object:
         answers = [self._one(call, single) for single in call.singles]

@@ -8,7 +8,7 @@ Never does: I/O.
 from typing import Protocol
 
 from rose.scheduler.rollout.formats.bodies import Json
-from rose.scheduler.rollout.formats.completions import ClientCall, Single
+from rose.scheduler.rollout.formats.completions import CheckRoom, ClientCall, Single
 from rose.scheduler.rollout.formats.events import Chunk
 
 
@@ -20,8 +20,8 @@ class Format(Protocol):
     end: bytes
     """The end of an event stream."""
 
-    def call(self, body: Json) -> ClientCall:
-        """Reads a request. Raises: BadRequest."""
+    def call(self, body: Json, check_room: CheckRoom | None) -> ClientCall:
+        """Reads a request. Raises: BadRequest; what `check_room` raises."""
 
     def answer(self, call: ClientCall, model: str | None) -> object:
         """Returns the whole answer to a finished call."""

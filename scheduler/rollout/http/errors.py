@@ -62,16 +62,16 @@ def http_status(error: RoseError | BadRequest) -> int:
     return next((status for kind, status, _ in _STATUSES if isinstance(error, kind)), 500)
 
 
-def error_body(status: int, message: str) -> Json:
+def error_body(status: int, message: str, param: str | None = None) -> Json:
     kind = _NAMES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def error_response(status: int, message: str) -> web.Response:
+def error_response(status: int, message: str, param: str | None = None) -> web.Response:
     headers = {"Server": _SERVER_NAME}
     if status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    body = encode(error_body(status, message))
+    body = encode(error_body(status, message, param))
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 

@@ -23,6 +23,7 @@ from rose.errors import ConfigError, NoWorkerError
 from rose.http import FRONT_HEADERS
 from rose.scheduler.rollout.formats.bodies import Json, encode
 from rose.scheduler.rollout.http.errors import error_event
+from rose.scheduler.rollout.http.event_stream import hand_on
 from rose.scheduler.rollout.http.front_process import Front, served_names
 from rose.scheduler.rollout.router_config import FrontSpec
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
@@ -106,6 +107,7 @@ class Fronts:
         """Returns a front's answer at the request's own path; `deadline` is monotonic time in seconds.
 
         Raises:
+            ClientLeft: while the answer was sent.
             NoWorkerError: no front is ready, or none answers.
             DeadlineExceeded: the front has not answered long after the deadline.
         """
@@ -120,18 +122,21 @@ class Fronts:
                 message = f"{front.name} has not answered by the deadline"
                 if not answer.prepared:
                     raise DeadlineExceeded(message) from None
-                return await _broken_off(answer, 504, message)
+                return await _broken_off(request, answer, 504, message)
             except (aiohttp.ClientError, OSError) as error:
                 logger.warning("front broke off name=%s error=%s", front.name, type(error).__name__)
                 if answer.prepared:
-                    return await _broken_off(answer, 502, f"{front.name} broke off: {type(error).__name__}")
+                    message = f"{front.name} broke off: {type(error).__name__}"
+                    return await _broken_off(request, answer, 502, message)
             finally:
                 front.in_flight -= 1
         raise NoWorkerError(f"none of {len(self._fronts)} fronts is ready; they start once a worker answers")
 
 
-async def _broken_off(answer: web.StreamResponse, status: int, message: str) -> web.StreamResponse:
-    await answer.write(error_event(status, message))
+async def _broken_off(
+    request: web.Request, answer: web.StreamResponse, status: int, message: str
+) -> web.StreamResponse:
+    await hand_on(request, answer, error_event(status, message))
     return answer
 
 
@@ -159,9 +164,7 @@ async def _exchange(
             return web.Response(body=await response.read(), status=response.status, headers=kind)
         answer.headers.update({**kind, "Cache-Control": "no-cache"})
         piece = await response.content.readany()
-        await answer.prepare(request)
         while piece:
-            await answer.write(piece)
+            await hand_on(request, answer, piece)
             piece = await response.content.readany()
-        await answer.write_eof()
         return answer

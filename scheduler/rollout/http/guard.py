@@ -22,8 +22,8 @@ from rose.errors import RoseError
 from rose.http import PUBLISHED_PATH
 from rose.scheduler.rollout.formats.bodies import BadRequest, encode
 from rose.scheduler.rollout.http.callers import Callers, bearer
-from rose.scheduler.rollout.http.errors import error_body, error_response, http_status
-from rose.scheduler.rollout.http.event_stream import ClientLeft
+from rose.scheduler.rollout.http.errors import error_body, error_event, error_response, http_status
+from rose.scheduler.rollout.http.event_stream import ClientLeft, HandledRequests
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.journey import Refused
 
@@ -50,7 +50,7 @@ class Guard:
         self._config = config
         self._callers = callers
         self.is_draining = False
-        self._num_active = 0
+        self.handled = HandledRequests()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -65,13 +65,16 @@ class Guard:
             return error_response(403, _NO_ADMIN_KEY)
         if self._is_too_late(request):
             return error_response(503, "the router is draining and takes no new requests; ask another one")
-        self._num_active += 1
+        self.handled.begin(request)
         try:
             return await handler(request)
         except Refused as refused:
+            if self.handled.stream_of(request) is not None:
+                return await self._failed(request, refused.status, str(refused))
             return web.Response(text=refused.body, status=refused.status, content_type="application/json")
         except (RoseError, BadRequest) as error:
-            return error_response(http_status(error), str(error))
+            param = error.param if isinstance(error, BadRequest) else None
+            return await self._failed(request, http_status(error), str(error), param)
         except web.RequestPayloadError as error:  # such as a body that is not what Content-Encoding says
             return error_response(400, f"the body can't be read: {' '.join(str(error).split())}")
         except web.HTTPException as error:
@@ -83,9 +86,18 @@ class Guard:
             raise ConnectionResetError("the client left") from left
         except Exception:
             logger.exception("request failed path=%s", request.path)
-            return error_response(500, "the router failed; its log holds the reason")
+            return await self._failed(request, 500, "the router failed; its log holds the reason")
         finally:
-            self._num_active -= 1
+            self.handled.end(request)
+
+    async def _failed(
+        self, request: web.Request, status: int, message: str, param: str | None = None
+    ) -> web.StreamResponse:
+        """Answers with an error, which is the last event of a stream that has begun."""
+        if (begun := self.handled.stream_of(request)) is None:
+            return error_response(status, message, param)
+        await begun.write(error_event(status, message))
+        return begun
 
     def _is_allowed(self, request: web.Request) -> bool:
         if request.path in _OPEN_PATHS:
@@ -138,9 +150,9 @@ class Guard:
         """Refuses new work and waits for the requests in flight, at most `drain_s`."""
         self.is_draining = True
         until = time.monotonic() + self._config.drain_s
-        while self._num_active and time.monotonic() < until:
+        while self.handled and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        logger.info("drained left=%d", self._num_active)
+        logger.info("drained left=%d", len(self.handled))
 
 
 def _holds_one_of(request: web.Request, keys: Sequence[str | None]) -> bool:

@@ -16,7 +16,7 @@ from aiohttp import web
 from rose.errors import NoWorkerError
 from rose.http import TIMEOUT_HEADER
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json, TokenIds, parse
-from rose.scheduler.rollout.formats.completions import ClientCall, take_whole_numbers
+from rose.scheduler.rollout.formats.completions import CheckRoom, ClientCall, take_whole_numbers
 from rose.scheduler.rollout.formats.resume import ROUTERS_ARGUMENTS
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.callers import Callers
@@ -79,9 +79,9 @@ class Intake:
         )
         return Asked(data, body, route)
 
-    def call(self, shape: Format, asked: Asked) -> ClientCall:
-        """Splits a request into its turns. Raises: BadRequest, ChatParsed."""
-        call = shape.call(asked.body)
+    def call(self, shape: Format, asked: Asked, check_room: CheckRoom | None) -> ClientCall:
+        """Splits a request into its turns. Raises: BadRequest, ChatParsed; what `check_room` raises."""
+        call = shape.call(asked.body, check_room)
         self._check_lengths(call, asked.route.model)
         return call
 
@@ -138,14 +138,39 @@ class Intake:
         return not alive or any(worker.models is None for worker in alive)
 
     def _check_lengths(self, call: ClientCall, model: str | None) -> None:
-        """Raises: BadRequest if a prompt does not fit into any worker's context."""
+        """Raises: BadRequest if a prompt or its answer does not fit into any worker's context, in vLLM's
+        words, by which some clients know this error."""
         limit = self._registry.catalogue.context(model)
-        if limit is None or call.body.get("truncate_prompt_tokens"):
+        if limit is None:
+            return
+        asked = call.singles[0].generation.request.get("max_tokens")
+        if asked is not None and asked > limit:
+            raise BadRequest(
+                f"max_tokens={asked} cannot be greater than max_model_len={limit}. Please request fewer"
+                " output tokens.",
+                "max_tokens",
+            )
+        if call.body.get("truncate_prompt_tokens"):
             return
         for single in call.singles[:: call.n]:
             prompt = single.prompt
             if isinstance(prompt, TokenIds) and prompt.about() > _NEAR * limit and prompt.count() >= limit:
-                raise BadRequest(f"prompt: {prompt.count()} tokens, the model's context is {limit}")
+                raise _too_long(prompt.count(), limit)
+
+
+def _too_long(num_tokens: int, limit: int) -> BadRequest:
+    if num_tokens == limit:
+        return BadRequest(
+            f"The decoder prompt (length {num_tokens}) plus the number of requested output tokens (at least"
+            f" 1) is longer than the maximum model length of {limit}.",
+            "input_tokens",
+        )
+    return BadRequest(
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {num_tokens}"
+        " input tokens, which exceeds this limit even without any output tokens. Please reduce the length of"
+        " the input prompt.",
+        "input_tokens",
+    )
 
 
 def _check_arguments(body: Json) -> None:

@@ -18,7 +18,14 @@ from rose.errors import RoseError
 from rose.scheduler.rollout.formats.bodies import Json, encode
 from rose.scheduler.rollout.formats.salt import salted
 from rose.scheduler.rollout.http.errors import error_event, http_status
-from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
+from rose.scheduler.rollout.http.event_stream import hand_on
+from rose.scheduler.rollout.turn.attempt.endings import (
+    Ending,
+    EndKind,
+    abort_ending,
+    error_ending,
+    lost_ending,
+)
 from rose.scheduler.rollout.turn.attempt.progress import probed
 from rose.scheduler.rollout.turn.attempt.receive import versioned_name
 from rose.scheduler.rollout.turn.dataplane import DataPlane
@@ -55,7 +62,7 @@ class Passthrough:
 
     async def _forward(self, request: web.Request, body: Json, route: Route) -> web.StreamResponse:
         records = self._plane.records
-        journey = records.begin_whole(route)
+        journey = records.begin_whole(route, body)
         result = CANCELLED
         try:
             answer = await self._until_answered(request, body, journey)
@@ -118,9 +125,11 @@ class _WholeAttempt:
         except DeadlineExceeded as error:
             if self._answer is None:
                 raise
-            return await self._break_off(self._answer, http_status(error), str(error))
+            return await self._break_off(request, self._answer, http_status(error), str(error))
         if isinstance(ending, Ending) and self._answer is not None:
-            return await self._break_off(self._answer, 502, f"the worker's stream broke off: {ending.detail}")
+            return await self._break_off(
+                request, self._answer, 502, f"the worker's stream broke off: {ending.detail}"
+            )
         return ending
 
     async def _watched(self, request: web.Request, body: Json) -> web.StreamResponse | Ending:
@@ -132,14 +141,14 @@ class _WholeAttempt:
                 return await self._exchange(request, body, watch)
         except TimeoutError as error:
             if watch.is_lost:
-                return Ending(kind=EndKind.LOST, detail=f"{worker.id} was lost")
+                return lost_ending(worker, " was lost")
             if watch.is_outdated:
                 return Ending(kind=EndKind.OUTDATED, detail=f"{worker.id} has weights of another run now")
             if watch.is_over:
                 raise DeadlineExceeded(f"{worker.id} did not answer before the deadline") from error
             return Ending(kind=EndKind.STALLED, detail=f"{worker.id} made no token in time")
         except (aiohttp.ClientError, ConnectionError) as error:
-            return Ending(kind=EndKind.LOST, detail=f"{worker.id}: {type(error).__name__}: {error}")
+            return lost_ending(worker, f": {type(error).__name__}: {error}")
 
     async def _exchange(self, request: web.Request, body: Json, watch: Watch) -> web.StreamResponse | Ending:
         worker, plane = self._worker, self._plane
@@ -156,7 +165,7 @@ class _WholeAttempt:
                 return self._plain(response, await response.read())
             if first := await response.content.readany():
                 return await self._relay(request, response, first, watch)
-            return Ending(kind=EndKind.LOST, detail=f"{worker.id} sent an empty stream")
+            return lost_ending(worker, " sent an empty stream")
 
     def _plain(self, response: aiohttp.ClientResponse, body: bytes) -> web.Response | Ending:
         if response.status == HTTPStatus.NOT_FOUND and self._adapter is not None:
@@ -178,18 +187,16 @@ class _WholeAttempt:
         """Hands the stream on as it arrives. The client has received something from here on."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._origin()}
         self._answer = answer = web.StreamResponse(headers=headers)
-        await answer.prepare(request)
         tail, data = b"", first
         while data:
             watch.allow(2 * self._plane.config.first_token_s)
             self._num_events += data.count(_EVENT)
             tail = (tail + data)[-_TAIL_BYTES:]
-            await answer.write(self._as_named(data) if self._adapter is not None else data)
+            await hand_on(request, answer, self._as_named(data) if self._adapter is not None else data)
             data = await upstream.content.readany()
         if used := _USAGE.findall(tail):
             self._num_used = int(used[-1])
-        await answer.write(self._line)
-        await answer.write_eof()
+        await hand_on(request, answer, self._line)
         return answer
 
     def _as_named(self, data: bytes) -> bytes:
@@ -208,7 +215,8 @@ class _WholeAttempt:
         return {"X-Rose-Worker": self._worker.id, **shown}
 
     @staticmethod
-    async def _break_off(answer: web.StreamResponse, status: int, message: str) -> web.StreamResponse:
-        await answer.write(error_event(status, message))
-        await answer.write_eof()
+    async def _break_off(
+        request: web.Request, answer: web.StreamResponse, status: int, message: str
+    ) -> web.StreamResponse:
+        await hand_on(request, answer, error_event(status, message))
         return answer

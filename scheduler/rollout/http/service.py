@@ -8,12 +8,13 @@ Never does: read requests (intake.py), place turns (turn/), check keys, turn err
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
 
-from rose.errors import NoWorkerError, RoseError
+from rose.errors import NoWorkerError
 from rose.scheduler.rollout.formats import chat, completions
 from rose.scheduler.rollout.formats.bodies import encode, parse
 from rose.scheduler.rollout.formats.chat import Chat, ChatParsed
@@ -23,7 +24,7 @@ from rose.scheduler.rollout.formats.sglang import SglangGenerate
 from rose.scheduler.rollout.formats.shape import Format
 from rose.scheduler.rollout.http.admin import Admin
 from rose.scheduler.rollout.http.callers import Callers
-from rose.scheduler.rollout.http.errors import Conflict, NotFound, error_event, http_status, name_server
+from rose.scheduler.rollout.http.errors import NotFound, name_server
 from rose.scheduler.rollout.http.event_stream import EventStream
 from rose.scheduler.rollout.http.fronts import Fronts
 from rose.scheduler.rollout.http.guard import Guard, Handler
@@ -46,7 +47,7 @@ _FORMATS: dict[str, Format] = {
     "/inference/v1/generate": TokenGenerate(),
     "/generate": SglangGenerate(),
 }
-_QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens"}
+_QUESTION_PATHS = {"/tokenize": "prompt", "/detokenize": "tokens", "/v1/messages/count_tokens": "prompt"}
 """The paths, each with the field that may hold a long list."""
 _FINISH_PATH = "/finish_session"
 
@@ -73,6 +74,7 @@ class Service:
             client_max_size=self._config.max_body_bytes, middlewares=[self._guard.middleware]
         )
         app.on_response_prepare.append(name_server)
+        app.on_response_prepare.append(self._guard.handled.note_stream)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         for path, shape in _FORMATS.items():
@@ -185,11 +187,14 @@ class Service:
     async def _once(
         self, request: web.Request, asked: Asked, answered: Callable[[], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Returns what `answered()` does, or what it does for the same request that is in flight, unless that
-        is a stream."""
+        """Returns what `answered()` does, or what it does for the same request that is in flight. A stream
+        takes the place of the one that is in flight."""
         key = _key(request, asked.route)
-        if key is None or asked.body.get("stream"):
+        if key is None:
             return await answered()
+        if asked.body.get("stream"):
+            async with self._in_flight.stream(key, asked.body):
+                return await answered()
 
         async def work() -> SharedAnswer:
             return SharedAnswer.of(await answered())
@@ -215,12 +220,16 @@ class Service:
 
     async def _generate(self, request: web.Request, shape: Format, asked: Asked) -> web.StreamResponse:
         """Raises: ChatParsed, while the client has received nothing."""
-        call, route = self._intake.call(shape, asked), asked.route
+        route = asked.route
         key = _key(request, route)
+        needs_room = key is None or key not in self._in_flight  # a retry gets that of the first one
+        check_room = partial(self._plane.dispatcher.check_room, route.job) if needs_room else None
+        call = self._intake.call(shape, asked, check_room)
         if call.wants_stream:
-            if key is not None and key in self._in_flight:
-                raise Conflict(f"{IDEMPOTENCY_HEADER}: {key} is in flight; a stream can't be shared")
-            return await self._stream(request, shape, call, route)
+            if key is None:
+                return await self._stream(request, shape, call, route)
+            async with self._in_flight.stream(key, asked.body):
+                return await self._stream(request, shape, call, route)
 
         async def work() -> SharedAnswer:
             model = await self._plane.turns.complete(call, route, None)
@@ -233,13 +242,7 @@ class Service:
         self, request: web.Request, shape: Format, call: ClientCall, route: Route
     ) -> web.StreamResponse:
         sink = EventStream(request, shape, call)
-        try:
-            model = await self._plane.turns.complete(call, route, sink)
-        except RoseError as error:
-            if not sink.answer.prepared:
-                raise
-            await sink.answer.write(error_event(http_status(error), str(error)))
-            return sink.answer
+        model = await self._plane.turns.complete(call, route, sink)
         if (usage := shape.stream_usage(call, model)) is not None:
             await sink.send(usage)
         await sink.answer.write(shape.end)

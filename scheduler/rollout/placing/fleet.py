@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rose.scheduler.rollout.placing.columns import WorkerColumns
 from rose.scheduler.rollout.placing.views import (
     AdapterVersions,
+    Contexts,
     TurnView,
     WorkerKind,
     WorkerView,
@@ -26,19 +27,27 @@ _Shelf = tuple[WorkerKind, str | None]
 """The kind, and for serving GPUs the owner."""
 
 
-_Weights = tuple[frozenset[str] | None, WeightVersion | None, frozenset[WeightVersion], bool]
-"""The models, the version of the whole weights, those of the adapters, and whether others are awaited."""
+_Likeness = tuple[
+    frozenset[str] | None,
+    WeightVersion | None,
+    frozenset[WeightVersion],
+    bool,
+    frozenset[tuple[str, int | None]],
+]
+"""The models, the version of the whole weights, those of the adapters, whether others are awaited, and the
+models' contexts."""
 
 
 @dataclass(slots=True)
 class Cohort:
-    """The workers that serve the same models with the same weights and adapters."""
+    """The workers that serve the same models with the same contexts, weights and adapters."""
 
     number: int
     models: frozenset[str] | None
     version: WeightVersion | None
     adapters: AdapterVersions = field(default_factory=dict)
     awaits_weights: bool = False
+    contexts: Contexts = field(default_factory=dict)
     num_workers: int = 0
     num_alive: int = 0
     shelves: dict[_Shelf, list[Load]] = field(default_factory=dict)
@@ -90,7 +99,7 @@ class Fleet:
 
     def __init__(self, views: Iterable[WorkerView] = ()) -> None:
         self._views: dict[str, WorkerView] = {}
-        self._cohorts: dict[_Weights, Cohort] = {}
+        self._cohorts: dict[_Likeness, Cohort] = {}
         self._places: dict[str, tuple[Cohort, _Standing]] = {}
         self._num_cohorts_made = 0
         self._columns: WorkerColumns | None = None
@@ -145,6 +154,7 @@ class Fleet:
             and before.weight_version == view.weight_version
             and before.adapters == view.adapters
             and before.awaits_weights == view.awaits_weights
+            and before.contexts == view.contexts
         ):
             self._move(view)
         else:
@@ -170,7 +180,7 @@ class Fleet:
         cohort, standing = place
         cohort.remove(standing)
         if not cohort.num_workers:
-            del self._cohorts[_weights(cohort)]
+            del self._cohorts[_likeness(cohort)]
 
     def drop(self, worker_id: str) -> None:
         """Forgets a worker. Raises: KeyError."""
@@ -197,19 +207,18 @@ class Fleet:
 
     def _cohort(self, view: WorkerView) -> Cohort:
         models = frozenset(view.models) if view.models is not None else None
-        key = (models, view.weight_version, frozenset(view.adapters.values()), view.awaits_weights)
-        if key not in self._cohorts:
+        weights = (models, view.weight_version, view.adapters, view.awaits_weights, view.contexts)
+        made = Cohort(self._num_cohorts_made + 1, *weights)
+        if (cohort := self._cohorts.setdefault(_likeness(made), made)) is made:
             self._num_cohorts_made += 1
-            weights = (models, view.weight_version, view.adapters, view.awaits_weights)
-            self._cohorts[key] = Cohort(self._num_cohorts_made, *weights)
-        return self._cohorts[key]
+        return cohort
 
     def check_integrity(self) -> None:
         again = Fleet(self._views.values())
         for worker_id, (cohort, standing) in self._places.items():
             other, other_standing = again._places[worker_id]
             found, wanted = (
-                (_weights(each), place) for each, place in ((cohort, standing), (other, other_standing))
+                (_likeness(each), place) for each, place in ((cohort, standing), (other, other_standing))
             )
             assert found == wanted
             assert self._cohorts[found[0]] is cohort
@@ -218,8 +227,9 @@ class Fleet:
         assert len(again._cohorts) == len(self._cohorts)
 
 
-def _weights(cohort: Cohort) -> _Weights:
-    return (cohort.models, cohort.version, frozenset(cohort.adapters.values()), cohort.awaits_weights)
+def _likeness(cohort: Cohort) -> _Likeness:
+    weights = (cohort.models, cohort.version, frozenset(cohort.adapters.values()), cohort.awaits_weights)
+    return (*weights, frozenset(cohort.contexts.items()))
 
 
 def _standing(view: WorkerView) -> _Standing:

@@ -18,7 +18,7 @@ from rose.scheduler.rollout.placing.views import TurnView, WorkerKind, WorkerVie
 def constraints(turn: TurnView, now: float) -> Hashable:
     """Returns everything that decides whether a turn without affinity can be placed."""
     avoided = tuple(sorted(worker for worker, until in turn.avoid_until.items() if until > now))
-    return (turn.job, turn.model, turn.run_id, turn.pinned_version, avoided)
+    return (turn.job, turn.model, turn.run_id, turn.pinned_version, turn.least_context, avoided)
 
 
 class PlacementPolicy(Protocol):
@@ -95,7 +95,8 @@ def prefer_dedicated(turn: TurnView, cohorts: Sequence[Cohort], fleet: Fleet, no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPolicy:
-    """The baseline: a trajectory stays on the worker of its first turn, and waits when that is full.
+    """The baseline: a trajectory stays on the worker of its first turn, as long as it fits into that one's
+    context, and waits when it is full.
 
     Source: ROSE §6.4. First turns are spread evenly over all workers, whatever their kind.
     """
@@ -104,7 +105,7 @@ class PinnedPolicy:
 
     def pick(self, turn: TurnView, fleet: Fleet, now: float) -> str | None:
         cohorts, first = self.versions.admits(turn, fleet.cohorts), fleet.find(turn.affine)
-        if first is not None and first.alive and of_model(turn.model, [first]):
+        if first is not None and first.alive and of_model(turn.model, [first]) and turn.fits(first.contexts):
             return first.id if is_usable_in(cohorts, first, turn, fleet, now) else None
         loads = [fleet.least_loaded(turn, kind, cohorts, now) for kind in WorkerKind]
         return min((load for load in loads if load is not None), default=(0.0, None))[1]

@@ -8,7 +8,7 @@ Never does: choose among the workers that it admits (policy.py).
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rose.errors import NoWorkerError
@@ -180,7 +180,8 @@ class VersionRule:
         return bool(self._newest_numbers((), turn))
 
     def admits(self, turn: TurnView, cohorts: Sequence[Cohort]) -> list[Cohort]:
-        """Returns the cohorts with live workers of the turn's model, whose weights the turn may use.
+        """Returns the cohorts with live workers of the turn's model, whose weights the turn may use, and
+        into whose contexts it fits.
 
         The newest version is that of a model and training run; numbers of different runs can't be compared.
 
@@ -195,8 +196,9 @@ class VersionRule:
                 held = sorted({str(cohort.version_for(turn.model)) for cohort in cohorts})
                 needs = f"session {turn.session} needs weights {pinned}"
                 raise VersionGone(f"{needs}, but workers hold {held}; begin a new session")
-            return holders
-        return self._new_enough(turn, [cohort for cohort in cohorts if cohort.num_alive])
+            return _long_enough(turn, holders, holders)
+        alive = [cohort for cohort in cohorts if cohort.num_alive]
+        return _long_enough(turn, self._new_enough(turn, alive), cohorts)
 
     def _new_enough(self, turn: TurnView, cohorts: Sequence[Cohort]) -> list[Cohort]:
         versions = [(cohort, cohort.version_for(turn.model)) for cohort in cohorts]
@@ -226,6 +228,18 @@ class VersionRule:
         if turn.run_id is not None and (number_due := self.known.awaited(turn.run_id)) is not None:
             newest[turn.run_id] = number_due
         return newest
+
+
+def _long_enough(turn: TurnView, able: list[Cohort], cohorts: Iterable[Cohort]) -> list[Cohort]:
+    """Returns those of `able` that have the turn's least context, or the longest of all `cohorts`, lost ones
+    included, if none of these has it: the turn does not wait for what is not there, and the worker says why
+    it does not fit."""
+    if turn.least_context is None or turn.model is None:
+        return able
+    if not any(turn.fits(cohort.contexts) for cohort in cohorts):
+        longest = max((cohort.contexts[turn.model] or 0 for cohort in cohorts), default=0)
+        turn = replace(turn, least_context=longest)
+    return [cohort for cohort in able if turn.fits(cohort.contexts)]
 
 
 def _lag(version: WeightVersion, newest: Mapping[str, int]) -> int:

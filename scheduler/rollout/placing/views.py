@@ -22,6 +22,8 @@ NO_RUN = ""
 AdapterVersions = Mapping[str, WeightVersion]
 """The newest versions of a worker's LoRA adapters, by the model name that turns give them: their run."""
 NO_ADAPTERS: AdapterVersions = {}
+Contexts = Mapping[str, int | None]
+"""Model name -> its context in tokens, None if unknown. The first model is the worker's default."""
 
 
 def version_for(
@@ -73,6 +75,9 @@ class TurnView:
     pinned_version: WeightVersion | None = None
     avoid_until: Mapping[str, float] = field(default_factory=dict)
     """Workers that just failed, stalled or aborted this turn, and until when it avoids them."""
+    least_context: int | None = None
+    """The shortest context of a worker that may take the turn, where the model's workers differ in it; None:
+    any will do."""
     prompt_tokens: int = 0
     expected_tokens: float = 0.0
     """The number of tokens that it will probably generate."""
@@ -82,6 +87,11 @@ class TurnView:
     @property
     def wants(self) -> Wants:
         return Wants(self.model, self.run_id)
+
+    def fits(self, contexts: Contexts) -> bool:
+        """Returns whether a worker with these contexts may take it."""
+        context = contexts.get(self.model) if self.model is not None else None
+        return self.least_context is None or context is None or context >= self.least_context
 
     def missing_tokens(self, worker: str) -> float:
         """Returns the prompt tokens that the worker would have to prefill."""
@@ -121,6 +131,8 @@ class WorkerView:
     """For serving GPUs: the job that has borrowed it, or NOBODY; None: every job may use it."""
     models: Collection[str] | None = None
     """The names of the models that it serves; None: it does not say, and may serve any."""
+    contexts: Contexts = field(default_factory=dict)
+    """The contexts of its models, as far as it says them."""
     weight_version: WeightVersion | None = None
     adapters: AdapterVersions = field(default_factory=dict)
     awaits_weights: bool = False

@@ -57,7 +57,7 @@ class DataPlane:
         members = self.registry.members()
         self.trajectories = Trajectories(config, members, self.jobs)
         self.records = TurnRecords(config, self.jobs, self.registry.catalogue, self.trajectories)
-        self.rerouting = Rerouting(config, self.records.counters)
+        self.rerouting = Rerouting(config, self.records.counters, self.registry.catalogue)
         self.versions = self._rule(config.version_mode, config.max_lag)
         policy = POLICIES[config.policy](versions=self.versions)
         self.dispatcher = Dispatcher(

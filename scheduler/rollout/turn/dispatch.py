@@ -134,12 +134,14 @@ class Dispatcher:
                 self._places.withdraw(waiter)
 
     def check_room(self, name: str, num_turns: int) -> None:
-        """Refuses a call at once if some of its turns would certainly be refused later. Starting tens of
-        thousands of turns takes seconds.
+        """Refuses a call of several turns at once if some of them would certainly be refused later. Starting
+        tens of thousands of turns takes seconds.
 
         Raises: QueueFull if the job's queue and all workers together have no room for ``num_turns``.
         """
-        limit, waiting = self._bound(self._jobs.get(name, self._clock()))
+        if num_turns == 1:
+            return
+        limit, waiting = self._bound(name)
         most = limit - waiting
         if num_turns > most and num_turns > most + sum(worker.cap for worker in self._members.values()):
             raise QueueFull(
@@ -147,13 +149,13 @@ class Dispatcher:
                 f" {limit}; send several requests, with fewer prompts or a smaller n"
             )
 
-    def _bound(self, job: JobAccount) -> tuple[int, int]:
+    def _bound(self, job: str) -> tuple[int, int]:
         """Returns how many turns of a job may wait, and how many do."""
-        limit = job.spec.max_queued if job.spec.max_queued is not None else self._max_queued_per_job
-        return limit, self._places.num_waiting(job.name)
+        limit = self._jobs.spec(job).max_queued
+        return limit if limit is not None else self._max_queued_per_job, self._places.num_waiting(job)
 
     def _check_bound(self, job: JobAccount, is_continuation: bool) -> None:
-        limit, waiting = self._bound(job)
+        limit, waiting = self._bound(job.name)
         if waiting >= limit and not is_continuation:
             raise QueueFull(f"job {job.name} has {waiting} turns waiting, and may have {limit}; try later")
 

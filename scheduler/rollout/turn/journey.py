@@ -51,6 +51,8 @@ class Journey:
     silences: Counter[str] = field(default_factory=Counter)
     """How often each worker has stalled before an attempt's first token."""
     num_failures: int = 0
+    least_context: int | None = None
+    """The shortest context of a worker that may take the request, where the model's workers differ in it."""
     unloaded_since: float | None = None
     """Since when workers have said that they don't hold the adapter; None: the last one did not say so."""
     num_attempts: int = 0

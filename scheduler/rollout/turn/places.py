@@ -136,7 +136,7 @@ class Places:
         """Queues a turn. `since`: when it first came, if it comes again. Call pump() afterwards."""
         job, wants = waiter.job, waiter.turn.wants
         self._jobs.asked(job, waiter.turn)
-        alike = waiter.turn.pinned_version
+        alike = (waiter.turn.pinned_version, waiter.turn.least_context)
         self._queue.push(job.name, waiter, kind=wants, cost=waiter.cost, since=since, likeness=alike)
 
     def set_policy(self, policy: PlacementPolicy) -> None:
@@ -368,8 +368,8 @@ class _Asking:
         return self._is_open[wants]
 
     def is_last(self, waiter: Waiter) -> bool:
-        """Whether, if this turn can go nowhere, later turns with its wants and pinned version can't either.
-        That holds if the turn avoids no worker and the policy looks at nothing else."""
+        """Whether, if this turn can go nowhere, later ones with its wants, pinned version and least context
+        can't either. That holds if the turn avoids no worker and the policy looks at nothing else."""
         turn, now = waiter.turn, self._now
         is_free = not waiter.is_settled and not turn.avoid_until
         return is_free and self._policy.likeness(turn, now) == constraints(turn, now)

@@ -7,6 +7,7 @@ Never does: place turns, network I/O.
 
 import time
 
+from rose.scheduler.rollout.formats.bodies import Json
 from rose.scheduler.rollout.formats.completions import Single
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.accounts import DIVERGED, EXTENDED, JobAccounts
@@ -14,7 +15,7 @@ from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.latencies import Latencies
 from rose.scheduler.rollout.turn.traces import open_traces
-from rose.scheduler.rollout.turn.trajectories import Trajectories, about_tokens
+from rose.scheduler.rollout.turn.trajectories import Trajectories, about_tokens, needed_context, needed_whole
 from rose.scheduler.rollout.workers.models import Catalogue
 from rose.scheduler.rollout.workers.worker import Worker
 
@@ -44,18 +45,25 @@ class TurnRecords:
             prompt_tokens=about_tokens(single.prompt) + single.generation.num_tokens,
             max_tokens=single.generation.max_tokens,
         )
+        if self._catalogue.have_several_contexts(route.model):
+            num_tokens = needed_context(single)
+            journey.least_context = self._catalogue.least_context(route.model, num_tokens)
         is_extended = single.generation.extends_last_turn = self._trajectories.is_extended(single, journey)
         if is_extended is not None:
             account = self._jobs.get(route.job, time.monotonic())
             account.next_turns[EXTENDED if is_extended else DIVERGED] += 1
         return self._traced(journey)
 
-    def begin_whole(self, route: Route) -> Journey:
+    def begin_whole(self, route: Route, body: Json) -> Journey:
         """Begins a request that goes to a worker whole: it has its client's session, or one of its own."""
         session = route.explicit_session
-        return self._traced(
-            Journey(session=session if session is not None else f"whole-{time.monotonic_ns()}", route=route)
+        journey = Journey(
+            session=session if session is not None else f"whole-{time.monotonic_ns()}", route=route
         )
+        if self._catalogue.have_several_contexts(route.model):
+            num_tokens = needed_whole(body)
+            journey.least_context = self._catalogue.least_context(route.model, num_tokens)
+        return self._traced(journey)
 
     def _traced(self, journey: Journey) -> Journey:
         if self.traces is not None:

@@ -13,6 +13,7 @@ from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind
 from rose.scheduler.rollout.turn.counters import Counters
 from rose.scheduler.rollout.turn.journey import Journey, Refused
+from rose.scheduler.rollout.workers.models import Catalogue
 from rose.scheduler.rollout.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,9 @@ _COUNTED_FAILURES = (EndKind.LOST, EndKind.FAILED)
 class Rerouting:
     """Lives on the router's event loop."""
 
-    def __init__(self, config: RouterConfig, counters: Counters) -> None:
+    def __init__(self, config: RouterConfig, counters: Counters, catalogue: Catalogue) -> None:
         self._config = config
+        self._catalogue = catalogue
         self._counters = counters
 
     def after(self, ending: Ending, worker: Worker, journey: Journey, num_tokens: int = 0) -> None:
@@ -37,12 +39,14 @@ class Rerouting:
             WorkerError: workers have failed this request `max_failures` times.
             NoWorkerError: for `weights_s` each worker has said that it lacks the request's adapter.
         """
-        if ending.kind is EndKind.REFUSED:
+        is_refusal = ending.kind in (EndKind.REFUSED, EndKind.TOO_LONG)
+        if is_refusal and not (ending.kind is EndKind.TOO_LONG and self._goes_to_longer(worker, journey)):
             raise Refused(ending.status, ending.detail)
         self._counters.reroutes[ending.kind.value] += 1
         logger.info("rerouting cause=%s worker=%s session=%s", ending.kind.value, worker.id, journey.session)
         if ending.kind is EndKind.UNLEASED:
             worker.unleased()
+        if ending.kind in (EndKind.UNLEASED, EndKind.TOO_LONG):
             return
         now = time.monotonic()
         self._check_adapter(ending, worker, journey, now)
@@ -60,6 +64,19 @@ class Rerouting:
             journey.num_failures += 1
             if journey.num_failures >= self._config.max_failures:
                 raise WorkerError(f"{journey.num_failures} attempts failed, the last: {ending.detail}")
+
+    def _goes_to_longer(self, worker: Worker, journey: Journey) -> bool:
+        """Asks for a longer context than this worker's, in which a request did not fit. Returns whether there
+        is one that has not been asked for yet."""
+        model = journey.route.model
+        context = (worker.models or {}).get(model) if model is not None else None
+        if context is None or (journey.least_context or 0) > context:
+            return False
+        longer = self._catalogue.least_context(model, context + 1)
+        if longer is None or longer <= context:
+            return False
+        journey.least_context = longer
+        return True
 
     def _fails_alone(self, ending: Ending, worker: Worker, now: float) -> bool:
         """Whether a worker answers a request with an error while it makes tokens for others. One that answers

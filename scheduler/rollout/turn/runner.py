@@ -57,7 +57,6 @@ class TurnRunner:
         async with self._jobs.abortable(route.job, time.monotonic()):
             if len(call.singles) == 1:  # the common case needs no task of its own
                 return await self._run(call.singles[0], 1, route, sink)
-            self._dispatcher.check_room(route.job, len(call.singles))
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [

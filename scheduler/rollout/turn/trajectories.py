@@ -5,10 +5,11 @@ Promises: a trajectory is found again by its session key, or by the beginning of
 Never does: place turns (places.py), I/O.
 """
 
+import math
 import time
 from collections.abc import Mapping
 
-from rose.scheduler.rollout.formats.bodies import TokenIds
+from rose.scheduler.rollout.formats.bodies import Json, TokenIds, encode
 from rose.scheduler.rollout.formats.completions import Single
 from rose.scheduler.rollout.placing.sessions import (
     Fingerprints,
@@ -64,6 +65,7 @@ class Trajectories:
             run_id=route.run_id,
             pinned_version=first_version,
             avoid_until=journey.avoid_until,
+            least_context=journey.least_context,
             prompt_tokens=journey.prompt_tokens,
             expected_tokens=job.expected_tokens(journey.max_tokens),
             cached_tokens=probably_cached(session, self._members, now, route.model),
@@ -139,3 +141,20 @@ def answering_version(worker: Worker, model: str | None) -> WeightVersion | None
 def about_tokens(prompt: str | TokenIds) -> int:
     """Estimates a prompt's length; only the worker knows how many tokens a text has."""
     return prompt.about() if isinstance(prompt, TokenIds) else max(1, len(prompt) // _CHARACTERS_PER_TOKEN)
+
+
+def needed_context(single: Single) -> float:
+    """Returns the tokens of a turn's prompt and answer, as far as the router knows the prompt's: a worker
+    with a shorter context cuts the answer."""
+    generation, prompt = single.generation, single.prompt
+    if generation.request.get("truncate_prompt_tokens") is not None:
+        return math.inf  # the worker's context decides what is left of the prompt
+    num_prompt = prompt.count() if isinstance(prompt, TokenIds) else about_tokens(prompt)
+    return num_prompt + generation.max_tokens
+
+
+def needed_whole(body: Json) -> float:
+    """Estimates the same for a request that goes to a worker whole, by the length of all that it says."""
+    limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
+    limit = next((limit for limit in limits if type(limit) is int), 0)
+    return len(encode(body)) // _CHARACTERS_PER_TOKEN + limit

@@ -6,16 +6,15 @@ since turns wait for it. Names come only from workers, never from clients.
 Never does: ask workers (registry.py), place turns (placing/policy.py).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from rose.messages import parse_version
 from rose.scheduler.rollout.formats.bodies import BadRequest, Json
-from rose.scheduler.rollout.placing.views import AdapterVersions
-
-Contexts = Mapping[str, int | None]
-"""Model name -> its context in tokens, None if unknown. The first model is the worker's default."""
+from rose.scheduler.rollout.placing.views import AdapterVersions, Contexts
 
 
 class ModelCard(BaseModel):
@@ -55,13 +54,23 @@ def is_version(name: str, adapters: Collection[str]) -> bool:
     return name.rpartition("@")[0] in adapters
 
 
+class _Derived(NamedTuple):
+    """What follows from the models of all workers."""
+
+    defaults: tuple[str, ...] = ()
+    longest: Mapping[str, int | None] = {}
+    """The longest context of each model; None if a worker does not say its own."""
+    sizes: Mapping[str, Sequence[int]] = {}
+    """The contexts of each model's workers, the shortest first."""
+
+
 class Catalogue:
     """The models of each registered worker, as it last reported them. Lives on the router's event loop."""
 
     def __init__(self) -> None:
         self._by_worker: dict[str, Contexts | None] = {}
-        self._derived: tuple[tuple[str, ...], dict[str, int | None]] | None = ((), {})
-        """The defaults and the contexts; None after a change, of which thousands come at a start."""
+        self._derived: _Derived | None = _Derived()
+        """None after a change, of which thousands come at a start."""
         self._removed: set[str] = set()
         """Models that were served only by workers that were removed since."""
 
@@ -92,7 +101,7 @@ class Catalogue:
         Raises:
             BadRequest: workers have different defaults.
         """
-        defaults, _ = self._all()
+        defaults = self._all().defaults
         if len(defaults) > 1:
             raise BadRequest(f"model: several are served here; name one of {', '.join(self.names)}")
         return defaults[0] if defaults else None
@@ -101,26 +110,36 @@ class Catalogue:
         """Returns the longest context that any worker has for the model; None if it is unknown."""
         return self._contexts.get(model) if model is not None else None
 
+    def have_several_contexts(self, model: str | None) -> bool:
+        """Returns whether the model's workers differ in their contexts."""
+        return model is not None and len(self._all().sizes.get(model, ())) > 1
+
+    def least_context(self, model: str | None, num_tokens: float) -> int | None:
+        """Returns the shortest context of a worker of the model that holds `num_tokens`, or the longest if
+        none does; None if no worker says its own."""
+        sizes = self._all().sizes.get(model, ()) if model is not None else ()
+        return sizes[min(bisect_left(sizes, num_tokens), len(sizes) - 1)] if sizes else None
+
     @property
     def _contexts(self) -> Mapping[str, int | None]:
-        return self._all()[1]
+        return self._all().longest
 
-    def _all(self) -> tuple[tuple[str, ...], dict[str, int | None]]:
+    def _all(self) -> _Derived:
         if self._derived is None:
             self._derived = self._derive()
         return self._derived
 
-    def _derive(self) -> tuple[tuple[str, ...], dict[str, int | None]]:
+    def _derive(self) -> _Derived:
         said = [models for models in self._by_worker.values() if models is not None]
         defaults = tuple(dict.fromkeys(next(iter(models)) for models in said))
         is_all_said = len(said) == len(self._by_worker)
         found: dict[str, list[int | None]] = {}
         for models in said:
             for name, context in models.items():
-                found.setdefault(name, []).append(context if is_all_said else None)
-        return defaults, {name: _longest(contexts) for name, contexts in found.items()}
-
-
-def _longest(contexts: list[int | None]) -> int | None:
-    known = [context for context in contexts if context is not None]
-    return max(known) if len(known) == len(contexts) else None
+                found.setdefault(name, []).append(context)
+        sizes = {name: sorted({c for c in contexts if c is not None}) for name, contexts in found.items()}
+        longest = {
+            name: sizes[name][-1] if is_all_said and None not in contexts else None
+            for name, contexts in found.items()
+        }
+        return _Derived(defaults, longest, sizes)

@@ -135,6 +135,7 @@ class Registry:
             KeyError: there is no such worker.
         """
         worker = self._workers.remove(worker_id)
+        worker.is_removed = True
         self._heartbeats.pop(worker_id).cancel()
         self.catalogue.forget(worker_id)
         self._wire.forget(worker.url)
@@ -298,12 +299,15 @@ class Registry:
             self.catalogue.take(worker.id, worker.models)
 
     def model_cards(self) -> list[Json]:
-        """Returns each model once, as the first worker that serves it shows it, lost workers included."""
+        """Returns each model once, as the first worker with its longest context shows it, lost workers
+        included."""
         cards: dict[str, Json] = {}
         for worker in self._workers.values():
             for card in worker.cards:
-                if not is_version(card.id, worker.adapters):
-                    cards.setdefault(card.id, card.as_json())
+                known = cards.get(card.id)
+                is_longer = known is None or (card.max_model_len or 0) > (known.get("max_model_len") or 0)
+                if is_longer and not is_version(card.id, worker.adapters):
+                    cards[card.id] = card.as_json()
             parent = worker.cards[0].id if worker.cards else None
             for run_id in worker.adapters:
                 cards.setdefault(run_id, {"id": run_id, "object": "model", "parent": parent})

@@ -16,10 +16,10 @@ from yarl import URL
 from rose.messages import NOTHING_PUBLISHED, Lease, RoutingStatus, parse_version
 from rose.scheduler.rollout.formats.events import CHAT_PATH, COMPLETIONS_PATH
 from rose.scheduler.rollout.placing.borrowing import UsageWindow
-from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, AdapterVersions, WorkerView
+from rose.scheduler.rollout.placing.views import NO_ADAPTERS, NOBODY, AdapterVersions, Contexts, WorkerView
 from rose.scheduler.rollout.router_config import RouterConfig, WorkerSpec
 from rose.scheduler.rollout.workers.answering import AnsweringWorker
-from rose.scheduler.rollout.workers.models import Contexts, ModelCard, adapters_of, with_adapters
+from rose.scheduler.rollout.workers.models import ModelCard, adapters_of, with_adapters
 from rose.scheduler.rollout.workers.watch import Watch
 from rose.types import WeightVersion
 
@@ -49,6 +49,8 @@ class Worker(AnsweringWorker):
         """When its weights last changed. The time between tokens before and after that says nothing of its
         speed."""
         self.is_draining = False
+        self.is_removed = False
+        """Whether an admin has removed it, so that what ran on it did not fail."""
         self.status: RoutingStatus | None = None
         self.weight_version: WeightVersion | None = None
         self.adapters: AdapterVersions = NO_ADAPTERS
@@ -202,6 +204,7 @@ class Worker(AnsweringWorker):
             eligible=self.is_eligible,
             owner=self._lent_to(),
             models=self.models,
+            contexts=self.models or {},
             weight_version=self.weight_version,
             adapters=self.adapters,
             awaits_weights=self._is_dedicated and self.status is not None and self.status.awaits_weights,

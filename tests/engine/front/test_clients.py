@@ -50,6 +50,8 @@ def test_anthropic_messages_with_tools_whole_and_streamed(front: Setup) -> None:
         "extra_body": {"temperature": 0.0},
     }
     with anthropic.Anthropic(base_url=front.router_url, api_key=KEY) as client:
+        counted = client.messages.count_tokens(model="tiny", messages=asked["messages"])
+        assert counted.input_tokens == len(("<|user|>", "[call]"))
         whole = client.messages.create(**asked)
         front.proxy.arm(CUT_AFTER)
         with client.messages.stream(**asked) as stream:

@@ -7,10 +7,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 
-from lone_schedulers import POOL, pooled_scheduler, request_of
+from lone_schedulers import POOL, lone_scheduler, pooled_scheduler, request_of
 from vllm.v1.outputs import ModelRunnerOutput
 
 from rose.errors import ConfigError
+from rose.memory.daemon.daemon import start_daemon
 from rose.memory.pool.pool import PoolClient
 from rose.memory.pool.wire import Kind
 from rose.types import Role
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.vllm
 
 SEVEN_SLABS = (7 * 64 - 1) * 16
 """Tokens in as many slabs, without vLLM's null block."""
+SMALL_SLAB = 1 << 18
+"""Bytes of a slab with 16 blocks."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +40,22 @@ def test_a_length_that_fits_only_into_the_whole_pool_is_refused(
         pytest.raises(
             ConfigError,
             match=rf"--max-model-len {length}: such a request needs 8 slabs, and of the pool's 8 another "
-            rf"engine keeps one for good: use {length * 7 // 8} or less",
+            rf"engine keeps one for good: start the pool with --num-slabs 9 or more, or the engine with "
+            rf"--max-model-len {SEVEN_SLABS} or less",
         ),
         pooled_scheduler(tmp_path, role, max_model_len=length),
     ):
         pass
+
+
+def test_a_length_that_vllm_has_chosen_by_the_pools_bytes_is_lowered(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    with (
+        start_daemon(POOL, num_slabs=2, slab_bytes=SMALL_SLAB, headroom_slabs=1),
+        lone_scheduler(tmp_path, Role.SERVING, pool=POOL, max_model_len=-1) as serving,
+    ):
+        assert serving.max_model_len == serving.vllm_config.model_config.max_model_len == (16 - 1) * 16
 
 
 def test_the_longest_request_is_served_beside_another_engine(runtime_dir: Path, tmp_path: Path) -> None:

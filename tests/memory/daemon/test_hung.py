@@ -12,7 +12,7 @@ import pytest
 from pool_setup import HEADROOM_SLABS, NUM_SLABS, POOL, SLAB_BYTES, StartEngine, attach, wait_until
 
 from rose.memory.daemon import hung, owner
-from rose.memory.daemon.hung import HUNG_S, HungEngines
+from rose.memory.daemon.hung import HUNG_LOOKS, HungEngines
 from rose.memory.daemon.owner import PoolOwner
 from rose.memory.ledger.ledger import EngineSlot, Ledger
 from rose.memory.ledger.ledger_words import ledger_bytes
@@ -37,53 +37,62 @@ def ledger() -> Ledger:
     return made
 
 
+def look(engines: HungEngines, ledger: Ledger, times: int) -> dict[int, int]:
+    """Returns what the last one of so many looks finds; the others must find nothing."""
+    for _ in range(times - 1):
+        assert engines.find(ledger) == {}
+    return engines.find(ledger)
+
+
 def test_an_engine_that_gives_nothing_of_a_cut_while_serving_waits_hangs(ledger: Ledger) -> None:
     engines = HungEngines()
-    assert engines.find(ledger, 100.0) == {}
-    assert engines.find(ledger, 100.0 + HUNG_S - 0.1) == {}
-    assert engines.find(ledger, 100.0 + HUNG_S) == {ROLLOUT: 2}
+    assert look(engines, ledger, HUNG_LOOKS) == {ROLLOUT: 2}
+    assert look(engines, ledger, HUNG_LOOKS) == {ROLLOUT: 2}, "its processes take long to end"
+
+
+def test_an_engine_does_not_hang_before_serving_has_waited_long_enough_in_one_piece(ledger: Ledger) -> None:
+    engines = HungEngines()
+    assert look(engines, ledger, HUNG_LOOKS - 1) == {}
     ledger.want(SERVING, 0)  # its request was aborted
-    assert engines.find(ledger, 101.0 + HUNG_S) == {}
+    assert look(engines, ledger, 2 * HUNG_LOOKS) == {}
     ledger.want(SERVING, 10)
-    assert engines.find(ledger, 102.0 + HUNG_S) == {ROLLOUT: 2}
+    assert look(engines, ledger, HUNG_LOOKS - 1) == {}
 
 
 def test_an_engine_that_gives_slabs_one_by_one_does_not_hang_until_it_stops(ledger: Ledger) -> None:
     engines = HungEngines()
     ledger.begin_rl_step(2, 2)
-    for number in range(5):
-        assert engines.find(ledger, number * 0.9 * HUNG_S) == {}
-        ledger.drain([number], 1)
-        ledger.release(number)
+    for slab in range(5):
+        assert look(engines, ledger, HUNG_LOOKS - 1) == {}
+        ledger.drain([slab], 1)
+        ledger.release(slab)
         ledger.acquire(SERVING, 1)
         ledger.want(SERVING, 16)
     ledger.drain([5], 1)  # which its worker does not unmap
-    assert engines.find(ledger, 1000.0) == {}
-    assert engines.find(ledger, 1000.0 + HUNG_S) == {ROLLOUT: 3}
+    assert look(engines, ledger, HUNG_LOOKS) == {ROLLOUT: 3}
 
 
 def test_an_engine_within_its_budget_and_one_beside_free_slabs_do_not_hang(ledger: Ledger) -> None:
     engines = HungEngines()
     ledger.begin_rl_step(2, 10)
-    assert (engines.find(ledger, 0.0), engines.find(ledger, 2 * HUNG_S)) == ({}, {})
+    assert look(engines, ledger, 2 * HUNG_LOOKS) == {}
     ledger.begin_rl_step(3, 8)
     ledger.drain(ledger.owned(SERVING)[:4], 0)
     ledger.want(SERVING, 6)
-    assert (engines.find(ledger, 0.0), engines.find(ledger, 2 * HUNG_S)) == ({}, {})
+    assert look(engines, ledger, 2 * HUNG_LOOKS) == {}
 
 
 def test_of_two_engines_the_one_above_its_share_hangs(ledger: Ledger) -> None:
     ledger.drain([0, 1, 2], 0)
     ledger.set_engine(OTHER, EngineSlot(role=Role.ROLLOUT, pid=3, world_size=1))
     ledger.acquire(OTHER, 3)
-    engines = HungEngines()
-    assert (engines.find(ledger, 0.0), engines.find(ledger, HUNG_S)) == ({}, {ROLLOUT: 2})
+    assert look(HungEngines(), ledger, HUNG_LOOKS) == {ROLLOUT: 2}
 
 
 @pytest.fixture
 def quick_pool(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A pool that waits 0.3 s for an engine, in this process."""
-    monkeypatch.setattr(hung, "HUNG_S", 0.3)
+    """A pool that looks 15 times within 0.3 s, in this process."""
+    monkeypatch.setattr(hung, "HUNG_LOOKS", 15)
     monkeypatch.setattr(owner, "_LOOK_S", 0.02)
     size = PoolSize(num_slabs=NUM_SLABS, slab_bytes=SLAB_BYTES, headroom_slabs=HEADROOM_SLABS)
     with PoolOwner(name=POOL, size=size, runtime_dir=runtime_dir) as its:

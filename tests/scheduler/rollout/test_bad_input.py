@@ -77,9 +77,16 @@ async def test_clients_that_name_unknown_models_cause_few_questions_to_workers(
 async def test_a_prompt_over_the_context_is_400_with_both_numbers(start_router: StartRouter) -> None:
     async with ScriptedWorker(max_model_len=100) as worker, start_router(worker) as client:
         await client.complete({**BODY, "prompt": [7] * 99})
-        assert_error(*await client.post("/v1/completions", {**BODY, "prompt": [7] * 100}), 400, "100")
+        full = "(length 100) plus the number of requested output tokens (at least 1) is longer than"
+        assert_error(*await client.post("/v1/completions", {**BODY, "prompt": [7] * 100}), 400, full)
         over = {**BODY, "prompt": [[1], list(range(1000, 2000))]}
-        assert_error(*await client.post("/v1/completions", over), 400, "1000 tokens", "100")
+        found = await client.post("/v1/completions", over)
+        # LangChain and litellm know the error by vLLM's words.
+        assert_error(*found, 400, "This model's maximum context length is 100 tokens", "1000 input tokens")
+        assert found[1]["error"]["param"] == "input_tokens"
+        too_many = {**BODY, "max_tokens": 101}
+        words = "max_tokens=101 cannot be greater than max_model_len=100"
+        assert_error(*await client.post("/v1/completions", too_many), 400, words)
         assert len(worker.requests) == 1
 
 
@@ -88,7 +95,7 @@ async def test_a_prompt_over_the_context_is_400_with_both_numbers(start_router: 
     [
         *[({"prompt": prompt}, "prompt:") for prompt in ([], "", [1, "a"])],
         *[({"n": n}, "n:") for n in (-1, 0, 1.5, "2", True)],
-        *[({"n": n}, "65536") for n in (10**5, 10**9)],
+        *[({"n": n}, f"n must be at most 16384, got {n}") for n in (16385, 65536, 10**9)],
         ({"prompt": [[1]] * 40_000, "n": 2}, "65536"),
         ({"stream_options": "usage"}, "stream_options:"),
         ({"stream_options": []}, "stream_options:"),
@@ -274,7 +281,8 @@ async def test_jobs_over_the_limit_get_no_account_and_no_metrics(start_router: S
         for job in ("a", "b"):
             await client.complete(BODY, X_Rose_Job=job)
         for number in range(10):
-            status, answer = await client.post("/v1/completions", BODY, X_Rose_Job=f"stranger-{number}")
+            body = {**BODY, "n": 1 + number % 2}
+            status, answer = await client.post("/v1/completions", body, X_Rose_Job=f"stranger-{number}")
             assert_error(status, answer, 429, f"stranger-{number}", "max_jobs")
         for job in ("declared", "a"):
             await client.complete(BODY, X_Rose_Job=job)

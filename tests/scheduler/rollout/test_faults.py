@@ -253,6 +253,23 @@ async def test_a_turn_that_fails_everywhere_ends_in_502(start_router: StartRoute
             assert "3 attempts failed" in answer["error"]["message"]
 
 
+async def test_workers_that_an_admin_removes_have_not_failed_the_turns_on_them(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as a, ScriptedWorker() as b, ScriptedWorker() as c:
+        for worker in (a, b):
+            worker.faults.append(Fault(kind="hang", after_tokens=2))
+        async with start_router(a, b, (c, "serving"), max_failures=1) as client:
+            asked = asyncio.create_task(client.complete(BODY))
+            workers = client.router.plane.registry.workers
+            for _ in range(2):
+                await until(lambda: any(each.in_flight and each.num_tokens == 2 for each in workers()))
+                (last,) = (each for each in workers() if each.in_flight)
+                await client.http.delete(f"{client.router.url}/workers/{last.id}")
+            assert_whole((await asked)["choices"][0])
+            assert client.counters()["reroutes"] == {"removed": 2}
+
+
 async def test_a_request_that_workers_fail_keeps_no_other_turn_away_from_them(
     start_router: StartRouter,
 ) -> None:

@@ -15,7 +15,13 @@ from rose.scheduler.rollout.formats.completions import Single
 from rose.scheduler.rollout.formats.shape import Sink
 from rose.scheduler.rollout.router_config import RouterConfig
 from rose.scheduler.rollout.turn.attempt.boundary import decoder, end_on_character
-from rose.scheduler.rollout.turn.attempt.endings import Ending, EndKind, abort_ending, error_ending
+from rose.scheduler.rollout.turn.attempt.endings import (
+    Ending,
+    EndKind,
+    abort_ending,
+    error_ending,
+    lost_ending,
+)
 from rose.scheduler.rollout.turn.attempt.receive import Receiver
 from rose.scheduler.rollout.turn.attempt.stream import request_body, stream
 from rose.scheduler.rollout.turn.dispatch import DeadlineExceeded
@@ -106,8 +112,7 @@ class TurnAttempt:
         await end_on_character(self._generation, decode, are_shown=self._sink is not None and has_tokens)
 
     def _lost(self, error: Exception) -> Ending:
-        detail = f"{self._worker.id}: {type(error).__name__}: {error}"
-        return Ending(kind=EndKind.LOST, detail=detail)
+        return lost_ending(self._worker, f": {type(error).__name__}: {error}")
 
     async def _watched(self, headers: bytes) -> Ending:
         name = self._worker.id
@@ -125,7 +130,7 @@ class TurnAttempt:
                 return await self._stream(watch, headers)
         except TimeoutError:
             if watch.is_lost:
-                return Ending(kind=EndKind.LOST, detail=f"{name} was lost")
+                return lost_ending(self._worker, " was lost")
             if watch.is_outdated:
                 return Ending(kind=EndKind.OUTDATED, detail=f"{name} has other weights now")
             if watch.is_over:

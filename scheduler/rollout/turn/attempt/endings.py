@@ -5,14 +5,18 @@ Promises: plain values.
 Never does: decide what follows from an ending (rerouting.py).
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 
 from rose.http import NO_LEASE
+from rose.scheduler.rollout.workers.worker import Worker
 from rose.types import StopReason
 
 _BUSY_STATUSES = (429, 503)
+_TOO_LONG = re.compile(r"maximum context length|maximum model length|max_model_len")
+"""How vLLM names its context in each of its errors (400) about a turn that does not fit."""
 _REQUEST_TIMEOUT = 408
 _WRONG_KEY = (
     "answered 401: it wants another key than this router's worker_api_key (ROSE_WORKER_API_KEY); set that to"
@@ -41,6 +45,10 @@ class EndKind(StrEnum):
     """The router saw no token for too long."""
     LOST = "lost"
     """The worker died, or the connection broke."""
+    REMOVED = "removed"
+    """An admin removed the worker while it answered."""
+    TOO_LONG = "too_long"
+    """The turn does not fit into the worker's context."""
     UNLEASED = "unleased"
     """The worker's lease to this router had no room for the turn, or was older than the GPU's loan."""
     BUSY = "busy"
@@ -74,6 +82,13 @@ def abort_ending(worker_id: str, stop_reason: object) -> Ending | None:
     return Ending(kind=kind, detail=f"{worker_id} {what}")
 
 
+def lost_ending(worker: Worker, reason: str) -> Ending:
+    """Returns the ending of an attempt whose worker is gone, or the connection to it."""
+    if worker.is_removed:
+        return Ending(kind=EndKind.REMOVED, detail=f"{worker.id} was removed")
+    return Ending(kind=EndKind.LOST, detail=f"{worker.id}{reason}")
+
+
 def error_ending(worker_id: str, status: int, detail: str) -> Ending:
     """Returns what a worker's HTTP error means for the turn."""
     if status == HTTPStatus.UNAUTHORIZED:  # the client's key was checked before: this one is the router's
@@ -82,6 +97,8 @@ def error_ending(worker_id: str, status: int, detail: str) -> Ending:
         kind = EndKind.UNLEASED
     elif status in _BUSY_STATUSES:
         kind = EndKind.BUSY
+    elif status == HTTPStatus.BAD_REQUEST and _TOO_LONG.search(detail):
+        kind = EndKind.TOO_LONG
     elif 400 <= status < 500 and status != _REQUEST_TIMEOUT:
         kind = EndKind.REFUSED
     else:

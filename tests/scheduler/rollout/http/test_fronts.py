@@ -16,7 +16,7 @@ from aiohttp import web
 from rose.errors import ConfigError
 from rose.http import FRONT_HEADERS, FRONT_SECRET_HEADER
 from rose.scheduler.rollout.formats.chat import suits_front
-from rose.scheduler.rollout.http import front_process, fronts, handshakes
+from rose.scheduler.rollout.http import front_process, fronts, handshakes, service
 from rose.scheduler.rollout.http.command import main
 from rose.scheduler.rollout.http.front_process import Front
 from rose.scheduler.rollout.http.fronts import Fronts, front_environment
@@ -138,12 +138,14 @@ async def health(request):
     return web.Response()
 
 async def hang(request):
-    if not (await request.json()).get("stream"):
+    body = await request.json()
+    if not body.get("stream"):
         await asyncio.sleep(600)
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await answer.prepare(request)
-    while True:
+    while body.get("user") != "nobody":
         await answer.write(b"data: {}\\n\\n" * 4096)
+    return answer
 
 app = web.Application()
 app.router.add_get("/v1/models", models)
@@ -287,6 +289,47 @@ async def test_a_client_that_reads_nothing_of_a_chat_leaves_its_front_too(
             await until(lambda: stand_in.front.in_flight == 1)
             await until(lambda: stand_in.front.in_flight == 0)
             deaf.close()
+            client.router._service.fronts._fronts.remove(stand_in.front)
+
+
+async def test_a_client_that_leaves_its_stream_is_no_fault_of_the_front(
+    start_router: StartRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def leave(request: web.Request, response: web.StreamResponse) -> None:
+        if not isinstance(response, web.Response):
+            assert request.transport is not None
+            request.transport.abort()  # the server learns of it before the request is cancelled
+
+    monkeypatch.setattr(service, "name_server", leave)
+    chat = {"messages": SAID, "tools": [{}], "stream": True}
+    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
+        await stand_in.until_ready()
+        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
+        async with start_router(worker, fronts=STARTING) as client:
+            client.router._service.fronts._fronts.append(stand_in.front)
+            with pytest.raises(aiohttp.ClientError):
+                await client.http.post(f"{client.router.url}/v1/chat/completions", json=chat)
+            await until(lambda: stand_in.front.in_flight == 0)
+            client.router._service.fronts._fronts.remove(stand_in.front)
+    assert "broke off" not in caplog.text
+
+
+async def test_an_empty_stream_of_a_front_is_handed_on_and_leaves_nothing_behind(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    chat = {"messages": SAID, "tools": [{}], "stream": True, "user": "nobody"}
+    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
+        await stand_in.until_ready()
+        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
+        async with start_router(worker, fronts=STARTING) as client:
+            client.router._service.fronts._fronts.append(stand_in.front)
+            url = f"{client.router.url}/v1/chat/completions"
+            async with client.http.post(url, json=chat) as response:
+                assert (response.status, await response.read()) == (200, b"")
+            assert not client.router._service._guard.handled
             client.router._service.fronts._fronts.remove(stand_in.front)
 
 

@@ -1,12 +1,14 @@
 """Requests that are forwarded whole: rerouted, watched and charged like any other turn."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from rose.engine.http.leases import Leases
+from rose.scheduler.rollout.formats.completions import Completions
 from rose.scheduler.rollout.http import handshakes
 from tests.scheduler.rollout.conftest import StartRouter, deaf_client
 from tests.scheduler.rollout.scripted_worker import Fault, ScriptedWorker
@@ -166,3 +168,53 @@ async def test_tool_chats_leave_another_job_its_part_of_the_tokens(start_router:
         worker.go_on()
         await asyncio.gather(blocker, *waiting)
         assert 5 <= order[3:23].count("plain") <= 15
+
+
+async def test_an_aborted_job_ends_a_stream_that_goes_whole_with_an_error_event(
+    start_router: StartRouter,
+) -> None:
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        worker.faults.append(Fault(kind="slow"))
+        url = f"{client.router.url}/v1/chat/completions"
+        async with client.http.post(url, json={**TOOL_CHAT, "stream": True}) as response:
+            assert (await client.post("/admin/abort", {}))[1]["aborted"] == 1
+            *_, error, done, end = (await response.read()).split(b"\n\n")
+        assert (done, end) == (b"data: [DONE]", b"")
+        assert json.loads(error[6:])["error"] == {
+            "message": "job default was aborted",
+            "type": "ConflictError",
+            "param": None,
+            "code": 409,
+        }
+        assert (await client.post("/v1/completions", TURN))[0] == 200
+
+
+async def test_a_worker_that_an_admin_removes_has_not_failed_the_chats_on_it(
+    start_router: StartRouter,
+) -> None:
+    async with (
+        ScriptedWorker() as a,
+        ScriptedWorker() as b,
+        start_router(a, (b, "serving"), max_failures=1) as client,
+    ):
+        a.faults.append(Fault(kind="slow"))
+        asked = asyncio.create_task(client.post("/v1/chat/completions", TOOL_CHAT))
+        await until(lambda: len(a.requests) == 1)
+        await client.http.delete(f"{client.router.url}/workers/{a.id}")
+        assert (await asked)[0] == 200
+        assert client.counters()["reroutes"] == {"removed": 1}
+
+
+async def test_a_bug_of_the_router_ends_a_stream_that_has_begun_with_an_error_event(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(Completions, "stream_usage", fail)
+    async with ScriptedWorker() as worker, start_router(worker) as client:
+        url = f"{client.router.url}/v1/completions"
+        async with client.http.post(url, json={**TURN, "stream": True}) as response:
+            *_, error, done, end = (await response.read()).split(b"\n\n")
+        assert (done, end) == (b"data: [DONE]", b"")
+        assert json.loads(error[6:])["error"]["code"] == 500

@@ -1,5 +1,6 @@
 """The policies as a look at every worker, for comparison with the fleet's order."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ def picked(policy: PlacementPolicy, turn: TurnView, workers: Sequence[WorkerView
         return _prefer_dedicated(found)
     if isinstance(policy, PinnedPolicy):
         able = of_model(turn.model, workers)
-        if turn.affine is not None and any(w.id == turn.affine and w.alive for w in able):
+        if turn.affine is not None and any(
+            w.id == turn.affine and w.alive and _context(turn, w) >= (turn.least_context or 0) for w in able
+        ):
             found = [w for w in found if w.id == turn.affine]
         return _least_loaded(found)
     if isinstance(policy, CostPolicy) and found:
@@ -56,7 +59,23 @@ def _admitted(turn: TurnView, workers: Sequence[WorkerView], rule: VersionRule) 
         holders = [w for w in workers if w.weight_version == pinned]
         if not holders:
             raise VersionGone
-        return [w for w in holders if w.alive]
+        return [w for w in _long_enough(turn, holders, holders) if w.alive]
+    return _long_enough(turn, _new_enough(turn, workers, rule), workers)
+
+
+def _long_enough(
+    turn: TurnView, able: Sequence[WorkerView], workers: Sequence[WorkerView]
+) -> list[WorkerView]:
+    longest = max((_context(turn, w) for w in workers), default=0)
+    return [w for w in able if _context(turn, w) >= min(turn.least_context or 0, longest)]
+
+
+def _context(turn: TurnView, worker: WorkerView) -> float:
+    known = worker.contexts.get(turn.model) if turn.model is not None else None
+    return known if known is not None else math.inf
+
+
+def _new_enough(turn: TurnView, workers: Sequence[WorkerView], rule: VersionRule) -> list[WorkerView]:
     alive = [w for w in workers if w.alive]
     if turn.run_id is not None:
         runs = {w.id: w.weight_version.run_id if w.weight_version is not None else None for w in alive}

@@ -14,6 +14,7 @@ from tests.scheduler.rollout.placing.full_scan import picked
 NOW = 100.0
 NAMES = st.sampled_from("abcdefgh")
 MODELS = st.sampled_from(["m", "n"])
+CONTEXTS = st.sampled_from([10, 20, 30])
 JOBS = st.sampled_from(["x", "y"])
 MOMENTS = st.sampled_from([0.0, NOW, NOW + 1])
 VERSIONS = st.builds(WeightVersion, run_id=st.sampled_from("rs"), number=st.integers(0, 2))
@@ -37,6 +38,7 @@ def worker_views(draw: st.DrawFn) -> WorkerView:
         eligible=draw(st.booleans()),
         owner=draw(st.none() | JOBS | st.just(NOBODY)),
         models=draw(st.none() | st.frozensets(MODELS, min_size=1)),
+        contexts=draw(st.dictionaries(MODELS, st.none() | CONTEXTS, max_size=2)),
         weight_version=draw(st.none() | VERSIONS),
         adapters={each.run_id: each for each in draw(st.lists(ADAPTERS, max_size=2))},
         awaits_weights=draw(st.booleans()),
@@ -59,6 +61,7 @@ def turns(draw: st.DrawFn) -> TurnView:
         run_id=draw(st.none() | st.sampled_from(["r", "s", "m", NO_RUN])),
         pinned_version=draw(st.none() | VERSIONS | ADAPTERS),
         avoid_until=draw(st.dictionaries(NAMES, MOMENTS, max_size=2)),
+        least_context=draw(st.none() | CONTEXTS),
         prompt_tokens=draw(st.sampled_from([0, 1000, 20_000])),
         expected_tokens=draw(st.sampled_from([0.0, 100.0, 333.3])),
         cached_tokens=draw(st.dictionaries(NAMES, st.sampled_from([500.0, 20_000.0]), max_size=2)),

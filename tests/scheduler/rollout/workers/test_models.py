@@ -177,7 +177,7 @@ async def test_a_prompt_is_held_against_its_own_models_context(start_router: Sta
         body = {"prompt": [7] * 500, "max_tokens": 1}
         await client.complete({**body, "model": "long"})
         status, answer = await client.post("/v1/completions", {**body, "model": "short"})
-        assert (status, "context is 100" in answer["error"]["message"]) == (400, True)
+        assert (status, "maximum context length is 100 tokens" in answer["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("mode", ["latest", "pinned"])

@@ -21,6 +21,7 @@ from rose.scheduler.rollout.turn.journey import Journey, Route
 from rose.scheduler.rollout.turn.place import take_place
 from rose.scheduler.rollout.turn.rerouting import Rerouting
 from rose.scheduler.rollout.workers import registry as registry_module
+from rose.scheduler.rollout.workers.models import Catalogue
 from rose.scheduler.rollout.workers.registry import Registry
 from rose.scheduler.rollout.workers.wire import Wire
 from rose.scheduler.rollout.workers.worker import Worker
@@ -121,7 +122,7 @@ def test_a_suspect_is_on_probation_until_it_makes_a_token() -> None:
 def test_silence_while_serving_holds_a_workers_steps_back_is_no_fault(
     later: RoutingStatus, is_held: bool
 ) -> None:
-    one, rerouting = worker(), Rerouting(CONFIG, Counters())
+    one, rerouting = worker(), Rerouting(CONFIG, Counters(), Catalogue())
     for each in (status(5, 5), later):
         one.take_status(each, 0.0)
     rerouting.after(Ending(kind=EndKind.STALLED), one, JOURNEY)
