@@ -359,13 +359,10 @@ class Worker(AnsweringWorker):
             return
         if before is None or status.serving_busy_s < before or now <= self._status_at:
             return  # the first report of an engine, or the first since it restarted
-        left = 1.0 - (status.serving_busy_s - before) / (now - self._status_at)
-        left = min(1.0, max(0.0, left))
-        if self._share is None:
-            self._share = left
-        else:
-            weight = 1.0 - math.exp(-(now - self._status_at) / _SHARE_MEMORY_S)
-            self._share += weight * (left - self._share)
+        elapsed_s = now - self._status_at
+        left = min(1.0, max(0.0, 1.0 - (status.serving_busy_s - before) / elapsed_s))
+        known = self._share if self._share is not None else left
+        self._share = known + (1.0 - math.exp(-elapsed_s / _SHARE_MEMORY_S)) * (left - known)
 
     def _take_adapters(self, status: RoutingStatus) -> None:
         before, self.adapters = self.adapters, adapters_of(status.adapters or ())
