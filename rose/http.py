@@ -108,6 +108,13 @@ def http_client(
     )
 
 
+def reason_of(error: httpx.HTTPError) -> str:
+    """Returns why a server did not answer, with the fix if nobody who is trusted signed its certificate."""
+    reason = str(error) or type(error).__name__
+    is_stranger = "self-signed certificate" in reason or "issuer certificate" in reason  # OpenSSL's words
+    return f"{reason}; set ROSE_TLS_CA to the file of the certificates to trust" if is_stranger else reason
+
+
 class Failures:
     """The failures of a turn at several routers since it last made progress."""
 

@@ -72,6 +72,8 @@ def write_report(result: DemoResult, figures: Figures, env: Environment, path: P
 def print_summary(result: DemoResult, figures: Figures, env: Environment, console: Console) -> None:
     """One terminal page: the result, the criteria, the phases."""
     console.print(headline(figures), style="bold", markup=False)
+    if warning := disturbance(result):
+        console.print(warning, style="bold red", markup=False)
     for head, rows in ((_CRITERIA_HEAD[:-1], _criteria(result, figures)), (_PHASE_HEAD, _phases(result))):
         table = Table(box=None)
         for index, name in enumerate(head[:_NUM_NARROW]):
@@ -93,6 +95,20 @@ def headline(figures: Figures) -> str:
         f"Under ROSE, {rose:.1%} of the serving requests met their latency objectives while rollouts ran at "
         f"{speed:.0%} of the speed that they have alone; naive co-location kept {naive:.1%}, and a static "
         f"split left rollouts {static:.0%}."
+    )
+
+
+def disturbance(result: DemoResult) -> str:
+    """Returns a warning if a phase was disturbed by other processes, else an empty text."""
+    disturbed = [phase for phase in result.phases if phase.foreign_cpu_share > DISTURBED_SHARE]
+    if not disturbed:
+        return ""
+    shares = ", ".join(
+        f"{phase.foreign_cpu_share:.0%} in {LOOKS[PhaseName(phase.name)][0]}" for phase in disturbed
+    )
+    return (
+        f"DISTURBED: other processes used more than {DISTURBED_SHARE:.0%} of this machine's CPU: {shares}. "
+        "Latencies and speeds of this run are not ROSE's alone; run the demo again on an idle machine."
     )
 
 
@@ -153,6 +169,7 @@ def _short(value: float | None, form: str) -> str:
 
 def _page(result: DemoResult, figures: Figures, env: Environment, png: Path) -> str:
     num_met = sum(is_met is True for is_met in judge(result, figures).values())
+    warning = html.escape(disturbance(result))
     mode = " This was a quick run: small samples, wide spreads." if result.is_quick else ""
     parts = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -161,6 +178,7 @@ def _page(result: DemoResult, figures: Figures, env: Environment, png: Path) -> 
         f'<p class="lead">{num_met} of {len(CRITERIA)} criteria met in {result.wall_s / 60:.1f} minutes. '
         "A serving engine and a rollout engine, two real vLLM processes, share one slab pool and one "
         f"core that stands for the GPU; serving comes first.{mode}</p>",
+        *([f"<p><strong>{warning}</strong></p>"] if warning else []),
         *_charts(result, png),
         _card("Criteria", _table(_CRITERIA_HEAD, _criteria(result, figures)), _wire(figures)),
         _card("Phases", _table(_PHASE_HEAD, _phases(result)), "P50 and P99 are over answered requests."),

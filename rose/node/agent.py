@@ -1,15 +1,16 @@
 """`rose node NODE.yaml`: a pool and its engines under one supervisor.
 
 The pool starts first, then serving engines, then rollout engines. Each death is one error line in the log.
-A pool's daemon that dies is started again; its engines keep its memory and go on meanwhile. An engine's
-death leaves the others running, and ends the subscriber that fed it alone, so that the engine can be started
-by hand. Engines are not started again: an operator has to look at a serving engine that dies.
+A pool's daemon that dies is started again, unless it keeps dying (pool_keeper.py); its engines keep its
+memory and go on meanwhile. An engine's death leaves the others running, and ends the subscriber that fed it
+alone, so that the engine can be started by hand. Engines are not started again: an operator has to look at a
+serving engine that dies.
 """
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from rose.config import Settings, load_yaml
 from rose.errors import ConfigError, WorkerError
 from rose.node import checks, launch
 from rose.node.node_config import NODE_EXAMPLE, NodeConfig
+from rose.node.pool_keeper import PoolKeeper
 from rose.node.processes import ProcessGroup, ServerProcess
 from rose.node.serve import check_engine
 from rose.node.signals import StopOnSignals
@@ -28,8 +30,6 @@ from rose.types import Role
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5
-POOL_PAUSE_S = 10.0
-"""The shortest time between two starts of a pool's daemon."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,9 +48,10 @@ def main(argv: Sequence[str]) -> int:
             when_ended.callback(launch.remove_staging_dir, engine, settings)
         with StopOnSignals(), ProcessGroup() as group:
             pools = _start_pools(node, settings, log_dir, group)
+            keeper = PoolKeeper(group, pools, partial(launch.pool_processes, node, log_dir))
             engines = _start(node, settings, log_dir, group, when_ended)
             fed = _start_subscribers(node, settings, log_dir, group, engines)
-            _watch(group, partial(launch.pool_processes, node, log_dir), pools, engines.values(), fed)
+            _watch(group, keeper, engines.values(), fed)
     return 0  # a signal
 
 
@@ -113,14 +114,12 @@ def _start_subscribers(
 
 def _watch(
     group: ProcessGroup,
-    new_pools: Callable[[], list[ServerProcess]],
-    pools: list[ServerProcess],
+    keeper: PoolKeeper,
     engines: Iterable[ServerProcess],
     fed: Mapping[ServerProcess, set[ServerProcess]],
 ) -> NoReturn:
     """Reports deaths, and starts pools again. Raises: WorkerError when the last engine has died."""
     reported = set[ServerProcess]()
-    started_at_s = time.monotonic()
     while True:
         for server in group.dead():
             if server not in reported:
@@ -134,11 +133,8 @@ def _watch(
             if reported.issuperset(fed[subscriber]):
                 subscriber.stop()
                 reported.add(subscriber)
-        if reported.intersection(pools) and time.monotonic() - started_at_s >= POOL_PAUSE_S:
-            started_at_s = time.monotonic()
-            anew = zip(pools, new_pools(), strict=True)
-            pools = [group.replace(old, new) if old in reported else old for old, new in anew]
-            reported.intersection_update(group.servers)
+        keeper.keep()
+        reported.intersection_update(group.servers)
         time.sleep(WATCH_S)
 
 

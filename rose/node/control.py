@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rose.config import Settings, worker_api_key
 from rose.engine.status import Field, StatusPage, page_path
 from rose.errors import WorkerError
-from rose.http import http_client
+from rose.http import http_client, reason_of
 from rose.messages import ActivationChange, GateChange, HarmHistory, Profile, WorkerStatus
 from rose.types import GateMode
 
@@ -134,8 +134,9 @@ class EngineControl:
             headers = {} if path.startswith("/rose/") else self._worker_headers
             answer = self._client.request(method, path, json=body, timeout=timeout_s, headers=headers)
         except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise WorkerError(f"{self.url}{path}: no answer ({why}); is an engine running there?") from error
+            raise WorkerError(
+                f"{self.url}{path}: no answer ({reason_of(error)}); is an engine running there?"
+            ) from error
         if answer.is_error:
             raise WorkerError(f"{self.url}{path}: {answer.status_code} {answer.text[:300]}")
         return answer

@@ -26,10 +26,11 @@ from rose.engine.adapter_copies import remove_left
 from rose.engine.harm_records import records_path
 from rose.engine.status import Field, page_path
 from rose.errors import ConfigError, WorkerError
-from rose.http import http_client
+from rose.http import http_client, reason_of
 from rose.memory.slabs.backend import BackendKind
 from rose.node.node_config import EngineConfig, NodeConfig, PoolConfig
 from rose.node.processes import ServerProcess
+from rose.node.scratch import NAME_BYTES
 from rose.types import Role
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ READY_TIMEOUT_S = 900.0
 """A large model's weights take minutes to load from disk."""
 POOL_READY_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 60.0
-MOST_TEMPORARY_BYTES = 56
-"""A socket's path has up to 107 bytes: this, 14 of the folder that ServerProcess makes, and 37 of vLLM's."""
+MOST_TEMPORARY_BYTES = 107 - (1 + NAME_BYTES) - 37
+"""A socket's path has up to 107 bytes: this, a slash with the ServerProcess's folder, and 37 of vLLM's."""
 
 
 def engine_process(
@@ -93,7 +94,7 @@ def wait_engine_ready(server: ServerProcess, engine: EngineConfig, settings: Set
         with http_client(key=settings.key, timeout=STATUS_TIMEOUT_S, ca=settings.tls_ca) as client:
             answer = client.get(status_url)
     except httpx.HTTPError as error:
-        raise WorkerError(f"{engine.name}: {status_url} does not answer ({error})") from error
+        raise WorkerError(f"{engine.name}: {status_url} does not answer ({reason_of(error)})") from error
     if answer.status_code == httpx.codes.NOT_FOUND:
         where = server.log_path if server.log_path is not None else "the lines above"
         raise WorkerError(f"{engine.name} runs without ROSE: vLLM could not load the plugin; see {where}")

@@ -10,12 +10,10 @@ import http.client
 import logging
 import os
 import re
-import shutil
 import signal
 import ssl
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +24,7 @@ from urllib.parse import urlsplit
 from rose.config import child_environment
 from rose.errors import WorkerError
 from rose.node import watcher
+from rose.node.scratch import ScratchFolder
 from rose.node.signals import signals_wait
 
 logger = logging.getLogger(__name__)
@@ -66,10 +65,11 @@ class ServerProcess:
         self.name = name
         self.log_path = log_path
         self.argv = [*_pinning(cpus, nice), *argv]
+        self.added_env = dict(env) if env is not None else {}
         self._env = child_environment(env)
         self._folder = folder
         self._scratch_variable = scratch
-        self._scratch: Path | None = None
+        self._scratch: ScratchFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._exit_status: int | None = None
@@ -113,15 +113,15 @@ class ServerProcess:
     def _make_scratch(self) -> list[str]:
         if self._scratch_variable is None or self._scratch_variable in self._env:
             return []
-        self._scratch = Path(tempfile.mkdtemp(prefix="rose-"))
-        return [str(self._scratch)]
+        self._scratch = ScratchFolder()
+        return [str(self._scratch.path)]
 
     @property
     def _environment(self) -> dict[str, str]:
         """The variables of the process. The folder of one server is not that of another one like it."""
         if self._scratch_variable is None or self._scratch is None:
             return self._env
-        return {**self._env, self._scratch_variable: str(self._scratch)}
+        return {**self._env, self._scratch_variable: str(self._scratch.path)}
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with ExitStack() as when_started:
@@ -137,6 +137,8 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT if log is not None else None,
                 start_new_session=True,
+                # The folder stays locked as long as the server lives.
+                pass_fds=[self._scratch.fd] if self._scratch is not None else [],
             )
 
     def wait_ready(self, url: str, timeout_s: float) -> None:
@@ -191,7 +193,7 @@ class ServerProcess:
             self._watcher.wait()
             self._watcher = None
             if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+                self._scratch.remove()
             logger.info("stopped name=%s pid=%d status=%s", self.name, self.pid, self.exit_status)
         return self._exit_status
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from rose.admission.board_snapshot import BoardSnapshot
 from rose.arguments import CommandParser, positive_seconds, run_command
 from rose.config import Settings
-from rose.http import http_client, url_argument
+from rose.http import http_client, reason_of, url_argument
 from rose.messages import WorkerStatus
 from rose.node.control import urls_on_this_host
 from rose.node.harm import harm_line
@@ -144,7 +144,7 @@ def take_sample(client: httpx.Client, worker: str) -> WorkerSample:
             worker=worker, taken_at_s=now, error="its answer is not the status of a ROSE engine"
         )
     except httpx.HTTPError as error:
-        return WorkerSample(worker=worker, taken_at_s=now, error=str(error) or type(error).__name__)
+        return WorkerSample(worker=worker, taken_at_s=now, error=reason_of(error))
 
 
 def status_page(samples: Sequence[WorkerSample], before: Mapping[str, WorkerSample]) -> RenderableType:

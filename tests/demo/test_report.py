@@ -1,6 +1,7 @@
 import io
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 from rose.demo.figures import compute_figures
 from rose.demo.live import DemoPart, LiveView
 from rose.demo.records import DemoResult, PhaseName
-from rose.demo.report import print_summary, write_report
+from rose.demo.report import disturbance, print_summary, write_report
 from rose.demo.run import main
 from rose.errors import ConfigError
 from rose.measure.environment import Environment
@@ -133,3 +134,16 @@ def test_a_folder_that_holds_an_earlier_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     with pytest.raises(ConfigError, match="holds an earlier run; name another folder"):
         main(["--out", str(tmp_path)])
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_a_run_beside_other_work_is_marked_in_the_summary_and_in_the_report(tmp_path: Path) -> None:
+    quiet = some_result()
+    first, *others = quiet.phases
+    busy = replace(quiet, phases=(replace(first, foreign_cpu_share=0.43), *others))
+    assert disturbance(quiet) == ""
+    out = io.StringIO()
+    print_summary(busy, compute_figures(busy), ENV, Console(file=out, width=1000))
+    assert "DISTURBED" in out.getvalue() and "43% in serving alone" in out.getvalue()
+    write(busy, tmp_path / "report.html")
+    assert "DISTURBED" in (tmp_path / "report.html").read_text()

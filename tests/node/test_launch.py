@@ -151,7 +151,7 @@ def test_cpus_outside_this_process_are_refused() -> None:
         launch.check_cpus(engine(cpus=(4097,)))
 
 
-@pytest.mark.parametrize("num_bytes", [56, 57, 70])
+@pytest.mark.parametrize("num_bytes", [launch.MOST_TEMPORARY_BYTES, launch.MOST_TEMPORARY_BYTES + 1, 70])
 def test_an_engines_sockets_have_room_in_a_deep_temporary_folder(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     If it ends while engines live, they keep its memory, and the next daemon takes that over.
     """
     options = _make_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         owner = _open(options)
     except RoseError as error:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from rose.http import reason_of
 from rose.node.pages.fitted_table import FittedTable
 
 COLUMNS = ("job", "priority", "weight", "entitled", "got", "tok/s", "in flight", "queued", "state")
@@ -55,7 +56,7 @@ def sample_jobs(client: httpx.Client, router: str) -> JobsSample:
     except ValidationError:
         return JobsSample(router=router, taken_at_s=now, error="its answer is not that of a router")
     except httpx.HTTPError as error:
-        return JobsSample(router=router, taken_at_s=now, error=str(error) or type(error).__name__)
+        return JobsSample(router=router, taken_at_s=now, error=reason_of(error))
 
 
 def jobs_page(samples: Sequence[JobsSample], before: Mapping[str, JobsSample]) -> RenderableType:
