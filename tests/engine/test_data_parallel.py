@@ -205,8 +205,9 @@ def test_all_ranks_leave_their_gpus_and_come_back_the_same(replicas: Replicas, r
 def test_an_engine_that_loses_a_rank_ends_and_leaves_both_pools_to_serving(
     replicas: Replicas, serving: RealEngine, rollout: RealEngine
 ) -> None:
+    replicas.begin_rl_step()  # cuts may have left the ranks next to no memory
     lost = rollout.start_requests([prompt(f"lost-{i}", 300) for i in range(8)], max_tokens=700)
-    until(lambda: all(rank.kv_slabs_in_use > 2 for rank in rollout.status().ranks), "both ranks compute")
+    until(lambda: all(rank.kv_slabs_in_use > 0 for rank in rollout.status().ranks), "both ranks compute")
     kept = serving.start_requests([prompt(f"kept-{i}", 100) for i in range(4)], max_tokens=40)
     os.kill(scheduler_pid(replicas.folder, POOLS[1], Role.ROLLOUT), signal.SIGKILL)
     for pool in replicas.pools:
