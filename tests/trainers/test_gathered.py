@@ -8,7 +8,6 @@ import torch
 from torch import distributed
 
 from rose.trainers.gathered import GatheredWeights
-from tests.transfer.relay_process import RelayProcess
 
 Pairs = list[tuple[str, torch.Tensor]]
 
@@ -18,13 +17,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
-
-
-@pytest.fixture
-def relay_url() -> Iterator[str]:
-    process = RelayProcess("embedded")
-    yield process.url
-    process.stop()
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "c", "b"], ["a", "c"]])

@@ -1,7 +1,5 @@
 """ROLL's real worker and FSDP2 strategy, over a model that FSDP2 has sharded, publish to ROSE's relay."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,35 +10,12 @@ from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.torch_source import load_planes
 from rose.transfer.relay.opening import open_relay
-from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
-from tests.transfer.relay_process import RelayProcess
 
 strategies: Any = pytest.importorskip(
     "roll.distributed.strategy.fsdp2_strategy", reason="ROLL is on no package index (CONTRIBUTING.md)"
 )
 
 pytestmark = pytest.mark.clients
-
-
-@pytest.fixture
-def relay_url() -> Iterator[str]:
-    process = RelayProcess("embedded")
-    yield process.url
-    process.stop()
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Iterator[Any]:
-    """A world of one rank, because a rank more needs a process more."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    made = AutoModelForCausalLM.from_pretrained(make_tiny_qwen3(tmp_path / "model"), dtype=torch.float32)
-    yield fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
-    dist.destroy_process_group()
 
 
 def make_worker(proxy: dict[str, Any], model: Any = None, **arguments: Any) -> Any:

@@ -1,7 +1,5 @@
 """SkyRL's own source of weights, over a model that FSDP2 has sharded, sends through ROSE's relay."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,35 +9,12 @@ from rose.transfer.follow.follower import Follower
 from rose.transfer.follow.mirror import WeightMirror
 from rose.transfer.publish.torch_source import load_planes
 from rose.transfer.relay.opening import open_relay
-from tests.scheduler.rollout.tiny_model import make_tiny_qwen3
-from tests.transfer.relay_process import RelayProcess
 
 sources: Any = pytest.importorskip(
     "skyrl.backends.skyrl_train.weight_sync.sources", reason="SkyRL is not installed (CONTRIBUTING.md)"
 )
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]
-
-
-@pytest.fixture
-def relay_url() -> Iterator[str]:
-    process = RelayProcess("embedded")
-    yield process.url
-    process.stop()
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Iterator[Any]:
-    """A world of one rank, because a rank more needs a process more."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    made = AutoModelForCausalLM.from_pretrained(make_tiny_qwen3(tmp_path / "model"), dtype=torch.float32)
-    yield fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
-    dist.destroy_process_group()
 
 
 def test_each_sync_of_skyrls_is_a_version_with_the_trainers_bits(relay_url: str, model: Any) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rose.scheduler.rollout.http.command import main
 from rose.scheduler.rollout.http.front_process import Front
 from rose.scheduler.rollout.http.fronts import Fronts, front_environment
 from rose.scheduler.rollout.router_config import FrontSpec
-from tests.scheduler.rollout.conftest import StartRouter, deaf_client
+from tests.scheduler.rollout.conftest import Client, StartRouter, deaf_client
 from tests.scheduler.rollout.scripted_worker import ScriptedWorker
 from tests.scheduler.rollout.waiting import until
 
@@ -241,6 +243,17 @@ async def test_idle_connections_to_a_front_are_closed_before_the_front_does(
         await runner.cleanup()
 
 
+@asynccontextmanager
+async def behind(router: AbstractAsyncContextManager[Client], stand_in: StandIn) -> AsyncIterator[Client]:
+    """Starts the router with this front for its one model; it has not started the front's process itself."""
+    await stand_in.until_ready()
+    stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
+    async with router as client:
+        client.router._service.fronts._fronts.append(stand_in.front)
+        yield client
+        client.router._service.fronts._fronts.remove(stand_in.front)
+
+
 @pytest.mark.parametrize("takes_over", [False, True])
 @pytest.mark.slow
 async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_begins(
@@ -248,15 +261,14 @@ async def test_a_chat_with_a_grammar_goes_whole_where_no_engine_knows_where_it_b
 ) -> None:
     monkeypatch.setattr(fronts, "_LATER_S", 0.1)
     chat = {"messages": SAID, "tools": [{}], "tool_choice": "required"}
-    async with ScriptedWorker(continues_state=takes_over) as worker, StandIn(tmp_path) as stand_in:
-        await stand_in.until_ready()
-        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
-        async with start_router(worker, fronts=STARTING) as client:
-            await until(lambda: client.known(worker).continues_state is takes_over)
-            client.router._service.fronts._fronts.append(stand_in.front)
-            status, _ = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="1")
-            assert status == (504 if takes_over else 200)  # the stand-in never answers
-            client.router._service.fronts._fronts.remove(stand_in.front)
+    async with (
+        ScriptedWorker(continues_state=takes_over) as worker,
+        StandIn(tmp_path) as stand_in,
+        behind(start_router(worker, fronts=STARTING), stand_in) as client,
+    ):
+        await until(lambda: client.known(worker).continues_state is takes_over)
+        status, _ = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="1")
+        assert status == (504 if takes_over else 200)  # the stand-in never answers
 
 
 async def test_a_chat_that_its_front_does_not_answer_ends_with_its_deadline(
@@ -264,14 +276,13 @@ async def test_a_chat_that_its_front_does_not_answer_ends_with_its_deadline(
 ) -> None:
     monkeypatch.setattr(fronts, "_LATER_S", 0.1)
     chat = {"messages": SAID, "tools": [{}]}
-    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
-        await stand_in.until_ready()
-        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
-        async with start_router(worker, fronts=STARTING) as client:
-            client.router._service.fronts._fronts.append(stand_in.front)
-            status, answer = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="0.2")
-            assert (status, "front-0 has not answered" in answer["error"]["message"]) == (504, True)
-            client.router._service.fronts._fronts.remove(stand_in.front)
+    async with (
+        ScriptedWorker() as worker,
+        StandIn(tmp_path) as stand_in,
+        behind(start_router(worker, fronts=STARTING), stand_in) as client,
+    ):
+        status, answer = await client.post("/v1/chat/completions", chat, X_Rose_Timeout_S="0.2")
+        assert (status, "front-0 has not answered" in answer["error"]["message"]) == (504, True)
 
 
 @pytest.mark.slow
@@ -280,16 +291,15 @@ async def test_a_client_that_reads_nothing_of_a_chat_leaves_its_front_too(
 ) -> None:
     monkeypatch.setattr(handshakes, "UNREAD_S", 0.5)
     chat = {"messages": SAID, "tools": [{}], "stream": True}
-    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
-        await stand_in.until_ready()
-        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
-        async with start_router(worker, fronts=STARTING) as client:
-            client.router._service.fronts._fronts.append(stand_in.front)
-            deaf = deaf_client(client.router.url, "/v1/chat/completions", chat)
-            await until(lambda: stand_in.front.in_flight == 1)
-            await until(lambda: stand_in.front.in_flight == 0)
-            deaf.close()
-            client.router._service.fronts._fronts.remove(stand_in.front)
+    async with (
+        ScriptedWorker() as worker,
+        StandIn(tmp_path) as stand_in,
+        behind(start_router(worker, fronts=STARTING), stand_in) as client,
+    ):
+        deaf = deaf_client(client.router.url, "/v1/chat/completions", chat)
+        await until(lambda: stand_in.front.in_flight == 1)
+        await until(lambda: stand_in.front.in_flight == 0)
+        deaf.close()
 
 
 async def test_a_client_that_leaves_its_stream_is_no_fault_of_the_front(
@@ -305,15 +315,14 @@ async def test_a_client_that_leaves_its_stream_is_no_fault_of_the_front(
 
     monkeypatch.setattr(service, "name_server", leave)
     chat = {"messages": SAID, "tools": [{}], "stream": True}
-    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
-        await stand_in.until_ready()
-        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
-        async with start_router(worker, fronts=STARTING) as client:
-            client.router._service.fronts._fronts.append(stand_in.front)
-            with pytest.raises(aiohttp.ClientError):
-                await client.http.post(f"{client.router.url}/v1/chat/completions", json=chat)
-            await until(lambda: stand_in.front.in_flight == 0)
-            client.router._service.fronts._fronts.remove(stand_in.front)
+    async with (
+        ScriptedWorker() as worker,
+        StandIn(tmp_path) as stand_in,
+        behind(start_router(worker, fronts=STARTING), stand_in) as client,
+    ):
+        with pytest.raises(aiohttp.ClientError):
+            await client.http.post(f"{client.router.url}/v1/chat/completions", json=chat)
+        await until(lambda: stand_in.front.in_flight == 0)
     assert "broke off" not in caplog.text
 
 
@@ -321,16 +330,15 @@ async def test_an_empty_stream_of_a_front_is_handed_on_and_leaves_nothing_behind
     start_router: StartRouter, tmp_path: Path
 ) -> None:
     chat = {"messages": SAID, "tools": [{}], "stream": True, "user": "nobody"}
-    async with ScriptedWorker() as worker, StandIn(tmp_path) as stand_in:
-        await stand_in.until_ready()
-        stand_in.front.models = stand_in.front.known = frozenset(["scripted"])
-        async with start_router(worker, fronts=STARTING) as client:
-            client.router._service.fronts._fronts.append(stand_in.front)
-            url = f"{client.router.url}/v1/chat/completions"
-            async with client.http.post(url, json=chat) as response:
-                assert (response.status, await response.read()) == (200, b"")
-            assert not client.router._service._guard.handled
-            client.router._service.fronts._fronts.remove(stand_in.front)
+    async with (
+        ScriptedWorker() as worker,
+        StandIn(tmp_path) as stand_in,
+        behind(start_router(worker, fronts=STARTING), stand_in) as client,
+    ):
+        url = f"{client.router.url}/v1/chat/completions"
+        async with client.http.post(url, json=chat) as response:
+            assert (response.status, await response.read()) == (200, b"")
+        assert not client.router._service._guard.handled
 
 
 def test_fronts_have_no_keys_but_the_routers_own(monkeypatch: pytest.MonkeyPatch) -> None:
